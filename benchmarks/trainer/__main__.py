@@ -1,7 +1,7 @@
 """Tokens per second and memory of the trainer's update, against TRL's on the same batch.
 
     python -m benchmarks.trainer [--quick | --model DIRECTORY] [--json] [--threads 1] [--steps 3]
-                                 [--only BATCH]...
+                                 [--only BATCH]... [--forward-tokens N]
 
 Both sides train the same model from the same weights on the same samples, with AdamW, clipping and
 the same token-mean loss; the norms of their first gradients have to agree. TRL's side is
@@ -9,7 +9,8 @@ GRPOTrainer's own loop from the batch on (theirs.py), without activation checkpo
 faster; one row has it on both sides. Ours is the learner as a worker calls it (ours.py). A process
 each; with one thread in CPU seconds. Tokens are those of the samples, without padding. Memory is
 what resident memory rose to above a process without a model. A group's prompt is computed once on
-our side; `apart` is ours without that.
+our side; `apart` is ours without that. `--forward-tokens`: tokens of our passes, in place of the
+default, which is for speed.
 
 `over_trl`: the least ratio where lengths differ; `over_trl_even`: where they do not;
 `peak_memory_ratio`: the largest of all, ours by theirs; null without TRL.
@@ -88,8 +89,9 @@ def compare(
     arguments = [size, case.name, "--steps", str(options.steps)]
     if again:
         arguments.append("--checkpointing")
-    ours = run_side(sys.executable, "ours", arguments, options.threads)
-    apart = run_side(sys.executable, "ours", [*arguments, "--apart"], options.threads)
+    own = [*arguments, "--forward-tokens", str(options.forward_tokens)]
+    ours = run_side(sys.executable, "ours", own, options.threads)
+    apart = run_side(sys.executable, "ours", [*own, "--apart"], options.threads)
     theirs = None
     if reference is not None:
         runs = [
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--forward-tokens", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="BATCH", help="as the table calls it")
     options = parser.parse_args()
     console = Console(stderr=True, quiet=options.json)

@@ -18,9 +18,14 @@ from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
 
 
-def spec_of(case: Case, *, checkpointing: bool = False, compiled: str = "off") -> JobSpec:
-    """A job whose step is one batch of `case`, with TRL's settings."""
-    trainer = {"activation_checkpointing": checkpointing, "compile": compiled}
+def spec_of(
+    case: Case, *, checkpointing: bool = False, compiled: str = "off", forward_tokens: int = 0
+) -> JobSpec:
+    """A job whose step is one batch of `case`, with TRL's settings. `forward_tokens`: tokens of a
+    pass; 0: the default."""
+    trainer: dict[str, Any] = {"activation_checkpointing": checkpointing, "compile": compiled}
+    if forward_tokens:
+        trainer["forward_tokens"] = forward_tokens
     return JobSpec.model_validate(
         {
             "name": "update",
@@ -77,10 +82,16 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--apart", action="store_true", help="compute a group's prompt each time")
     parser.add_argument("--compile", choices=["on", "off"], default="off")
+    parser.add_argument("--forward-tokens", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     case = cases_of(options.size)[options.case]
-    spec = spec_of(case, checkpointing=options.checkpointing, compiled=options.compile)
+    spec = spec_of(
+        case,
+        checkpointing=options.checkpointing,
+        compiled=options.compile,
+        forward_tokens=options.forward_tokens,
+    )
     before = resident()
     model = load(case).eval()
     rows = rows_of(case, model)

@@ -398,9 +398,8 @@ class _Table:
             for worker_id in one.bound:
                 if worker_id in self._plans:
                     self._plans[worker_id].held.append(one)
+        # By likeness; empty until a policy waits.
         self._kinds: dict[Hashable, int] = {}
-        for plan in self._plans.values():
-            self._classify(plan)
         self.moves: list[Move] = []
         # Policies suspended in this plan, with the policy that each makes room for.
         self._suspended: dict[str, str] = {}
@@ -501,6 +500,9 @@ class _Table:
         """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
         others must leave. Those of fewest workers come first."""
         plans = list(self._plans.values())
+        if not self._kinds:
+            for plan in plans:
+                self._classify(plan)
         kinds = self._alike(policy, plans)
         held = {one.bound for some in kinds for one in (*some[0].held, *some[0].taken)}
         groups = sorted(group for group in held if self._plans.keys() >= set(group))

@@ -20,7 +20,7 @@ import heapq
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 Policy = Literal["least_work", "round_robin", "random_hash"]
@@ -33,8 +33,7 @@ STAY_RATIO: Final = 1.5
 STAY_SLACK_TOKENS: Final = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Cost of a turn: prompt tokens to read and expected response tokens."""
 
     prompt_tokens: float
@@ -124,6 +123,7 @@ class Fleet:
         self._order.append(engine_id)
         self.places += limit
         self._weigh()
+        self._heaps.setdefault(device_class, [])
         self._changed(member)
 
     def remove(self, engine_id: str) -> None:
@@ -171,22 +171,24 @@ class Fleet:
             sticky = self._members[previous]
         if self._policy != "least_work":
             return sticky.engine_id if sticky else self._choose_static(key, serves)
-        tops = {name: self._least(name, serves) for name in self._heaps}
-        if not any(tops.values()) and self._aside:
+        open_ = self._open(serves)
+        if not open_ and self._aside:
             self.look_again()
-            tops = {name: self._least(name, serves) for name in self._heaps}
-        open_ = {name: member for name, member in tops.items() if member is not None}
+            open_ = self._open(serves)
         if not open_:
             return None
-        best = min(open_.values(), key=lambda m: self._finish(m, work))
-        for name in classes:
-            fitting = open_.get(name)
-            if fitting is not None and not self._leaves(fitting, best, work):
-                best = fitting
-                break
-        if sticky and sticky.has_room and not self._leaves(sticky, best, work):
-            best = sticky
-        return best.engine_id
+        if len(open_) == 1:
+            (best,) = open_.values()
+        else:
+            best = min(open_.values(), key=lambda m: self._finish(m, work))
+            for name in classes:
+                fitting = open_.get(name)
+                if fitting is not None and not self._leaves(fitting, best, work):
+                    best = fitting
+                    break
+        if sticky is None or sticky is best or sticky.in_flight >= sticky.limit:
+            return best.engine_id
+        return (best if self._leaves(sticky, best, work) else sticky).engine_id
 
     def give(self, engine_id: str, work: Work) -> float:
         """Assign a turn to the engine; returns the cost that it adds to the outstanding work."""
@@ -215,12 +217,20 @@ class Fleet:
                 return engine_id
         return None
 
+    def _open(self, serves: Callable[[str], bool]) -> dict[str, _Member]:
+        """Of each device class the engine with the least work, where one has room."""
+        found = {}
+        for name in self._heaps:
+            if (member := self._least(name, serves)) is not None:
+                found[name] = member
+        return found
+
     def _least(self, device_class: str, serves: Callable[[str], bool]) -> _Member | None:
         heap = self._heaps[device_class]
         while heap:
             *_, stamp, engine_id = heap[0]
             member = self._members.get(engine_id)
-            if member is not None and member.stamp == stamp and member.has_room:
+            if member is not None and member.stamp == stamp and member.in_flight < member.limit:
                 if serves(engine_id):
                     return member
                 self._aside.add(engine_id)
@@ -230,9 +240,9 @@ class Fleet:
     def _changed(self, member: _Member) -> None:
         self._changes += 1
         member.stamp = self._changes
-        if not member.has_room:  # its entry is added when it has room
+        if member.in_flight >= member.limit:  # its entry is added when it has room
             return
-        heap = self._heaps.setdefault(member.device_class, [])
+        heap = self._heaps[member.device_class]
         heapq.heappush(heap, (member.outstanding, member.in_flight, member.stamp, member.engine_id))
         if len(heap) > 4 * len(self._members) + 64:
             known = self._members
@@ -278,7 +288,7 @@ class _Profile:
 
     def add(self, prompt: float, response: float) -> None:
         self.seen += 1
-        part = max(_NEWEST, 1 / self.seen)
+        part = 1 / self.seen if self.seen * _NEWEST < 1 else _NEWEST
         self.prompt += part * (prompt - self.prompt)
         self.response += part * (response - self.response)
 
@@ -292,7 +302,9 @@ class Profiles:
 
     def observe(self, kind: tuple[str, str], read_tokens: int, response_tokens: int) -> None:
         """Record a finished turn: prompt tokens that no cache held, and response tokens."""
-        self._kinds.setdefault(kind, _Profile()).add(read_tokens, response_tokens)
+        if (profile := self._kinds.get(kind)) is None:
+            profile = self._kinds[kind] = _Profile()
+        profile.add(read_tokens, response_tokens)
         self._all.add(read_tokens, response_tokens)
 
     def expected(self, kind: tuple[str, str], prompt_tokens: int, max_new_tokens: int) -> Work:
@@ -330,6 +342,8 @@ def classes_for(
 ) -> tuple[str, ...]:
     """Device classes for a turn, best first: declared for its domain, for its agent, or inferred;
     then the default class."""
+    if not (by_domain or by_agent or default or inferred):
+        return ()
     declared = by_domain.get(domain) if domain else None
     fitting = declared or by_agent.get(agent) or inferred
     return tuple(dict.fromkeys(name for name in (fitting, default) if name))
@@ -481,11 +495,8 @@ class AdaptiveLimit:
         self._reached = False
         # Token-weighted sums over turns: 1, n, t, n n, n t.
         self._sums = [0.0] * 5
-
-    @property
-    def now(self) -> int:
+        self.now = most
         """The current limit."""
-        return max(1, min(self._most, int(self._limit)))
 
     def ended(self, in_flight: float, seconds: float, tokens: int) -> None:
         """Record a turn: `tokens` drawn in `seconds`, with `in_flight` turns on the engine, itself
@@ -493,12 +504,17 @@ class AdaptiveLimit:
         if tokens < 1 or seconds <= 0 or in_flight < 1:
             return
         n, t = in_flight, seconds / tokens
-        for i, value in enumerate((1.0, n, t, n * n, n * t)):
-            self._sums[i] += tokens * value
-        self._reached = self._reached or in_flight >= self.now - 0.5
+        sums, now = self._sums, self.now
+        sums[0] += tokens
+        sums[1] += tokens * n
+        sums[2] += tokens * t
+        sums[3] += tokens * (n * n)
+        sums[4] += tokens * (n * t)
+        self._reached = self._reached or in_flight >= now - 0.5
         self._ended += 1
-        if self._ended >= max(WINDOW_TURNS, self.now):
+        if self._ended >= max(WINDOW_TURNS, now):
             self._adapt()
+            self.now = max(1, min(self._most, int(self._limit)))
             self._ended, self._reached = 0, False
             self._sums = [MEMORY * value for value in self._sums]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -34,34 +35,48 @@ class EngineBatch:
     `prefill_tokens_per_second` and hold decoding up meanwhile.
     """
 
-    __slots__ = ("_blocked_until", "_count", "_heap", "_now", "_pace", "_steps", "_turns")
+    __slots__ = (
+        "_blocked_until",
+        "_count",
+        "_each",
+        "_heap",
+        "_now",
+        "_prefill",
+        "_step",
+        "_steps",
+        "_turns",
+    )
 
     def __init__(self, pace: EnginePace) -> None:
-        self._pace = pace
+        self._prefill = pace.prefill_tokens_per_second
+        self._step, self._each = pace.decode_seconds, pace.decode_seconds_per_turn
         self._now = 0.0
         # Time until which decoding is blocked by prefill or a weight update.
         self._blocked_until = 0.0
         # Decoding steps so far.
         self._steps = 0.0
         self._count = 0
-        # By key: the steps at which it was admitted, its length, its number.
-        self._turns: dict[Any, tuple[float, int, int]] = {}
-        # (step at which the turn has its last token, number, key); those of removed turns stay.
+        # By key: the steps at which it was admitted, its length.
+        self._turns: dict[Any, tuple[float, int]] = {}
+        # (step at which the turn has its last token, number, key).
         self._heap: list[tuple[float, int, Any]] = []
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def admit(self, key: Any, prompt_tokens: float, length: int, now: float) -> None:
-        """Admit a turn of `length` response tokens; its prefill blocks the whole batch first."""
-        self._count += 1
-        self._turns[key] = (self._steps, length, self._count)
-        heapq.heappush(self._heap, (self._steps + length, self._count, key))
-        self.read(prompt_tokens, now)
+    def admit(self, key: Any, prompt_tokens: float, length: int, now: float) -> bool:
+        """Admit a turn of `length` response tokens; its prefill blocks the whole batch first.
+        Whether it is the one that ends next."""
+        self._count = count = self._count + 1
+        self._turns[key] = (self._steps, length)
+        heap = self._heap
+        heapq.heappush(heap, (self._steps + length, count, key))
+        self.block(prompt_tokens / self._prefill, now)
+        return heap[0][1] == count
 
     def read(self, tokens: float, now: float) -> None:
         """Block decoding for the prefill of `tokens` (a prompt, or kept turns again)."""
-        self.block(tokens / self._pace.prefill_tokens_per_second, now)
+        self.block(tokens / self._prefill, now)
 
     def block(self, seconds: float, now: float) -> None:
         """Block decoding for `seconds` more."""
@@ -74,60 +89,46 @@ class EngineBatch:
 
     def remove(self, key: Any) -> None:
         """Remove a turn; unknown keys are ignored."""
-        self._turns.pop(key, None)
+        if self._turns.pop(key, None) is not None:
+            self._heap = [one for one in self._heap if one[2] != key]
+            heapq.heapify(self._heap)
 
     def drawn(self, key: Any) -> int:
         """The number of tokens that a turn has, as of the last `advance`."""
-        begin, length, _ = self._turns[key]
+        begin, length = self._turns[key]
         # Tolerates rounding of the step count.
         return min(length, math.floor(self._steps - begin + 1e-6))
 
-    def advance(self, now: float) -> list[Any]:
+    def advance(self, now: float) -> Sequence[Any]:
         """Advance the batch to `now`; returns the turns that have ended, in order."""
+        at = self._now
+        if at >= now:
+            return ()
+        heap = self._heap
+        if self._blocked_until > at:
+            at = now if now < self._blocked_until else self._blocked_until
         ended: list[Any] = []
-        turns = self._turns
-        while True:
-            reached = now if now < self._blocked_until else self._blocked_until
-            if reached > self._now:
-                self._now = reached
-            first = self._first()
-            if first is None or self._now >= now:
+        while heap and at < now:
+            last, _, key = heap[0]
+            step = self._step + self._each * len(heap)
+            end = at + (last - self._steps) * step
+            if end > now:
+                self._steps += (now - at) / step
                 break
-            step = self._step_seconds
-            at = self._now + (first[0] - self._steps) * step
-            if at > now:
-                self._steps += (now - self._now) / step
-                break
-            self._now, self._steps = at, first[0]
-            heapq.heappop(self._heap)
-            del turns[first[2]]
-            ended.append(first[2])
-        if now > self._now:
-            self._now = now
+            at, self._steps = end, last
+            heapq.heappop(heap)
+            del self._turns[key]
+            ended.append(key)
+        self._now = now
         return ended
 
     def next_end(self) -> float | None:
         """The time when the next turn ends if the batch does not change; None if it is empty."""
-        first = self._first()
-        if first is None:
+        if not self._heap:
             return None
-        left = (first[0] - self._steps) * self._step_seconds
+        left = (self._heap[0][0] - self._steps) * (self._step + self._each * len(self._heap))
         blocked = self._blocked_until
         return (blocked if blocked > self._now else self._now) + left
-
-    def _first(self) -> tuple[float, int, Any] | None:
-        heap, turns = self._heap, self._turns
-        while heap:
-            entry = turns.get(heap[0][2])
-            if entry is not None and entry[2] == heap[0][1]:
-                return heap[0]
-            heapq.heappop(heap)
-        return None
-
-    @property
-    def _step_seconds(self) -> float:
-        pace = self._pace
-        return pace.decode_seconds + pace.decode_seconds_per_turn * len(self._turns)
 
 
 class BusyClock:

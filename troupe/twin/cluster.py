@@ -26,6 +26,7 @@ from troupe.twin.engines import (
     RoutingRules,
     TwinBalancer,
     TwinEngine,
+    TwinEnvironment,
     TwinRouter,
 )
 from troupe.twin.faults import NodeFaults, start_faults
@@ -283,10 +284,11 @@ class _Playing:
         self.previous[turn.policy] = routed.engine.engine_id
         self.at += 1
         seconds = turn.after + self.twin.control_turn
-        if self.twin.barrier is not None:
-            self.twin.barrier.arrive(self, seconds)
+        twin = self.twin
+        if twin.barrier is not None:
+            twin.barrier.arrive(self, seconds)
         else:
-            self.twin.after(seconds, self.advance)
+            twin.after(seconds, self.advance)
 
     def advance(self, _: simpy.Event | None = None) -> None:
         """The wait after a turn is over."""
@@ -342,7 +344,7 @@ class Twin:
         out of range."""
         _check(job)
         self._job = job
-        self.env = simpy.Environment()
+        self.env = TwinEnvironment()
         self.control_turn = job.control.turn
         self._clock = BusyClock()
         self._shares = [0.0, 0.0, 0.0, 0.0]
@@ -396,7 +398,7 @@ class Twin:
             self.env.process(balancer.run())
         if self._job.faults is not None:
             start_faults(self.env, self, self._job.trainers, self._job.faults)
-        self.env.run(until=done)
+        self.env.run_to(done)
         run = self._run
         run.moves = sum(one.moves for one in self._balancers)
         run.swaps, run.lost_rows = self._pool.swaps, self._pool.lost_rows
@@ -408,9 +410,7 @@ class Twin:
         if seconds <= 0:
             call()
             return
-        event = self.env.timeout(seconds)
-        assert event.callbacks is not None
-        event.callbacks.append(call)
+        self.env.call(self.env.now + seconds, call)
 
     def trajectory_ended(self, one: _Playing) -> None:
         """A trajectory has ended: its rows, its group, and what may start now."""
@@ -425,7 +425,8 @@ class Twin:
         for router in self.routers[group.worker].values():
             router.regroup(group.name, group.open)
         if group.open == self._job.redundant:
-            self._end_running({group.name})
+            if group.open:
+                self._end_running({group.name})
             self._complete(group)
         self._wake()
 
@@ -611,9 +612,8 @@ class Twin:
     def _wake(self) -> None:
         if not self._waving and self._waiting:
             self._waving = True
-            event = self.env.timeout(self._job.control.trajectory)
-            assert event.callbacks is not None
-            event.callbacks.append(self._start_wave)
+            at = self.env.now + self._job.control.trajectory
+            self.env.call(at, self._start_wave)
 
     def _start_wave(self, _: simpy.Event) -> None:
         self._waving = False

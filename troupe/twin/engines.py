@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import deque
@@ -31,6 +32,31 @@ from troupe.scheduling.routing import Policy as RoutingPolicy
 from troupe.twin.batch import BusyClock, EngineBatch
 from troupe.twin.costs import EngineRates
 from troupe.twin.workload import TwinTurn
+
+
+class TwinEnvironment(simpy.Environment):
+    """Simulated time: simpy's events and processes, and plain calls, which cost a tenth of them."""
+
+    def call(self, at: float, function: Callable[[Any], None], argument: Any = None) -> None:
+        """Call `function` at a time, in the order of simpy's events of normal priority."""
+        entry: Any = (function, argument)
+        heapq.heappush(self._queue, (at, simpy.events.NORMAL, next(self._eid), entry))
+
+    def run_to(self, done: simpy.Event) -> None:
+        """Run until an event is processed. Raises RuntimeError if it never is."""
+        queue = self._queue
+        while done.callbacks is not None:
+            if not queue:
+                raise RuntimeError("nothing is left to happen, and the run has not ended")
+            entry: Any = queue[0][3]
+            if type(entry) is tuple:
+                self._now = heapq.heappop(queue)[0]
+                entry[0](entry[1])
+            else:
+                self.step()
+
+
+_NO_WORK: Final = Work(0, 0)
 
 
 class RoutedTurn:
@@ -71,7 +97,7 @@ class RoutedTurn:
         self.left = left
         self.previous = previous
         self.since: int | None = None
-        self.work = Work(0, 0)
+        self.work = _NO_WORK
         self.cost = 0.0
         self.beside = 0
         self.began = 0.0
@@ -102,7 +128,7 @@ class TwinEngine:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: TwinEnvironment,
         engine_id: str,
         rates: EngineRates,
         *,
@@ -133,22 +159,24 @@ class TwinEngine:
 
     def admit(self, turn: RoutedTurn) -> None:
         """Run a turn, from the tokens that it has."""
-        now = self._env.now
+        now, watch = self._env.now, self._watch
         self._tick(now)
         if not self.running:
-            self._watch.changed(now)
-            self._watch.clock.change(1, now)
+            watch.changed(now)
+            watch.clock.change(1, now)
             self._since = self._counted = now
-        self._count(now)
+        if watch.spans is not None:
+            self._count(now)
         turn.engine, turn.began = self, now
         self.running[turn] = None
         want = turn.turn
         read = want.prompt + turn.drawn
         if self.prefix_cache and turn.previous == self.engine_id and not turn.drawn:
             read -= want.shared
-        self._watch.read_tokens += read
-        self._batch.admit(turn, read, want.response - turn.drawn, now)
-        self._reschedule()
+        watch.read_tokens += read
+        # The ends of the others become later: their timer is early, and set again then.
+        if self._batch.admit(turn, read, want.response - turn.drawn, now):
+            self._reschedule()
 
     def update(self) -> Generator[simpy.Event, Any, None]:
         """Fetch new weights beside serving, then load them: nothing is drawn meanwhile, and kept
@@ -196,7 +224,8 @@ class TwinEngine:
         self._reschedule()
 
     def _left(self, turn: RoutedTurn, now: float) -> None:
-        self._count(now)
+        if self._watch.spans is not None:
+            self._count(now)
         del self.running[turn]
         if not self.running:
             self._watch.changed(now)
@@ -210,9 +239,8 @@ class TwinEngine:
                 self.drained.succeed()
 
     def _count(self, now: float) -> None:
-        if self._watch.spans is not None:
-            self._turn_seconds += len(self.running) * (now - self._counted)
-            self._counted = now
+        self._turn_seconds += len(self.running) * (now - self._counted)
+        self._counted = now
 
     def _tick(self, now: float) -> None:
         """Advance to now and hand out the turns that have ended."""
@@ -225,11 +253,13 @@ class TwinEngine:
             assert self.router is not None
             self.router.ended(turn)
 
-    def _on_timer(self, event: simpy.Event) -> None:
-        if event.value != self._timer_at:
+    def _on_timer(self, at: float) -> None:
+        if at != self._timer_at:
             return
         self._timer_at = math.inf
-        self._tick(self._env.now)
+        end = self._batch.next_end()
+        if end is not None and end <= at:
+            self._tick(at)
         self._reschedule()
 
     def _reschedule(self) -> None:
@@ -242,9 +272,7 @@ class TwinEngine:
         # Rounding must not let a timer fire just before its turn ends.
         at = max(at, now) * (1 + 1e-12)
         self._timer_at = at
-        event = self._env.timeout(at - now, at)
-        assert event.callbacks is not None
-        event.callbacks.append(self._on_timer)
+        self._env.call(at, self._on_timer, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +318,7 @@ class TwinRouter:
         self._engines: dict[str, TwinEngine] = {}
         self._limits: dict[str, AdaptiveLimit] = {}
         self._by_domain, self._by_agent = dict(rules.by_domain), dict(rules.by_agent)
+        self._declares = bool(rules.by_domain or rules.by_agent or rules.default)
         self._rates: dict[str, Rates] = {}
         self._leaving = 0
         for engine in engines:
@@ -366,9 +395,10 @@ class TwinRouter:
         self.fleet.take_back(engine_id, turn.cost)
         limit = self._limits.get(engine_id)
         if limit is not None and drawn:
-            beside = (turn.beside + len(engine.running) + 1) / 2
+            before, beside = limit.now, (turn.beside + len(engine.running) + 1) / 2
             limit.ended(beside, engine._env.now - turn.began, drawn)
-            self.fleet.set_limit(engine_id, limit.now)
+            if limit.now != before:
+                self.fleet.set_limit(engine_id, limit.now)
         self.wake()
 
     def update(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
@@ -434,18 +464,17 @@ class TwinRouter:
         inferred = None
         if rules.infer and len(self._rates) > 1:
             inferred = self._profiles.fitting(kind, self._rates)
-        return self.fleet.choose(
-            turn.work,
-            self._serves,
-            previous=turn.previous,
-            classes=classes_for(
+        classes: Sequence[str] = ()
+        if inferred or self._declares:
+            classes = classes_for(
                 *kind,
                 by_domain=self._by_domain,
                 by_agent=self._by_agent,
                 default=rules.default,
                 inferred=inferred,
-            ),
-            key=turn.key,
+            )
+        return self.fleet.choose(
+            turn.work, self._serves, previous=turn.previous, classes=classes, key=turn.key
         )
 
     def _settle(self, turn: RoutedTurn, engine_id: str) -> None:
@@ -483,7 +512,7 @@ class TwinBalancer:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: TwinEnvironment,
         routers: Sequence[TwinRouter],
         rules: balancing.BalancingRules,
         *,

@@ -105,19 +105,26 @@ class TeamWorkload:
     ) -> TwinTrajectory:
         turns: list[TwinTurn] = []
         kept: dict[str, int] = {}
-        speaks = [1.0 / rank**self.skew if self.skew else 1.0 for rank in range(1, len(order) + 1)]
+        most, wait = self.most_context, self.wait.draw
+        speaks = [
+            (
+                agent,
+                1.0 / rank**self.skew if self.skew else 1.0,
+                self.own_prompt.get(agent, self.prompt).draw,
+                self.own_response.get(agent, self.response).draw,
+            )
+            for rank, agent in enumerate(order, 1)
+        ]
         for _ in range(rounds):
-            for agent, chance in zip(order, speaks, strict=True):
+            for agent, chance, prompt, response in speaks:
                 if chance < 1.0 and rng.random() >= chance:
                     continue
-                new = self.own_prompt.get(agent, self.prompt).draw(rng)
-                said = self.own_response.get(agent, self.response).draw(rng) * hard
+                new, said = prompt(rng), response(rng) * hard
                 shared = kept.get(agent, 0)
-                room = max(2, self.most_context - shared)
-                read, drawn = max(1, round(min(new, room / 2))), max(1, round(min(said, room / 2)))
-                after = self.wait.draw(rng)
-                turn = TwinTurn(agent, shared + read, drawn, after, shared, self.domain)
-                turns.append(turn)
+                room = max(2, most - shared) / 2
+                read = max(1, round(new if new < room else room))
+                drawn = max(1, round(said if said < room else room))
+                turns.append(TwinTurn(agent, shared + read, drawn, wait(rng), shared, self.domain))
                 kept[agent] = round(self.history * (shared + read + drawn))
         if self.stalls and rng.random() < self.stalls:
             at = rng.randrange(len(turns))
