@@ -161,4 +161,4 @@ def test_tensors_on_two_devices_are_found(fake_cuda: Path, tmp_path: Path) -> No
         env=environment,
     )
     assert done.returncode != 0
-    assert "two different devices" in done.stderr, done.stderr
+    assert "at least two devices, cuda:0 and cpu" in done.stderr, done.stderr
