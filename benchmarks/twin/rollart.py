@@ -28,10 +28,6 @@ ROWS: Final = {
     "areal": "AReaL-like: steps overlap, alpha 1",
     "rollart": "RollArt: affinity and weights fetched beside serving, too",
 }
-AFFINITY: Final = (1.12, 1.68)
-BATCH_LEVEL: Final = {1: 1.23, 10: 2.27}
-REDUNDANCY: Final = 1.62
-ALPHA: Final = 1.22
 PULL: Final = (29.7, 9.6)
 
 MODEL: Final = "Qwen3-32B"
@@ -229,12 +225,6 @@ def redundancy(steps: int = 3) -> dict[int, float]:
     }
 
 
-def staleness(first: float, steps: int = 4, alphas: Sequence[int] = (6,)) -> dict[int, float]:
-    """Step time with alpha 1 (`first` seconds) over those with larger ones."""
-    full = FEATURES["rollart"]
-    return {alpha: first / run(job(replace(full, alpha=alpha)), steps).seconds for alpha in alphas}
-
-
 # Unexpected interruptions of Llama 3's pre-training: 419 in 54 days on 16,384 GPUs of 2,048 hosts
 # (arXiv 2407.21783, section 3.3.4).
 HOST_MTBF: Final = 54 * 86_400 * 2048 / 419
@@ -256,9 +246,15 @@ class Goodput:
         return 1 - self.per_day * self.lost_seconds / 86_400
 
 
-def goodput(large: TwinJob, hosts: int, steps: int, *, faster: float = 2000.0) -> Goodput:
+def goodput(
+    large: TwinJob, hosts: int, steps: int, *, faster: float = 100.0, spare: int = 0
+) -> Goodput:
     """The cost of failures of a job on so many hosts: one that fails `faster` than published is
-    compared with one that does not. A lost host is away for 300 s; a gang needs 120 s more."""
+    compared with one that does not. A lost host is away for 300 s; a gang needs 120 s more.
+    `spare`: hosts besides those that the gang needs. `faster` must leave most steps without a
+    failure, else what is lost is not by failure."""
+    more = [RankWorker(f"spare{n}", devices=8, device="cuda", host=f"s{n}") for n in range(spare)]
+    large = replace(large, trainers=[*large.trainers, *more])
     faults = NodeFaults(HOST_MTBF / faster, 300.0, 120.0)
     good, bad = Twin(large).run(steps), Twin(replace(large, faults=faults)).run(steps)
     lost = bad.steps[-1].at - good.steps[-1].at
