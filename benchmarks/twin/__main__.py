@@ -1,8 +1,9 @@
-"""`python -m benchmarks.twin [--quick] [--json] [--only live|flexmarl|rollart|tangram|speed]`
+"""`python -m benchmarks.twin [--quick] [--json] [--only PART]`
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
 benchmarks.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
-decisions are at 3,000 devices. The last line of stdout is the JSON object.
+decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, mechanisms or
+speed. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import flexmarl, rollart
+from benchmarks.twin import flexmarl, mechanisms, rollart
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
-_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "speed")
+_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "mechanisms", "speed")
 
 
 def main() -> None:
@@ -42,6 +43,8 @@ def main() -> None:
         found["rollart"] = rolled(console, quick=args.quick)
     if "tangram" in parts:
         found["tangram"] = acted(console, quick=args.quick)
+    if "mechanisms" in parts:
+        found["mechanisms"] = valued(console, quick=args.quick)
     if "speed" in parts:
         found |= speed(console, quick=args.quick)
     finish(found, quiet=args.json)
@@ -162,6 +165,25 @@ def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
             "share": round(lost.share, 5),
         }
     console.print_json(data=found)
+    return found
+
+
+def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """What each mechanism is worth alone and together, by the devices of the cluster."""
+    found: dict[str, Any] = {}
+    for devices, share in ((64, 0.1 if quick else 0.5), *(() if quick else ((512, 0.25),))):
+        one = mechanisms.worth(devices, steps=1 if quick else 2, queries_per_device=share)
+        table = Table(
+            title=f"{devices} devices: {one.none:.0f} s per step, {one.all:.0f} s with all"
+        )
+        for column in ("mechanism", "alone, x faster", "without it, x slower than all"):
+            table.add_column(column)
+        for name, said in mechanisms.MECHANISMS.items():
+            alone, without = one.none / one.alone[name], one.without[name] / one.all
+            table.add_row(said, f"{alone:.2f}", f"{without:.2f}")
+            found[f"{devices}_{name}"] = [round(alone, 3), round(without, 3)]
+        console.print(table)
+        found[f"{devices}_all"] = round(one.none / one.all, 3)
     return found
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.twin import rollart
+from benchmarks.twin import mechanisms, rollart
 from troupe.twin.cluster import Twin, TwinJob
 
 
@@ -67,3 +67,21 @@ def test_failures_cost_time_and_more_hosts_fail_more_often() -> None:
     assert lost.per_day == pytest.approx(400 * 86_400 / rollart.HOST_MTBF)
     # 419 interruptions in 54 days on 2,048 hosts.
     assert pytest.approx(419) == 2048 * 54 * 86_400 / rollart.HOST_MTBF
+
+
+def test_all_mechanisms_together_are_faster_than_none_and_than_any_alone() -> None:
+    every = frozenset(mechanisms.MECHANISMS)
+
+    def seconds(used: frozenset[str]) -> float:
+        job = mechanisms.job(64, used, queries_per_device=0.1)
+        return rollart.run(job, 1).seconds
+
+    together = seconds(every)
+    assert together < min(seconds(frozenset({name})) for name in every) < seconds(frozenset())
+
+
+def test_other_sizes_and_unknown_mechanisms_are_refused() -> None:
+    with pytest.raises(ValueError, match="devices = 65"):
+        mechanisms.job(65, frozenset())
+    with pytest.raises(ValueError, match="magic"):
+        mechanisms.job(64, frozenset({"magic"}))
