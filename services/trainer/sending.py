@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,8 +37,9 @@ _READY_SECONDS: Final = 45.0
 _SLOWEST_BYTES_PER_SECOND: Final = 50e6
 # Groups whose servers are gone are dropped when there are more.
 _MOST_GROUPS: Final = 64
-# The group's own limit on an operation: its callers give up long before, and abort it.
-_GROUP_SECONDS: Final = 1800.0
+# A group's own limit on an operation. Its callers give up before, and abort it: what NCCL times out
+# itself ends the process. What gloo sends cannot be aborted, it waits for this limit.
+_GROUP_SECONDS: Final = {"nccl": 1800.0, "gloo": 120.0}
 
 
 class Conversation(Protocol):
@@ -90,19 +92,25 @@ class UpdateGroups:
         return dist.broadcast(tensor, 0, self._groups[name].group, async_op=True)
 
     def drop(self, name: str) -> None:
-        """End a group, also in the middle of a broadcast that nobody receives. Idempotent."""
-        left = self._groups.pop(name, None)
-        if left is None:
-            return
-        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-            left.group.abort()  # destroying alone would wait for what is being sent
-        with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(left.group)
+        """End a group, also in the middle of a broadcast that nobody receives, without waiting for
+        its end. Idempotent."""
+        if name in self._groups:
+            # The group is waited for by whoever lets go of it last: that must be the other thread.
+            held = [self._groups.pop(name)]
+            threading.Thread(target=_end, args=(held,), name=f"end-{name}", daemon=True).start()
 
     def close(self) -> None:
         """End all groups."""
         for name in list(self._groups):
             self.drop(name)
+
+
+def _end(held: list[_JoinedGroup]) -> None:
+    left = held.pop()
+    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+        left.group.abort()  # destroying alone would wait for what is being sent
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(left.group)
 
 
 def _joined(name: str, store: Any, backend: str, size: int) -> Any:
@@ -117,7 +125,7 @@ def _joined(name: str, store: Any, backend: str, size: int) -> Any:
         dist.Backend(backend),
         PrefixStore(name, store),
         group_name=name,  # type: ignore[arg-type]
-        timeout=timedelta(seconds=_GROUP_SECONDS),
+        timeout=timedelta(seconds=_GROUP_SECONDS[backend]),
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # type: ignore[index]
     return group

@@ -55,7 +55,7 @@ class WeightSender:
                 task.cancel()
 
     def close(self) -> None:
-        """End all groups with servers. In the compute thread."""
+        """End all groups with servers, without waiting for their end."""
         self._groups.close()
 
     def _send(self, binding: PolicyBinding, wanted: pb.WantedWeights, talk: _Stream) -> None:

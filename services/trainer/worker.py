@@ -418,7 +418,7 @@ class TrainerWorker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self._end_gangs(), self.lent.close())
-        await self._compute.hold(self.sender.close)
+        self.sender.close()
         await self.transfer.stop()
         await self._exit.aclose()
         self._compute.close()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -229,6 +231,47 @@ async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> N
     stream.cancel()
     async with asyncio.timeout(sending._READY_SECONDS / 2):
         assert (await trained(stage, trainer, spec, 0)).version == 1
+
+
+_MEMBER = """
+import sys, time
+from tests.support.sglang_routes import _joined
+port, name = int(sys.argv[1]), sys.argv[2]
+where = {"master_address": "127.0.0.1", "master_port": port, "group_name": name}
+_joined(where | {"rank_offset": 1, "world_size": 2, "backend": "gloo"})
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "_READY_SECONDS", 300.0)
+    members: list[subprocess.Popen[bytes]] = []
+
+    class Caller:
+        def tell(self, event: trainer_pb2.SendWeightsEvent) -> None:
+            group = event.group
+            command = [sys.executable, "-c", _MEMBER, str(group.port), group.name]
+            members.append(subprocess.Popen(command, cwd=ROOT))
+
+        def acknowledged(self, seconds: float) -> None:
+            raise AssertionError("nobody asks")
+
+    groups = sending.UpdateGroups("127.0.0.1", torch.device("cpu"))
+    try:
+        name = groups.of(trainer_pb2.WantedWeights(ranks=1), Caller())
+        work = groups.broadcast(name, torch.zeros(20_000_000))
+        assert not work.is_completed()
+        dropped = threading.Thread(target=groups.drop, args=(name,), daemon=True)
+        dropped.start()
+        dropped.join(60)
+        assert not dropped.is_alive()
+    finally:
+        for member in members:
+            member.kill()
 
 
 def test_buckets_hold_every_tensor_once() -> None:

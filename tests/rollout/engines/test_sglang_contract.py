@@ -102,6 +102,8 @@ async def test_what_the_server_can_do_is_read_from_its_document(client: SglangCl
     assert features.retract
     assert features.pause
     assert features.sessions
+    assert features.buckets
+    assert features.groups
     assert features.version_call
     assert features.loads == "/v1/loads"
     assert features.tensors

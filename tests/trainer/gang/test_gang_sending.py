@@ -15,12 +15,15 @@ from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, toget
 from troupe.rpc import Aborted
 from troupe.v1 import trainer_pb2 as pb
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
 def gangs() -> Iterator[Gangs]:
-    some = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))
+    settings = TrainerSettings(
+        trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=120, gang_start_seconds=900
+    )
+    some = Gangs(settings)
     yield some
     some.close()
 

@@ -58,7 +58,8 @@ class DirectLoader(Loader):
         self._other, self._client, self._features = other, client, features
         self._setting, self._ranks, self._device, self._near = setting, ranks, device, near
         self._refused = refused
-        # The process group that the server has joined last; empty if there is none.
+        # The process group that the server has joined last; empty if there is none. A trainer that
+        # has dropped it names another.
         self._group = ""
         self._weights: NewWeights | None = None
         self._update: _Update | None = None
@@ -143,8 +144,6 @@ class DirectLoader(Loader):
 
     def _failed(self, way: DirectWay, error: BaseException) -> None:
         self.fallbacks += 1
-        if way == "broadcast":
-            self._group = ""
         if isinstance(error, Refused):
             self._refused.add(way)
         url, other = self._client.url, self._other.way
@@ -189,7 +188,7 @@ class _Update:
             event = await self._next()
             if event.HasField("ready"):
                 return group
-            if group:  # of a trainer that has gone
+            if group:  # the trainer has dropped it, or is another
                 with contextlib.suppress(Refused):
                     await self._client.leave_group(group)
             group = self._wanted.group = event.group.name
