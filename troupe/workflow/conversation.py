@@ -8,10 +8,12 @@ whole text anew would be simpler and wrong: the ids could differ from those that
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import xxhash
@@ -36,6 +38,8 @@ _LONGEST_CHARACTER = 4
 
 # Token ids kept per policy; a long-lived process must not grow with the number of queries.
 _CACHED_TOKENS = 500_000
+# Characters from which on a segment's ids are kept; shorter ones are read again.
+_LONG_SEGMENT: Final = 512
 
 
 class ChatTokenizer:
@@ -203,7 +207,35 @@ class ChatTokenizer:
         same = found == wanted and told == self._slow_decode(wanted, skip_special_tokens=False)
         return backend if same else None
 
+    @cached_property
+    def _boundary(self) -> re.Pattern[str] | None:
+        """Tokens before which a text may be cut: a tokenizer splits it there first, and reads what
+        lies between for itself. None where their neighbours matter."""
+        # Normalized ones are searched for later, within what lies between.
+        added = [t for t in self._backend.get_added_tokens_decoder().values() if not t.normalized]
+        if not added or any(t.lstrip or t.rstrip or t.single_word for t in added):
+            return None
+        # Of two that begin at one place the tokenizer takes the longer one.
+        longest = sorted((re.escape(t.content) for t in added), key=len, reverse=True)
+        return re.compile("|".join(longest))
+
     def _encode(self, text: str) -> Sequence[int]:
+        if self._backend is None or len(text) < _LONG_SEGMENT or self._boundary is None:
+            return self._encode_whole(text)
+        # Long segments are kept: what a job's queries share, such as a system prompt, is read once.
+        cuts = [0, *(found.start() for found in self._boundary.finditer(text)), len(text)]
+        parts: list[Sequence[int]] = []
+        done = 0
+        for start, end in pairwise(cuts):
+            if end - start >= _LONG_SEGMENT:
+                parts += self._encode_whole(text[done:start]), self._segment_ids(text[start:end])
+                done = end
+        return TokenIds.joined((*parts, self._encode_whole(text[done:])))
+
+    def _segment_ids(self, text: str) -> TokenIds:
+        return self._cached(_key_of(text), lambda: TokenIds.of(self._encode_whole(text)))
+
+    def _encode_whole(self, text: str) -> Sequence[int]:
         found: Sequence[int]
         if self._backend is not None:
             [one] = self._backend.encode_batch_fast([text], add_special_tokens=False)
