@@ -25,7 +25,7 @@ LOCKS = {
     "rollout": ["rollout", "examples", "data"],
     "trainer": ["trainer", "examples", "networks", "data"],
     "reward": ["reward", "examples", "coding", "scoring", "mcp"],
-    "control-panel": ["control-panel"],
+    "control-panel": ["control-panel", "plan"],
     "dev": ["dev"],
 }
 
