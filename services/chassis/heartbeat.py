@@ -80,24 +80,24 @@ class Heartbeat:
         """Announce, now and in every later beat, that the worker is leaving."""
         self._leaving = True
         if self._thread is not None:
-            await self._say_goodbye()
+            await self._announce_leaving()
 
     async def stop(self) -> None:
         """Announce that the worker is leaving, if the orchestrator answers, and stop the beats."""
         if self._thread is None:
             return
         self._leaving = True
-        await self.fall_silent()
-        await self._say_goodbye()
+        await self.stop_beats()
+        await self._announce_leaving()
 
-    async def fall_silent(self) -> None:
-        """Stop the beats without a word. Repeatable."""
+    async def stop_beats(self) -> None:
+        """Stop the beats without announcing that the worker leaves. Repeatable."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopped.set()
             await asyncio.to_thread(thread.join)
 
-    async def _say_goodbye(self) -> None:
+    async def _announce_leaving(self) -> None:
         self._refresh()
 
         def say() -> None:

@@ -65,7 +65,7 @@ class FakeWorker:
         """Die: the port closes, streams break, no heartbeat says goodbye."""
         beating, self._beating = self._beating, None
         if beating is not None:
-            await beating.fall_silent()
+            await beating.stop_beats()
         server, self._server = self._server, None
         if server is not None:
             await server.close()

@@ -45,8 +45,6 @@ _SHARED_ANEW: Final = 3
 _TRIED: Final = 8
 # Steps of a trial: the first one is not counted. In mode `async` nothing follows the last one.
 _STEPS: Final = 3
-# Trajectories of a step in a trial; more are scaled down, with engines and trainers.
-_MOST_TRAJECTORIES: Final = 2048
 # The services' own seconds on machines of a GPU cluster: a turn, a trajectory, a commit, a step.
 _CONTROL: Final = ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1)
 # A step whose parts are within this of each other is bound by its longest trajectories.

@@ -357,18 +357,6 @@ class TrainingPool:
         return lease.bound == group
 
 
-def split_rank_workers(
-    hosts: int, devices: int, *, memory: int = 0, device: str = "cuda", slots: int = 0
-) -> list[binding.RankWorker]:
-    """One trainer worker per host, with so many devices each."""
-    return [
-        binding.RankWorker(
-            f"trainer{n:05}", slots, memory, device, devices=devices, host=f"train-host{n:05}"
-        )
-        for n in range(hosts)
-    ]
-
-
 def single_rank_workers(count: int) -> list[binding.RankWorker]:
     """Workers of one device on hosts of their own, which bind any number of policies."""
     one = binding.RankWorker("", device="cpu")
