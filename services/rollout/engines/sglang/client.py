@@ -6,26 +6,29 @@ can do is read from its own OpenAPI document, never from its version number.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlencode
 
+import aiohttp
 import numpy as np
 import orjson
 
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
-from services.rollout.engines.sglang.connections import Connections
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
 from troupe.v1 import trainer_pb2
 from troupe.workflow.backend import TokenIds
 
+# A server that is alive accepts within milliseconds; one that loads weights may take a minute.
+CONNECT_SECONDS: Final = 5.0
 CONTROL_SECONDS: Final = 60.0
+# Shorter than the five seconds after which servers close idle connections: one that they are
+# closing would cost a turn.
+_IDLE_SECONDS: Final = 3.0
 # `/health_generate` waits a second before it looks. Shorter than the timeout of callers of `check`,
 # so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
@@ -40,6 +43,8 @@ _VOCABULARY: Final = re.compile(r"\[0, (\d+)\]")
 # Largest seed that servers take.
 _INT64: Final = (1 << 63) - 1
 
+_JSON: Final = {"content-type": "application/json"}
+
 Json = dict[str, Any]
 
 
@@ -48,11 +53,14 @@ class SglangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._connections = Connections(self.url)
+        self._http: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
         """Drop all connections."""
-        self._connections.close()
+        self._closed = True
+        if self._http is not None:
+            await self._http.close()
 
     async def features(self) -> Features:
         """Features of the server."""
@@ -343,15 +351,37 @@ class SglangClient:
         seconds: float | None = CONTROL_SECONDS,
     ) -> bytes:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        target = f"{path}?{urlencode(params)}" if params else path
         try:
-            async with asyncio.timeout(seconds):
-                status, content = await self._connections.request(method, target, data)
-        except OSError as error:  # `TimeoutError` is one
+            async with self._session().request(
+                method,
+                self.url + path,
+                data=data,
+                params=params,
+                headers=_JSON if data is not None else None,
+                timeout=aiohttp.ClientTimeout(seconds, sock_connect=CONNECT_SECONDS),
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerGone(f"{path} of {self.url}: {error!r}") from error
-        if status < 300:
+        except RuntimeError as error:  # the client was closed meanwhile
+            raise ServerGone(f"{path} of {self.url}: {error}") from error
+        if response.ok:
             return content
-        raise Refused(path, status, _message(content))
+        raise Refused(path, response.status, _message(content))
+
+    def _session(self) -> aiohttp.ClientSession:
+        """The connections. They belong to the event loop of the first call."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                # The engine limits turns in flight; a second limit would only hide the queue.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # No proxy of the environment: engines are on this network.
+                trust_env=False,
+            )
+        return self._http
 
 
 def seconds_for(num_bytes: int) -> float:
