@@ -3,7 +3,8 @@ device.
 
 Published: the ratios, H800 beside H20, models up to 32B, responses whose longest is 5 to 9 times
 the mean, environments of 10 s, alpha 1, 29.7 s of a pull of 32B. What else is needed is assumed
-here, named at each constant, and was not chosen by the results but for the one that says so.
+here, named at each constant. docs/benchmarks/twin.md says which of it was changed after a look at
+results.
 """
 
 from __future__ import annotations
