@@ -2,8 +2,8 @@
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
 benchmarks.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
-decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, mechanisms or
-speed. The last line of stdout is the JSON object.
+decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, mechanisms, control
+or speed. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import flexmarl, mechanisms, rollart
+from benchmarks.twin import control, flexmarl, mechanisms, rollart
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
-_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "mechanisms", "speed")
+_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "mechanisms", "control", "speed")
 
 
 def main() -> None:
@@ -45,6 +45,8 @@ def main() -> None:
         found["tangram"] = acted(console, quick=args.quick)
     if "mechanisms" in parts:
         found["mechanisms"] = valued(console, quick=args.quick)
+    if "control" in parts:
+        found["control"] = controlled(console, quick=args.quick)
     if "speed" in parts:
         found |= speed(console, quick=args.quick)
     finish(found, quiet=args.json)
@@ -184,6 +186,47 @@ def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
             found[f"{devices}_{name}"] = [round(alone, 3), round(without, 3)]
         console.print(table)
         found[f"{devices}_all"] = round(one.none / one.all, 3)
+    return found
+
+
+def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """Cores that jobs ask of each service, and the devices at which its only process is full."""
+    found: dict[str, Any] = {}
+    for name, load in control.loads(quick=quick).items():
+        one: dict[str, Any] = {
+            "turns_per_second": round(load.turns, 1),
+            "tokens_per_second": round(load.tokens),
+            "mb_per_second": round(load.bytes / 1e6, 2),
+        }
+        table = Table(
+            title=f"{name}: {load.turns:.0f} turns/s, {load.tokens:,.0f} tokens/s, "
+            f"{load.bytes / 1e6:.2f} MB/s of rows"
+        )
+        for column in ("service", "cores, quiet", "busy", "full at devices, quiet", "busy"):
+            table.add_column(column, justify="left" if column == "service" else "right")
+        rates = {"quiet": control.QUIET, "busy": control.BUSY}
+        cores = {kind: load.cores(rate) for kind, rate in rates.items()}
+        full = {kind: load.full_at(rate) for kind, rate in rates.items()}
+        for service in control.QUIET:
+            table.add_row(
+                service,
+                *(f"{cores[kind][service]:.3f}" for kind in rates),
+                *(f"{full[kind][service]:,.0f}" if service in full[kind] else "" for kind in rates),
+            )
+        console.print(table)
+        for kind, rate in rates.items():
+            first, devices = next(iter(full[kind].items()))
+            one[kind] = {
+                "cores": {service: round(used, 4) for service, used in cores[kind].items()},
+                "rollout_workers": load.rollout_workers(rate),
+                "full_first": first,
+                "full_at_devices": {service: round(at) for service, at in full[kind].items()},
+            }
+            console.print(
+                f"{kind}: {load.rollout_workers(rate)} rollout workers; {first} is full first, at "
+                f"{devices:,.0f} devices"
+            )
+        found[name] = one
     return found
 
 

@@ -28,5 +28,9 @@ def test_a_quick_run_reports_what_it_predicts() -> None:
     assert found["rollart"]["over_sync"] > found["rollart"]["over_one_off"]
     assert found["rollart"]["trajectory_level"]["10"] > found["rollart"]["trajectory_level"]["1"]
     assert found["tangram"]["gain_by_groups"]["512"] > found["tangram"]["gain"]["512"] > 1
+    for load in found["control"].values():
+        full = load["quiet"]["full_at_devices"]
+        assert full[load["quiet"]["full_first"]] == min(full.values())
+        assert load["busy"]["cores"]["store"] > load["quiet"]["cores"]["store"] > 0
     assert found["microseconds_per_turn"] > 0
     assert found["decision_p99_ms"] == max(found["decisions_ms"].values())
