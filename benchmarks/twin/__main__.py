@@ -2,8 +2,8 @@
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
 benchmarks.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
-decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, mechanisms, control
-or speed. The last line of stdout is the JSON object.
+decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, malib, mechanisms,
+control or speed. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import control, flexmarl, mechanisms, rollart
+from benchmarks.twin import control, flexmarl, malib, mechanisms, rollart
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
-_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "mechanisms", "control", "speed")
+_PARTS: Final = (
+    "live",
+    "flexmarl",
+    "rollart",
+    "tangram",
+    "malib",
+    "mechanisms",
+    "control",
+    "speed",
+)
 
 
 def main() -> None:
@@ -43,6 +52,8 @@ def main() -> None:
         found["rollart"] = rolled(console, quick=args.quick)
     if "tangram" in parts:
         found["tangram"] = acted(console, quick=args.quick)
+    if "malib" in parts:
+        found["malib"] = scaled(console, quick=args.quick)
     if "mechanisms" in parts:
         found["mechanisms"] = valued(console, quick=args.quick)
     if "control" in parts:
@@ -187,6 +198,43 @@ def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
         console.print(table)
         found[f"{devices}_all"] = round(one.none / one.all, 3)
     return found
+
+
+def scaled(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """MALib: sampling by workers, and iterations of PSRO by best responses trained at once."""
+    workers = malib.WORKERS[:4] if quick else malib.WORKERS
+    table = Table(title="Sampling: throughput over that of one worker")
+    table.add_column("")
+    for column in ("one worker, per s", *map(str, workers), "one process is full at, per s"):
+        table.add_column(column, justify="right")
+    sampling: dict[str, dict[str, float]] = {}
+    for name, case in malib.CASES.items():
+        rates = malib.scale_out(name, workers)
+        sampling[name] = {f"{count}": round(rate / rates[1], 1) for count, rate in rates.items()}
+        table.add_row(
+            case.title,
+            f"{rates[1]:,.1f} {case.unit}",
+            *map(str, sampling[name].values()),
+            f"{case.most * case.units:,.0f} {case.unit}",
+        )
+    console.print(table)
+    case = malib.PsroCase(members=16) if quick else malib.PsroCase()
+    learners = [one for one in malib.LEARNERS if one <= case.members]
+    runs = {one: malib.psro(one, case) for one in learners}
+    table = Table(
+        title=f"PSRO: hours until {case.members} best responses are in the population, "
+        f"{runs[1].played:,} matches"
+    )
+    for column in ("at once", "hours", "speed-up", "training", "matches", "loads", "solving, s"):
+        table.add_column(column, justify="right")
+    for one, run in runs.items():
+        hours = (run.seconds, run.training, run.matches, run.loads)
+        total, *parts = (f"{seconds / 3600:.2f}" for seconds in hours)
+        speedup = runs[1].seconds / run.seconds
+        table.add_row(f"{one}", total, f"{speedup:.1f}", *parts, f"{run.solving:.2f}")
+    console.print(table)
+    speedups = {f"{one}": round(runs[1].seconds / run.seconds, 2) for one, run in runs.items()}
+    return {"sampling": sampling, "psro": speedups, "psro_matches": runs[1].played}
 
 
 def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:

@@ -28,6 +28,9 @@ def test_a_quick_run_reports_what_it_predicts() -> None:
     assert found["rollart"]["over_sync"] > found["rollart"]["over_one_off"]
     assert found["rollart"]["trajectory_level"]["10"] > found["rollart"]["trajectory_level"]["1"]
     assert found["tangram"]["gain_by_groups"]["512"] > found["tangram"]["gain"]["512"] > 1
+    sampling, psro = found["malib"]["sampling"], found["malib"]["psro"]
+    assert sampling["python"]["64"] > sampling["arrays"]["64"] > sampling["arrays"]["16"]
+    assert psro["16"] > psro["4"] > psro["1"] == 1
     for load in found["control"].values():
         full = load["quiet"]["full_at_devices"]
         assert full[load["quiet"]["full_first"]] == min(full.values())
