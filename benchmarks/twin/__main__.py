@@ -218,11 +218,11 @@ def scaled(console: Console, *, quick: bool = False) -> dict[str, Any]:
             f"{case.most * case.units:,.0f} {case.unit}",
         )
     console.print(table)
-    case = malib.PsroCase(members=16) if quick else malib.PsroCase()
-    learners = [one for one in malib.LEARNERS if one <= case.members]
-    runs = {one: malib.psro(one, case) for one in learners}
+    game = malib.PsroCase(members=16) if quick else malib.PsroCase()
+    learners = [one for one in malib.LEARNERS if one <= game.members]
+    runs = {one: malib.psro(one, game) for one in learners}
     table = Table(
-        title=f"PSRO: hours until {case.members} best responses are in the population, "
+        title=f"PSRO: hours until {game.members} best responses are in the population, "
         f"{runs[1].played:,} matches"
     )
     for column in ("at once", "hours", "speed-up", "training", "matches", "loads", "solving, s"):
