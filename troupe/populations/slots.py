@@ -74,7 +74,8 @@ def match_waves(
         while (more := _best_next(left, pool_of, slots, loaded)) is not None:
             loaded[more[0]].append(more[1])
         played = [cell for cell in left if _missing(cell, pool_of, loaded) == set()]
-        left = [cell for cell in left if cell not in set(played)]
+        done = set(played)
+        left = [cell for cell in left if cell not in done]
         waves.append(({pool: sorted(members) for pool, members in loaded.items()}, played))
     return waves
 
