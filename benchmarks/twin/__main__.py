@@ -109,7 +109,7 @@ def predicted(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
 def published(console: Console, *, quick: bool = False) -> dict[str, float]:
     """FlexMARL's rows beside what the twin gives; errors are of ratios to the row of all."""
     found: dict[str, float] = {}
-    for name in ("ca",) if quick else tuple(flexmarl.SETUPS):
+    for name in ("ma",) if quick else tuple(flexmarl.SETUPS):
         told = flexmarl.PUBLISHED[name]
         means = flexmarl.table(name, quick=quick)
         table = Table(title=f"FlexMARL {name.upper()}, 48 hosts of 16 devices: seconds per step")

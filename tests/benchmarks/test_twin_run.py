@@ -24,7 +24,7 @@ def test_steps_are_predicted_within_ten_percent_of_live_ones(name: str) -> None:
 def test_a_quick_run_reports_what_it_predicts() -> None:
     found = quick_run("twin", seconds=300)
     assert found["live"]["worst_error"] < 0.1
-    assert found["flexmarl"]["ca_over_fixed"] > 1
+    assert found["flexmarl"]["ma_over_fixed"] > 1.1
     assert found["rollart"]["over_sync"] > found["rollart"]["over_one_off"]
     assert found["rollart"]["trajectory_level"]["10"] > found["rollart"]["trajectory_level"]["1"]
     assert found["tangram"]["gain_by_groups"]["512"] > found["tangram"]["gain"]["512"] > 1
