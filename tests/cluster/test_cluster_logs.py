@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -19,9 +20,14 @@ from troupe.cluster.supervisor import Supervisor
 
 LIMIT = 1 << 20
 LINES = re.compile(rb"line (\d+) x+")
+# The last lines come after a pause: what is written just as the file is truncated is lost.
 PRINTER = """
-import sys
-for number in range(int(sys.argv[1])):
+import sys, time
+count = int(sys.argv[1])
+for number in range(count):
+    if number == count - 1000:
+        sys.stdout.flush()
+        time.sleep(0.5)
     sys.stdout.write(f"line {number} " + "x" * 200 + "\\n")
 """
 
@@ -57,6 +63,31 @@ def test_a_log_is_rotated_while_its_process_writes(tmp_path: Path) -> None:
     assert logs.last_line(path).startswith(f"line {count - 1}")
 
 
+def test_the_newest_lines_are_kept_whatever_comes_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, older = tmp_path / "noisy.log", tmp_path / "noisy.log.1"
+    path.write_bytes(b"".join(b"line %d xxx\n" % n for n in range(100_000)))
+    real, bursts = os.fstat, [60_000, 300_000, 500, 1]
+
+    def written_meanwhile(descriptor: int) -> os.stat_result:
+        if bursts:  # a process that has the processor while this one waits for it
+            with path.open("ab") as log:
+                first = next_number[0]
+                next_number[0] += (count := bursts.pop(0))
+                log.write(b"".join(b"line %d xxx\n" % n for n in range(first, first + count)))
+        return real(descriptor)
+
+    next_number = [100_000]
+    monkeypatch.setattr(logs.os, "fstat", written_meanwhile)
+    logs.rotate(path)
+    kept = numbers(older)
+    assert not bursts
+    assert kept == list(range(kept[0], 460_501))
+    assert LIMIT // 2 < older.stat().st_size <= 2 * LIMIT + 100
+    assert b"bytes between were cut" not in path.read_bytes()
+
+
 def test_what_was_cut_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "noisy.log"
     line = b"line 7 " + b"x" * 92 + b"\n"
@@ -79,7 +110,7 @@ def test_a_disk_without_room_makes_some(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(logs, "_copy_end", full)
+    monkeypatch.setattr(logs, "_move_end", full)
     logs.rotate(path)
     assert path.stat().st_size < 1000
     assert b"2,000,000 bytes were cut" in path.read_bytes()

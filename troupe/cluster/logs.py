@@ -15,13 +15,13 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-# A longer file is rotated; at most so many bytes, its end, are kept in `.log.1`.
+# A longer file is rotated; so many bytes, its end, are kept in `.log.1`, at most twice as many.
 ROTATE_BYTES = 16 * 2**20
 CHECK_SECONDS = 0.2
 SUPERVISOR_LOG = "supervisor.log"
 _COPY_BYTES = 1 << 20
-# How often lines that were written during the copy are copied as well.
-_CATCH_UPS = 3
+# How often lines that were written during the copy are copied as well, at most.
+_CATCH_UPS = 20
 _TAIL_BYTES = 8192
 
 
@@ -50,13 +50,12 @@ def rotate(path: Path) -> None:
                 return
             older = path.with_suffix(".log.1")
             try:
-                copied = _copy_end(file, size, older)
+                copied, lost = _move_end(file, size, older)
             except OSError:  # no room: deleting the old copy makes some
                 older.with_suffix(".tmp").unlink(missing_ok=True)
                 older.unlink(missing_ok=True)
-                copied = 0
-            lost = file.seek(0, os.SEEK_END) - copied
-            file.truncate(0)
+                copied, lost = 0, file.seek(0, os.SEEK_END)
+                file.truncate(0)
     except FileNotFoundError:
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -66,28 +65,37 @@ def rotate(path: Path) -> None:
         log.write(f"--- {where}{cut if lost else ''} ({now}) ---\n".encode())
 
 
-def _copy_end(file: BinaryIO, size: int, older: Path) -> int:
-    """Copy the last `ROTATE_BYTES` of `file`, which has `size` bytes and grows, to `older`.
-    Returns the position up to which it is copied."""
+def _move_end(file: BinaryIO, size: int, older: Path) -> tuple[int, int]:
+    """Copy the end of `file`, which has `size` bytes and grows, to `older`: `ROTATE_BYTES` and what
+    comes meanwhile; then truncate the file. Returns the position up to which it was copied, and the
+    bytes after it that were not."""
     scratch = older.with_suffix(".tmp")
-    position = size - ROTATE_BYTES
+    position, end = 0, size
     with scratch.open("wb") as copy:
         os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
-        file.seek(position)
-        if position:
-            position += len(file.readline(_COPY_BYTES))
-            copy.write(f"--- {position:,} bytes before this were cut ---\n".encode())
-        end = size
-        for _ in range(_CATCH_UPS):
+        for number in range(_CATCH_UPS):
+            if not number or copy.tell() + end - position > 2 * ROTATE_BYTES:
+                # Begin anew: the newest lines, which say why a process ended, are worth the most.
+                copy.seek(0)
+                copy.truncate()
+                position = file.seek(end - ROTATE_BYTES)
+                if position:
+                    position += len(file.readline(_COPY_BYTES))
+                    copy.write(f"--- {position:,} bytes before this were cut ---\n".encode())
             while position < end:
                 part = file.read(min(_COPY_BYTES, end - position))
                 if not part:
                     break
                 copy.write(part)
                 position += len(part)
-            end = min(os.fstat(file.fileno()).st_size, size + ROTATE_BYTES)
+            copy.flush()
+            end = os.fstat(file.fileno()).st_size
+            if end <= position:
+                break
+        # At once: what is written between the look and this is lost.
+        file.truncate(0)
     scratch.replace(older)
-    return position
+    return position, max(0, end - position)
 
 
 def last_line(path: Path, limit: int = 300) -> str:
