@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.rollout.workload import POLICY, TURNS, WORDS, embedded, publish
-from benchmarks.workloads.plain_turns import question
+from benchmarks.rollout.workload import POLICY, RESPONSE, TURNS, WORDS, embedded, publish
+from benchmarks.workloads.plain_turns import question, response_tokens
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import SamplingParams
 from services.rollout.job_setup import settle
@@ -28,13 +28,14 @@ async def drive(directory: Path, concurrency: list[int], trajectories: int) -> d
     await engine.start()
     await engine.update_weights(ref, Transfer(directory / "transfer"))
     settle()
-    sampling = SamplingParams(max_new_tokens=job.agents[POLICY].sampling.max_new_tokens, seed=1)
 
     async def trajectory(run: str, index: int) -> int:
         tokens = 0
         for turn in range(TURNS):
             message = {"role": "user", "content": question(index, turn, WORDS)}
             prompt = chat.first_ids(parse_messages([message], None))
+            length = response_tokens(index, turn, RESPONSE)
+            sampling = SamplingParams(max_new_tokens=length, seed=1)
             generation = await engine.generate(
                 f"{run}/{index}/{turn}", list(prompt), sampling, deadline_seconds=600
             )

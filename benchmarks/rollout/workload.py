@@ -23,7 +23,7 @@ _MODEL: Final[dict[str, Any]] = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
-    # Every response is as long as it may be, so that both sides draw the same number of tokens.
+    # Every response is as long as it may be, so that both sides draw the same tokens.
     "eos_token_id": None,
     "bos_token_id": None,
 }
@@ -72,12 +72,12 @@ def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any
 
 
 def embedded(directory: Path, in_flight: int) -> JobSpec:
-    """Single turns of 64 tokens by the real model."""
+    """Single turns of 32 to 96 tokens by the real model."""
     return spec(
         directory,
         "ask",
         {"engine": {"max_running": MAX_RUNNING, "max_context": 512}},
-        args={"turns": TURNS, "words": WORDS},
+        args={"turns": TURNS, "words": WORDS, "response": RESPONSE},
         limits={"max_concurrent_trajectories": in_flight},
     )
 

@@ -23,17 +23,21 @@ class Queries:
         words: int = 16,
         step_seconds: float = 0.0,
         opening: int = 0,
+        response: int = 0,
     ) -> None:
-        """`opening`: words that every conversation begins with."""
+        """`opening`: words that every conversation begins with. `response`: mean tokens of a
+        response, which `response_tokens` draws; 0: as the agent's sampling says."""
         self._turns, self._words, self._step_seconds = turns, words, step_seconds
-        self._opening = opening
+        self._opening, self._response = opening, response
 
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        turns = range(self._turns)
         return {
-            "questions": [question(index, turn, self._words) for turn in range(self._turns)],
+            "questions": [question(index, turn, self._words) for turn in turns],
+            "lengths": [response_tokens(index, turn, self._response) for turn in turns],
             "step_seconds": self._step_seconds,
             "opening": history(self._opening) if self._opening else "",
         }
@@ -42,6 +46,12 @@ class Queries:
 def question(index: int, turn: int, words: int) -> str:
     """The prompt of a turn; no two begin alike."""
     return " ".join(f"{index}.{turn}.{word}" for word in range(words))
+
+
+def response_tokens(index: int, turn: int, mean: int) -> int:
+    """The tokens of a turn's response, from half of `mean` to one and a half: turns that begin
+    together end one after another, as those of jobs do. The same for the same turn."""
+    return random.Random(f"{index}.{turn}").randint(mean // 2, mean * 3 // 2) if mean else 0
 
 
 @cache
@@ -54,9 +64,10 @@ def history(words: int, seed: int = 0) -> str:
 
 async def ask(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
     """One question after another. Notes what each turn took beyond its tokens' model time."""
-    for number, text in enumerate(query["questions"]):
+    for number, (text, length) in enumerate(zip(query["questions"], query["lengths"], strict=True)):
         began = time.perf_counter()
-        reply = await agents["player"].chat([{"role": "user", "content": text}])
+        limit = {"max_new_tokens": length} if length else {}
+        reply = await agents["player"].chat([{"role": "user", "content": text}], **limit)
         taken = time.perf_counter() - began
         added = taken - len(reply.token_ids) * query["step_seconds"]
         query.log(**{f"added_{number}": added})  # type: ignore[attr-defined]
