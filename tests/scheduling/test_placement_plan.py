@@ -128,6 +128,20 @@ def _check(
         assert len(set(ranks)) == len(ranks)
 
 
+def test_a_gang_that_shares_devices_of_engines_is_of_one_class() -> None:
+    hosts = [_host("h0", 2, device_class="L4"), _host("h1", 4)]
+    # Three engines of two devices need both classes: five ranks of one class find no room there.
+    both = plan(hosts, [_gang("gang", 5), _engine("engine", 3, 2, shares_with="gang")])
+    assert [one.request.name for one in both.refusals] == ["gang"]
+    assert _hosts_of(both, "engine") == {"h0": 1, "h1": 2}
+    # Where one class has room for the engines, they are placed so that the gang finds its own.
+    hosts = [_host("h0", 2, device_class="L4"), _host("h1", 2, device_class="L4"), _host("h2", 4)]
+    found = plan(hosts, [_gang("gang", 4), _engine("engine", 2, 2, shares_with="gang")])
+    assert not found.refusals
+    shapes = {one.name: {d.device_class for d in one.devices} for one in hosts}
+    assert len({*map(tuple, (shapes[host] for host in _hosts_of(found, "gang")))}) == 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(_HOSTS, _requests(), st.randoms(use_true_random=False))
 def test_no_device_has_two_members_and_the_order_of_arguments_does_not_matter(

@@ -652,10 +652,20 @@ class _DeviceDraft:
             return []
         if sum(self._free.room(wish) for wish in wishes) < count:
             return []
+        if any(guest.kind == "trainer" for guest in group.guests):
+            # A gang is of one class: so are the devices that it shares, if one class has enough.
+            classes = self._classes_of(leader)
+            single = (one for one in wishes if classes <= {one.device_class})
+            wishes = next(([one] for one in single if self._free.room(one) >= count), wishes)
         here, found = Counter(one.host for one in kept), []
         for wish in wishes:
             found += self._free.spread(wish, count - len(found), here, pack=pack)
         return found
+
+    def _classes_of(self, request: DeviceRequest) -> set[str]:
+        """Classes of the devices of the members that have been placed."""
+        members = self._members[request.name].values()
+        return {self._shapes[one.host].class_of(one.devices[0]) for one in members}
 
     def _wishes(self, group: _ShareGroup) -> list[_Wish]:
         """Needs of a member of its leader, for each class of device that will do."""
@@ -696,7 +706,14 @@ class _DeviceDraft:
                 _Wish(guest.devices, guest.device_class, 0),
             )
             if guest.kind == "trainer":
-                more = pool.gang(wish, count)
+                held = self._classes_of(guest)
+                names = [
+                    one
+                    for one in self._classes
+                    if guest.device_class in ("", one) and held <= {one}
+                ]
+                gangs = (pool.gang(wish._replace(device_class=one), count) for one in names)
+                more = next(filter(None, gangs), [])
             else:
                 more = pool.spread(wish, count - len(found), ours, pack=False)
             if not more and layer >= max(loads.values(), default=0):
