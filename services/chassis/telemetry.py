@@ -148,7 +148,7 @@ class LoopWatch(Collector):
         self._look_later(asyncio.get_running_loop())
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What was counted; called by the registry, in another thread."""
+        """The metric families of the counts; called by the registry, in another thread."""
         family = HistogramMetricFamily(
             "troupe_event_loop_late_seconds",
             "By how much a timer of the event loop, forty times a second, came late (wall), and "

@@ -39,13 +39,13 @@ class PlanView(views.View):
     hosts: int
     seconds_with_one_more_host: float | None
     measured: list[str]
-    """What the seconds rest on that was measured, for people."""
+    """Measured quantities that the predicted seconds rest on, for people."""
     assumed: list[str]
     changes: list[str] = Field(alias="set")
     """The fields of the job that make it run so, as `--set` takes them."""
     picture: dict[str, Any]
-    """One step: `seconds`, and `lanes` of engines and trainers with `busy` times as [policy, begin,
-    end]."""
+    """Picture of one step: `seconds`, and `lanes` of engines and trainers with `busy` times as
+    [policy, begin, end]."""
 
 
 @router.post("/plan", openapi_extra=specification_body(required=True))
@@ -91,7 +91,7 @@ async def plan_job(
 
 @router.get("/jobs/{job_id}/profile")
 async def get_profile(request: Request, job_id: JobId) -> dict[str, Any]:
-    """What a job was measured to do: lengths and waits as histograms, speeds of engines and
+    """Profile of a job as measured: lengths and waits as histograms, speeds of engines and
     trainers, a sample of its trajectories' lengths. For planners."""
     reply = await upstream(request).stub.GetJobProfile(pb.GetJobProfileRequest(job_id=job_id))
     found: dict[str, Any] = json.loads(reply.profile_json)

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from troupe.transfer.flat_buckets import FlatBucket, flat_buckets
-from troupe.transfer.handles import handles
+from troupe.transfer.flat_buckets import FlatBucket, flat_buckets, handles
 from troupe.v1 import trainer_pb2 as pb
 
 log = structlog.get_logger("troupe.trainer")

@@ -641,23 +641,18 @@ class _DeviceDraft:
 
     def _take(self, group: _ShareGroup, count: int, *, pack: bool) -> list[tuple[str, int]]:
         """Devices for `count` further members of the leader; none if there are too few."""
-        leader, kept = group.leader, self._members[group.leader.name].values()
-        wishes = self._wishes(group)
+        leader, wishes = group.leader, self._wishes(group)
+        classes = self._classes_of(leader)
+        single = (one for one in wishes if classes <= {one.device_class})
         if leader.kind == "trainer":
-            for wish in wishes:
-                held = (self._shapes[one.host].class_of(one.devices[0]) for one in kept)
-                same = all(name == wish.device_class for name in held)
-                if same and (found := self._free.gang(wish, count)):
-                    return found
-            return []
+            return next(filter(None, (self._free.gang(wish, count) for wish in single)), [])
         if sum(self._free.room(wish) for wish in wishes) < count:
             return []
         if any(guest.kind == "trainer" for guest in group.guests):
             # A gang is of one class: so are the devices that it shares, if one class has enough.
-            classes = self._classes_of(leader)
-            single = (one for one in wishes if classes <= {one.device_class})
             wishes = next(([one] for one in single if self._free.room(one) >= count), wishes)
-        here, found = Counter(one.host for one in kept), []
+        here = Counter(one.host for one in self._members[leader.name].values())
+        found: list[tuple[str, int]] = []
         for wish in wishes:
             found += self._free.spread(wish, count - len(found), here, pack=pack)
         return found

@@ -229,7 +229,7 @@ class JobRunner:
         return trainers, progress
 
     async def _profile(self) -> JobProfile:
-        """What earlier runners of the job measured, or an empty profile."""
+        """The profile that earlier runners of the job measured, or an empty one."""
         found = await self._shared.store.profile(self._job_id)
         empty = JobProfile.of_spec(self._job.spec)
         # A job that was resumed under other settings is measured anew.

@@ -255,7 +255,7 @@ class JobStore:
         await self._redis.call("SET", JobKeys(job_id).profile, profile.pack())
 
     async def profile(self, job_id: str) -> JobProfile | None:
-        """What the job was measured to do; None before the end of its first step."""
+        """The job's measured profile; None before the end of its first step."""
         found = await self._redis.call("GET", JobKeys(job_id).profile)
         return None if found is None else JobProfile.unpack(found)
 

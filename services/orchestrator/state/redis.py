@@ -58,7 +58,7 @@ class JobKeys:
     resolved = KeyName("resolved")
     """Set: `ResolvedSetting` messages of its workers."""
     profile = KeyName("profile")
-    """What the job was measured to do (`JobProfile.pack`)."""
+    """String: the job's measured profile (`JobProfile.pack`)."""
     population = KeyName("population")
     """Hash: pools, payoffs, meta-strategies; what the slots have."""
     answers = KeyName("population:answers")

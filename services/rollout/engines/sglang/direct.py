@@ -23,6 +23,7 @@ from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.sglang.client import Features, SglangClient, seconds_for
 from services.rollout.engines.sglang.update import Loader, NewWeights, UpdateSetting
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
+from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.v1 import trainer_pb2 as pb
 from troupe.v1 import trainer_pb2_grpc
 
@@ -151,7 +152,7 @@ class DirectLoader(Loader):
 
 
 class _Update:
-    """One update: the stream from the trainer, and the calls of the server that belong to it."""
+    """A direct update of one server: the trainer's stream, and the server's calls for it."""
 
     def __init__(
         self, client: SglangClient, weights: NewWeights, way: DirectWay, ranks: int, group: str
@@ -236,7 +237,7 @@ class _Update:
             known = one.name in self._missing
             if known:
                 tensor = published[one.name]
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = dtype_name(tensor.dtype)
                 known = (list(tensor.shape), dtype) == (list(one.shape), bucket.dtype)
             if not known:
                 raise DataLoss(
@@ -269,5 +270,5 @@ class _Update:
 
 
 def _num_bytes(bucket: pb.WeightBucket) -> int:
-    size = getattr(torch, bucket.dtype).itemsize
+    size = dtype_of(bucket.dtype).itemsize
     return sum(int(torch.Size(one.shape).numel()) * size for one in bucket.tensors)

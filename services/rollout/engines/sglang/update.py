@@ -31,7 +31,7 @@ from services.rollout.engines.verification import (
 )
 from troupe.job import ModelSpec
 from troupe.transfer import Transfer
-from troupe.transfer.handles import handles
+from troupe.transfer.flat_buckets import handles
 from troupe.transfer.in_place import ModelDirectory
 from troupe.v1 import common_pb2 as pb
 
