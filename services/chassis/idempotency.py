@@ -24,12 +24,9 @@ _ENTRY_BYTES: Final = 1024
 _LATER_MS: Final = 500
 
 
-def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
-    """Decorator of a handler whose response is not remembered if `when(response)` is true.
-
-    A repeated call then runs again.
-    """
-    return lambda handler: _marked(handler, "forgets", when)
+def repeatable(handler: Handler) -> Handler:
+    """Decorator of a handler whose repeated calls all run: records of its own make them one."""
+    return _marked(handler, "repeatable", True)
 
 
 def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
@@ -92,12 +89,11 @@ class IdempotencyCache:
         *,
         size: int | None = None,
         abandoned: Callable[[], None] | None = None,
-        forget: Callable[[T], bool] | None = None,
     ) -> T:
         """The response of `call()`, which runs once per `key`.
 
         `size`: bytes of the request, if `payload` is not all of it. `abandoned()` is called if all
-        callers disconnect before the end. A response with `forget(response)` is not remembered.
+        callers disconnect before the end.
 
         Raises `AlreadyExists` if `key` came with another `payload` before, `InvalidArgument` for an
         id that is too long, `ResourceExhausted` (retryable) while too many bytes of requests are in
@@ -121,7 +117,7 @@ class IdempotencyCache:
             return remembered
         if entry is None:
             entry = self._begin(key, name, digest, len(payload) if size is None else size, call)
-            entry.task.add_done_callback(lambda _: self._settle(key, entry, forget))
+            entry.task.add_done_callback(lambda _: self._settle(key, entry))
         response: T = await self._wait(entry, abandoned)
         return response
 
@@ -172,17 +168,13 @@ class IdempotencyCache:
         finally:
             entry.waiters -= 1
 
-    def _settle(
-        self, key: Hashable, entry: _RunningCall, forget: Callable[[Any], bool] | None
-    ) -> None:
+    def _settle(self, key: Hashable, entry: _RunningCall) -> None:
         del self._running[key]
         self._running_bytes -= entry.size
         # `exception()` also marks the exception as retrieved when no caller waits any more.
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
         response = entry.task.result()
-        if forget is not None and forget(response):
-            return
         # Keep only the response, not the task, whose context references the request.
         done = _Done(entry.digest, response, self._clock() + self._ttl)
         self._done[key] = done

@@ -153,7 +153,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _wrap_unary(self, method: str, behavior: Any, decode: Decode) -> Callable[[Any, Any], Any]:
         once = self.idempotency
-        forget = getattr(behavior, "forgets", None)
+        repeatable = getattr(behavior, "repeatable", False)
         compared = getattr(behavior, "compares", _all_of)
 
         async def unary(raw: Any, context: Any) -> Any:
@@ -167,14 +167,13 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 if fault is not None:
                     raise fault
                 request_id = getattr(request, "request_id", "")
-                if not request_id:
+                if repeatable or not request_id:
                     return await self._bounded(method, behavior, request, context)
                 return await once.run(
                     (method, request_id),
                     compared(request),
                     lambda: self._bounded(method, behavior, request, context),
                     size=len(raw),
-                    forget=forget,
                 )
             except BaseException as raised:
                 code, error = self._judge(raised, method)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -121,13 +121,9 @@ class Claims:
         self._notices = notices
 
     async def claim(
-        self,
-        request: store_pb.ClaimMicroBatchRequest,
-        wait_seconds: float,
-        gone: Callable[[], bool] = lambda: False,
+        self, request: store_pb.ClaimMicroBatchRequest, wait_seconds: float
     ) -> Delivery:
-        """Lease a micro-batch, waiting at most `wait_seconds` for a full one, or until the caller
-        is `gone`: samples leased to a caller that left would be missing until the lease runs out.
+        """Lease a micro-batch, waiting at most `wait_seconds` for a full one.
 
         `oldest_version` belongs to the step: the highest that any claim named holds, a lower one is
         ignored, because what the higher one excluded is gone for good. Once a claim asked for
@@ -143,8 +139,6 @@ class Claims:
             job, policy=policy, step=step, kinds=frozenset({CLAIMABLE})
         ) as subscription:
             while True:
-                if gone():
-                    return Delivery.of(Response.OUTCOME_WAIT)
                 response, expiry_seconds = await self._try(request)
                 left = deadline - time.monotonic()
                 if (

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from pydantic import Field
 
-from services.chassis.idempotency import compares, forgets
+from services.chassis.idempotency import compares, repeatable
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
@@ -420,8 +420,10 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             fills=[store_pb.FillWritten(**_written(one)) for one in filled.result()],
         )
 
-    # A repeated claim finds its samples in Redis; its response is too large to be remembered.
-    @forgets(lambda _: True)
+    # A repeated claim finds its samples in Redis. It may know other claims than the first call did
+    # (a resumed step knows none), so it gets an answer of its own; and when its caller leaves, it
+    # is cancelled, as no one would renew what it claims.
+    @repeatable
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
     ) -> Any:  # the bytes of a ClaimMicroBatchResponse
@@ -438,11 +440,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         remaining = context.time_remaining()
         if remaining is not None:
             wait = max(0.0, min(wait, remaining - _DEADLINE_MARGIN))
-        # A call goes on without its caller (idempotency); a claim must not, as no one would renew
-        # it.
-        gone = asyncio.Event()
-        context.add_done_callback(lambda _: gone.set())
-        delivery = await self.store.claims.claim(request, wait, gone.is_set)
+        delivery = await self.store.claims.claim(request, wait)
         self._meters.claimed(request.policy, delivery)
         return delivery.message
 

@@ -125,25 +125,6 @@ async def test_the_last_to_leave_is_told_and_close_ends_what_runs() -> None:
     assert len(cache) == 0
 
 
-async def test_what_tells_that_nothing_happened_is_not_remembered() -> None:
-    cache, calls = IdempotencyCache(), 0
-
-    async def call() -> str:
-        nonlocal calls
-        calls += 1
-        await asyncio.sleep(0)
-        return "done" if calls > 1 else "nothing yet"
-
-    def forget(response: str) -> bool:
-        return response == "nothing yet"
-
-    both = await asyncio.gather(*(cache.run("id", b"", call, forget=forget) for _ in range(2)))
-    assert both == ["nothing yet"] * 2, "who waits for one call gets its answer"
-    for _ in range(2):
-        assert await cache.run("id", b"", call, forget=forget) == "done"
-    assert calls == 2
-
-
 async def test_answers_in_bytes_are_counted_too() -> None:
     cache = IdempotencyCache(max_bytes=10_000)
 

@@ -142,6 +142,41 @@ async def test_a_claim_that_got_nothing_may_be_repeated_under_its_id(client: Cli
     assert await client.stub.ClaimMicroBatch(request) == first
 
 
+async def test_a_claim_repeated_while_it_waits_may_know_other_claims(client: Client) -> None:
+    """A suspended step's claim waits on in the store; the resumed step repeats it, knowing none."""
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    request = client.claim_request(wait_seconds=60, known_claims=["c0"])
+    waiting = asyncio.ensure_future(client.stub.ClaimMicroBatch(request))
+    await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))
+    del request.known_claims[:]
+    repeated = asyncio.ensure_future(client.stub.ClaimMicroBatch(request))
+    for query, trajectory in TRAJECTORIES:
+        await client.stub.AppendTrajectory(client.append_request(query, trajectory))
+    async with asyncio.timeout(30):
+        first, second = await asyncio.gather(waiting, repeated)
+    assert len(second.samples) == 2
+    assert [row.sample for row in first.samples] == [row.sample for row in second.samples]
+    step = await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))
+    assert step.counts[0].claimed == 2
+
+
+async def test_a_waiting_claim_whose_caller_leaves_leases_nothing(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    waiting = asyncio.ensure_future(
+        client.stub.ClaimMicroBatch(client.claim_request(wait_seconds=60))
+    )
+    await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    for query, trajectory in TRAJECTORIES:
+        await client.stub.AppendTrajectory(client.append_request(query, trajectory))
+    other = client.claim_request()
+    other.claimant = "other"
+    assert len((await client.stub.ClaimMicroBatch(other)).samples) == 2
+
+
 async def test_columns_that_come_before_their_row_are_to_be_sent_again(client: Client) -> None:
     await client.create()
     await client.stub.OpenStep(client.open_request())
