@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.command import finish
+from benchmarks.command import finish, scratch
 from benchmarks.sglang import HALF_BILLION, TINY
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.embedded import EmbeddedEngine
@@ -303,7 +303,7 @@ def paced(sizes: Sequence[int], counts: Sequence[int], rounds: int) -> Iterator[
     for size in sizes:
         for count in counts if size == sizes[0] else (1, 4):
             part = min(size, PART_BYTES)
-            with _place() as place:
+            with scratch() as place:
                 bench = PacedBench(count, part, -(-size // DEVICE_BYTES), Path(place))
                 yield asyncio.run(bench.measure(rounds, size // part))
 
@@ -315,13 +315,9 @@ def real(
     python = python or sglang_interpreter(place)
     cases: list[tuple[int, Way]] = [(count, "auto") for count in counts]
     for count, way in (*cases, (1, "tensor")):
-        with _place() as directory:
+        with scratch() as directory:
             bench = RealBench(count, config, way, python, Path(directory))
             yield asyncio.run(bench.measure(rounds, 1))
-
-
-def _place() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="troupe-bench-", dir="/dev/shm")
 
 
 def sglang_interpreter(place: Path) -> str:
@@ -445,7 +441,7 @@ def measure_cache(*, quick: bool, quiet: bool) -> None:
     """Print what keeping the cache saves, and what it costs."""
     rows = []
     for cache in ("recompute", "keep"):
-        with _place() as place:
+        with scratch() as place:
             rows.append(asyncio.run(under_updates(cache, quick, Path(place))))
     if not quiet:
         table = Table("cache", "tokens/s", "updates/s", "mismatch (k3)", "turns of two versions")

@@ -5,10 +5,11 @@
 `update*`: model FLOP/s utilization and memory of the trainer's update of Qwen3-0.6B and Qwen3-4B,
 with and without torch.compile, liger-kernel and moments in host memory. `copies`: device to pinned
 host memory and back, against the link. `weights`: from a trainer's device into an SGLang server
-(`TROUPE_SGLANG_PYTHON`), by CUDA IPC and NCCL beside host memory. `swap`, `transfer`: those
-benchmarks on the device, the latter beside CUDA IPC. Each part is a process of its own; one that
-fails is null, and the reason is among `problems`. Without a GPU the parts take the CPU and tiny
-models: that tries the command out, and measures nothing.
+(`TROUPE_SGLANG_PYTHON`), by CUDA IPC and NCCL beside host memory; without SGLang it is null.
+`swap`, `transfer`: those benchmarks on the device, the latter beside CUDA IPC. Each part is a
+process of its own with a deadline, whose progress is shown; one that fails is null, and the reason
+is among `problems`. Without a GPU the parts take the CPU and tiny models: that tries the command
+out, and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 from rich.console import Console
 
-from benchmarks.command import finish
+from benchmarks.command import end, finish, scratch
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
-# The longest that one part may take: torch.compile of a large model, first of all.
+# The longest that one part may take: torch.compile of a large model, first of all. `weights` starts
+# three servers, each of which may compile its kernels.
 _SECONDS: Final = 900.0
+_LONGER: Final = {"weights": 2400.0}
+# A part that says nothing is said to run still, this often.
+_REMINDER_SECONDS: Final = 60.0
+_TAIL_LINES: Final = 5
 # Name: module and its arguments.
 _UPDATE: Final = "benchmarks.gpu.update"
 _LARGE: Final = ("--model", "Qwen3-4B")
@@ -51,28 +60,62 @@ class Failed(Exception):
     """A part has no result; says why."""
 
 
-def run(arguments: list[str]) -> dict[str, Any]:
-    """The last line that a module prints. Raises `Failed`."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            cwd=_ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"took over {_SECONDS:.0f} s") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise Failed(lines[-1])
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError) as error:
-        raise Failed("its last line is not JSON") from error
+def run(arguments: list[str], seconds: float, console: Console) -> dict[str, Any]:
+    """The last line that a module prints; what it says on its way is passed on to `console`.
+
+    Raises `Failed` when it fails or takes over `seconds`, after which it is ended.
+    """
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    with scratch() as place:
+        out = place / "out"
+        with out.open("w") as target:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", *arguments],
+                stdout=target,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=_ROOT,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        try:
+            assert process.stderr is not None
+            follower = threading.Thread(
+                target=_follow, args=(process.stderr, tail, console), daemon=True
+            )
+            follower.start()
+            status = _wait(process, seconds, console)
+            # A process that it left behind may keep the pipe open.
+            follower.join(_REMINDER_SECONDS / 6)
+        finally:
+            if process.poll() is None:
+                end(process)
+        if status is None:
+            raise Failed(" | ".join((f"took over {seconds:.0f} s", *tail)))
+        if status:
+            raise Failed(" | ".join(tail) or f"exit status {status}")
+        try:
+            found: dict[str, Any] = json.loads(out.read_text().strip().splitlines()[-1])
+        except (IndexError, json.JSONDecodeError) as error:
+            raise Failed("its last line is not JSON") from error
     return found
+
+
+def _follow(stream: IO[str], tail: deque[str], console: Console) -> None:
+    for line in stream:
+        if text := line.rstrip():
+            tail.append(text)
+            console.print(f"  {text}", markup=False, highlight=False)
+
+
+def _wait(process: subprocess.Popen[str], seconds: float, console: Console) -> int | None:
+    """Its exit status; None when it still runs after `seconds`."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        try:
+            return process.wait(min(_REMINDER_SECONDS, seconds - passed))
+        except subprocess.TimeoutExpired:
+            console.print(f"  runs for {time.monotonic() - began:.0f} s of at most {seconds:.0f}")
+    return None
 
 
 def takes_device(module: str) -> bool:
@@ -119,7 +162,10 @@ def main() -> None:
             continue
         console.print(f"{part} ...")
         try:
-            found[part] = run(chosen[part])
+            found[part] = run(chosen[part], _LONGER.get(part, _SECONDS), console)
+            # What a part could not measure of itself.
+            ways: dict[str, str] = found[part].pop("problems", {})
+            problems |= {f"{part}.{way}": reason for way, reason in ways.items()}
         except Failed as error:
             problems[part] = str(error)
         console.print(found[part] or problems[part])

@@ -7,7 +7,8 @@ server is launched as a job's is (`--python`: what has SGLang; without it the va
 tests), on the last GPU of the machine. Versions come into it by `ipc`, by `broadcast` (NCCL, which
 needs a second GPU; gloo on a CPU) and, for comparison, from host memory (`disk`): seconds of an
 update in all and of its pause, medians after the first, whose pause is given too. An update is
-verified as in a job; one that took another way than it was to is an error.
+verified as in a job; one that took another way than it was to is an error. A way that fails is
+null, with the reason among `problems`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 
-from benchmarks.command import finish
+from benchmarks.command import finish, scratch
 from benchmarks.gpu.update import TINY
 from benchmarks.sglang import HALF_BILLION
 from benchmarks.weights import sglang_interpreter
@@ -33,14 +34,26 @@ from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
 from troupe.devices import find_devices
 from troupe.job import JobSpec
-from troupe.rpc import connect, new_id
+from troupe.rpc import TroupeError, connect, new_id
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import trainer_pb2, trainer_pb2_grpc
 
 _POLICY: Final = "solver"
 _JOB: Final = "weights"
+# Until a server is ready; the first start on a GPU compiles kernels.
+_START_SECONDS: Final = 600
+# One way from its first to its last second: the start, a policy bound, a few updates.
+_WAY_SECONDS: Final = 750.0
 Device = Literal["cuda", "cpu"]
+
+
+class WrongWay(Exception):
+    """An update took another way than the one that is measured."""
+
+
+def _say(way: str, text: str) -> None:
+    print(f"{way}: {text}", file=sys.stderr, flush=True)
 
 
 def job_of(config: dict[str, Any], tokenizer: Path, way: str, python: str, cuda: bool) -> JobSpec:
@@ -51,7 +64,7 @@ def job_of(config: dict[str, Any], tokenizer: Path, way: str, python: str, cuda:
         "update": way,
         "max_running": 4,
         "max_context": 64,
-        "start_timeout_seconds": 900,
+        "start_timeout_seconds": _START_SECONDS,
         "launch": ["--mem-fraction-static", "0.3" if cuda else "0.5"],
     }
     model = {"config": config, "tokenizer": str(tokenizer), "dtype": "bfloat16"}
@@ -102,16 +115,21 @@ async def measure(
         bind = trainer_pb2.BindRequest(
             request_id=new_id(), spec_json=job.model_dump_json(), **named
         )
+        _say(way, "binds the policy")
         weights: pb.WeightsRef = (await trainer.Bind(bind, timeout=600)).weights
-        await engine.start()
+        _say(way, f"starts a server, {_START_SECONDS} s at most")
+        began = time.monotonic()
         try:
-            for _ in range(rounds + 1):
+            await engine.start()
+            _say(way, f"the server is ready after {time.monotonic() - began:.0f} s")
+            for number in range(rounds + 1):
                 await engine.update_weights(weights, transfer)
                 update = engine.last_update
                 assert update is not None  # one has just succeeded
                 if update.way != {"disk": "in_place"}.get(way, way):
-                    raise SystemExit(f"weights came by {update.way}, not by {way}: see the log")
+                    raise WrongWay(f"weights came by {update.way}, not by {way}: see the warning")
                 found.append((update.total_seconds, update.exposed_seconds))
+                _say(way, f"update {number + 1} of {rounds + 1}: {update.total_seconds:.2f} s")
                 again = trainer_pb2.RestartRequest(
                     request_id=new_id(),
                     version=weights.version,
@@ -141,19 +159,26 @@ def main() -> None:
     ways = ["ipc", "disk"]
     if not cuda or torch.cuda.device_count() > 1:
         ways.insert(1, "broadcast")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"broadcast": None}  # NCCL has one rank per GPU
+    problems: dict[str, str] = {}
+    config = TINY if options.quick or not cuda else HALF_BILLION
+    rounds = 1 if options.quick else 5
     for way in ways:
-        with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir="/dev/shm") as directory:
-            place = Path(directory)
+        with scratch() as place:
             python = options.python or sglang_interpreter(place)
-            config = TINY if options.quick or not cuda else HALF_BILLION
-            rounds = 1 if options.quick else 5
             work = measure(config, way, python, options.device, rounds, place)
-            found[way] = asyncio.run(work)
-            print(way, found[way], file=sys.stderr)
-    if "broadcast" not in found:
-        found["broadcast"] = None  # NCCL has one rank per GPU
-    finish(found, quiet=True)
+            try:
+                found[way] = asyncio.run(asyncio.wait_for(work, _WAY_SECONDS))
+            except TimeoutError:
+                problems[way] = f"took over {_WAY_SECONDS:.0f} s"
+            except (WrongWay, TroupeError, RuntimeError, OSError) as error:
+                problems[way] = f"{type(error).__name__}: {error}"
+        if way in problems:
+            found[way] = None
+            _say(way, problems[way])
+    if not any(found.values()):
+        sys.exit("; ".join(f"{way}: {reason}" for way, reason in problems.items()))
+    finish({**found, "problems": problems}, quiet=True)
 
 
 if __name__ == "__main__":

@@ -74,3 +74,9 @@ def test_every_benchmark_ends_by_it() -> None:
     for path in done.stdout.split():
         if path not in sides:
             assert "finish(" in Path(path).read_text(encoding="utf-8"), path
+
+
+def test_directories_in_shared_memory_are_locked() -> None:
+    """One without a lock is taken for a killed benchmark's, and removed by the next that starts."""
+    for path in Path("benchmarks").rglob("*.py"):
+        assert 'dir="/dev/shm"' not in path.read_text(encoding="utf-8"), path
