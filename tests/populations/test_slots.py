@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,62 @@ def test_every_cell_is_played_once(members: int, slots: int) -> None:
     for loaded, some in waves:
         assert len(loaded["all"]) <= slots
         assert all(set(cell) <= set(loaded["all"]) for cell in some)
+
+
+def _greedy(
+    cells: list[tuple[int, ...]], pool_of: Sequence[str], slots: dict[str, int]
+) -> list[tuple[dict[str, list[int]], list[tuple[int, ...]]]]:
+    """Waves by looking at every remaining cell before every load."""
+    left, waves = cells, []
+
+    def missing(cell: tuple[int, ...]) -> list[tuple[str, int]]:
+        pairs = dict.fromkeys(zip(pool_of, cell, strict=True))
+        return [one for one in pairs if one[1] not in loaded[one[0]]]
+
+    while left:
+        loaded: dict[str, list[int]] = {pool: [] for pool in slots}
+        for pool, member in dict.fromkeys(zip(pool_of, left[0], strict=True)):
+            loaded[pool].append(member)
+        if any(len(members) > slots[pool] for pool, members in loaded.items()):
+            raise ValueError("do not fit")
+        while True:
+            scores: Counter[tuple[str, int]] = Counter()
+            for lacks in map(missing, left):
+                for one in lacks:
+                    if len(loaded[one[0]]) < slots[one[0]]:
+                        scores[one] += 1000 if len(lacks) == 1 else 1
+            if not scores:
+                break
+            pool, member = max(scores, key=lambda one: scores[one])
+            loaded[pool].append(member)
+        played = [cell for cell in left if not missing(cell)]
+        left = [cell for cell in left if cell not in set(played)]
+        waves.append(({pool: sorted(some) for pool, some in loaded.items()}, played))
+    return waves
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=3).flatmap(
+        lambda pools: st.tuples(
+            st.just(pools),
+            st.lists(st.tuples(*[st.integers(0, 8)] * len(pools)), max_size=30),
+            st.fixed_dictionaries({"a": st.integers(1, 5), "b": st.integers(1, 5)}),
+        )
+    )
+)
+def test_waves_are_those_of_looking_at_every_cell(
+    case: tuple[list[str], list[tuple[int, ...]], dict[str, int]],
+) -> None:
+    pools, cells, slots = case
+    if any(
+        len({member for pool, member in zip(pools, cell, strict=True) if pool == name}) > count
+        for cell in cells
+        for name, count in slots.items()
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            match_waves(cells, pools, slots)
+        return
+    assert match_waves(cells, pools, slots) == _greedy(cells, pools, slots)
 
 
 def test_pools_of_their_own_are_loaded_apart() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -60,24 +60,102 @@ def match_waves(
 
     Returns, per wave, the members to load in each pool and the cells to play. `pool_of[i]`: the
     pool of player i; `slots`: how many members of a pool are served at once. Greedy: a wave starts
-    with the first remaining cell, then loads the member that makes most further cells playable.
-    Raises ValueError for a cell that does not fit.
+    with the first remaining cell, then loads the member that makes most further cells playable, of
+    equal ones that of the earliest cell. A wave costs its members times all members, not the
+    cells. Raises ValueError for a cell that does not fit.
     """
-    left, waves = list(cells), []
-    while left:
+    unplayed = _UnplayedCells(cells, pool_of)
+    waves: list[tuple[dict[Name, list[int]], list[Members]]] = []
+    while (first := unplayed.first()) is not None:
         loaded: dict[Name, list[int]] = {pool: [] for pool in slots}
-        for pool, member in zip(pool_of, left[0], strict=True):
-            if member not in loaded[pool]:
-                loaded[pool].append(member)
+        for pool, member in unplayed.members_of[first]:
+            loaded[pool].append(member)
         if any(len(members) > slots[pool] for pool, members in loaded.items()):
-            raise ValueError(f"the members {left[0]} do not fit into slots {dict(slots)}")
-        while (more := _best_next(left, pool_of, slots, loaded)) is not None:
+            raise ValueError(f"the members {cells[first]} do not fit into slots {dict(slots)}")
+        wave = [(pool, member) for pool, members in loaded.items() for member in members]
+        played = unplayed.load(wave)
+        while (more := unplayed.best(slots, loaded)) is not None:
             loaded[more[0]].append(more[1])
-        played = [cell for cell in left if _missing(cell, pool_of, loaded) == set()]
-        done = set(played)
-        left = [cell for cell in left if cell not in done]
-        waves.append(({pool: sorted(members) for pool, members in loaded.items()}, played))
+            wave.append(more)
+            played += unplayed.load([more])
+        unplayed.end_wave(wave, played)
+        chosen = {pool: sorted(members) for pool, members in loaded.items()}
+        waves.append((chosen, [cells[at] for at in sorted(played)]))
     return waves
+
+
+class _UnplayedCells(Generic[Name]):
+    """Cells that no wave has played, and each member's score for the wave that is being loaded.
+
+    A member scores 1000 for a cell that lacks only this member, and 1 for one that lacks more.
+    """
+
+    def __init__(self, cells: Sequence[Members], pool_of: Sequence[Name]) -> None:
+        """Index all cells by their members."""
+        self.members_of = [list(dict.fromkeys(zip(pool_of, one, strict=True))) for one in cells]
+        self._cells_of: dict[tuple[Name, int], list[int]] = {}
+        for at, members in enumerate(self.members_of):
+            for one in members:
+                self._cells_of.setdefault(one, []).append(at)
+        self._played = bytearray(len(cells))
+        self._first = 0
+        self._missing = [len(members) for members in self.members_of]
+        # Scores with nothing loaded, and of the present wave: those of members it may still load.
+        self._empty = {
+            one: sum(1000 if self._missing[at] == 1 else 1 for at in inside)
+            for one, inside in self._cells_of.items()
+        }
+        self._scores = dict(self._empty)
+
+    def first(self) -> int | None:
+        """The index of the first cell; None if all are played."""
+        found = self._played.find(0, self._first)
+        self._first = found if found >= 0 else len(self._played)
+        return found if found >= 0 else None
+
+    def best(
+        self, slots: Mapping[Name, int], loaded: Mapping[Name, list[int]]
+    ) -> tuple[Name, int] | None:
+        """The missing member with the highest score; None if none helps or fits a slot."""
+        room = {pool for pool, members in loaded.items() if len(members) < slots[pool]}
+        open_ = [one for one, score in self._scores.items() if score and one[0] in room]
+        most = max((self._scores[one] for one in open_), default=0)
+        return min(
+            (one for one in open_ if self._scores[one] == most), key=self._place, default=None
+        )
+
+    def load(self, members: Sequence[tuple[Name, int]]) -> list[int]:
+        """Load members into the wave; returns the cells that lack nothing any more."""
+        whole = []
+        for one in members:
+            del self._scores[one]
+        for one in members:
+            for at in self._cells_of[one]:
+                self._missing[at] -= 1
+                if self._missing[at] == 0:
+                    whole.append(at)
+                elif self._missing[at] == 1:
+                    last = [other for other in self.members_of[at] if other in self._scores]
+                    if last:  # else it is loaded by this call, too
+                        self._scores[last[0]] += 999
+        return whole
+
+    def end_wave(self, loaded: Sequence[tuple[Name, int]], played: Sequence[int]) -> None:
+        """Take out the cells that the wave plays, and unload its members."""
+        for at in played:
+            self._played[at] = 1
+            for one in self.members_of[at]:
+                self._empty[one] -= 1000 if len(self.members_of[at]) == 1 else 1
+        for one in loaded:
+            for at in self._cells_of[one]:
+                self._missing[at] = len(self.members_of[at])
+            self._cells_of[one] = [at for at in self._cells_of[one] if not self._played[at]]
+        self._scores = dict(self._empty)
+
+    def _place(self, one: tuple[Name, int]) -> tuple[int, int]:
+        """The member's first cell and its place there."""
+        at = self._cells_of[one][0]
+        return at, self.members_of[at].index(one)
 
 
 def training_seat(turn: int, players: int) -> int:
@@ -87,29 +165,6 @@ def training_seat(turn: int, players: int) -> int:
     change the agents' seats from query to query.
     """
     return (turn + turn // players) % players
-
-
-def _best_next(
-    left: Sequence[Members],
-    pool_of: Sequence[Name],
-    slots: Mapping[Name, int],
-    loaded: Mapping[Name, list[int]],
-) -> tuple[Name, int] | None:
-    """The missing member that completes most cells; None if none helps or fits a slot."""
-    counts: dict[tuple[Name, int], int] = {}
-    for cell in left:
-        missing = _missing(cell, pool_of, loaded)
-        for one in missing:
-            if len(loaded[one[0]]) < slots[one[0]]:
-                counts[one] = counts.get(one, 0) + (1000 if len(missing) == 1 else 1)
-    return max(counts, key=lambda one: counts[one]) if counts else None
-
-
-def _missing(
-    cell: Members, pool_of: Sequence[Name], loaded: Mapping[Name, list[int]]
-) -> set[tuple[Name, int]]:
-    pairs = zip(pool_of, cell, strict=True)
-    return {(pool, member) for pool, member in pairs if member not in loaded[pool]}
 
 
 def _scaled(mixture: Mixture) -> dict[str, float]:
