@@ -207,8 +207,8 @@ class Bench:
 
     async def measure(self, rounds: int, parts: int) -> Row:
         """`rounds` updates of `parts` parts each, after a first one whose memory is watched."""
-        await self.policy.bring_up()
         try:
+            await self.policy.bring_up()
             with MemoryGrowth(self._place) as growth:
                 *_, size = await self.update()
             await self.update()  # the second file is allocated

@@ -104,7 +104,7 @@ def _follow(stream: IO[str], tail: deque[str], console: Console) -> None:
     for line in stream:
         if text := line.rstrip():
             tail.append(text)
-            console.print(f"  {text}", markup=False, highlight=False)
+            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _wait(process: subprocess.Popen[str], seconds: float, console: Console) -> int | None:
@@ -118,27 +118,12 @@ def _wait(process: subprocess.Popen[str], seconds: float, console: Console) -> i
     return None
 
 
-def takes_device(module: str) -> bool:
-    """Whether a benchmark has the option."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-        cwd=_ROOT,
-    )
-    return done.returncode == 0 and "--device" in done.stdout
-
-
 def parts(device: str, quick: bool) -> dict[str, list[str]]:
-    """What to run, by name; nothing of `OTHERS` that has no way to a device."""
+    """What to run, by name: modules and their arguments."""
     common = ["--device", device, *(["--quick"] if quick else [])]
-    found = {name: [*arguments, *common] for name, arguments in OWN.items()}
-    for name in OTHERS:
-        if takes_device(module := f"benchmarks.{name}"):
-            found[name] = [module, *common, "--json"]
-    return found
+    own = {name: [*arguments, *common] for name, arguments in OWN.items()}
+    others = {name: [f"benchmarks.{name}", *common, "--json"] for name in OTHERS}
+    return own | others
 
 
 def main() -> None:
@@ -157,9 +142,6 @@ def main() -> None:
     chosen = parts(device, options.quick or device == "cpu")
     for part in options.only or (*OWN, *OTHERS):
         found[part] = None
-        if part not in chosen:
-            problems[part] = "it has no --device"
-            continue
         console.print(f"{part} ...")
         try:
             found[part] = run(chosen[part], _LONGER.get(part, _SECONDS), console)
