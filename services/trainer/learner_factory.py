@@ -122,7 +122,9 @@ def resolved_settings(
     if source.trainable:
         given, worker = source.trainer.forward_tokens, settings.trainer_forward_tokens
         by = "given" if given else "TROUPE_TRAINER_FORWARD_TOKENS" if worker else at
-        found.append(("trainer.forward_tokens", str(given or worker or own.forward_tokens), by))
+        hidden = getattr(load_config(policy, source), "hidden_size", 0)
+        tokens = given or worker or own.tokens_of(hidden)
+        found.append(("trainer.forward_tokens", str(tokens), by))
         wish = source.trainer.activation_checkpointing
         on = own.activation_checkpointing if wish == "auto" else wish
         by = at if wish == "auto" else "given"

@@ -38,6 +38,10 @@ def test_a_cpu_keeps_what_it_had() -> None:
     assert defaults_of(None) == CPU
     assert (CPU.forward_tokens, CPU.max_running, CPU.turn_seconds) == (1024, 64, 120)
     assert not CPU.activation_checkpointing
+    # Wide models keep a CPU as busy with half of the tokens; a GPU's are of its memory.
+    assert [CPU.tokens_of(hidden) for hidden in (0, 64, 511, 512, 4096)] == [1024] * 3 + [512] * 2
+    gpu = defaults_of(80 * GIB)
+    assert gpu.tokens_of(4096) == gpu.forward_tokens
 
 
 @given(st.integers(0, 1 << 42), st.integers(0, 1 << 42))

@@ -88,8 +88,9 @@ class TrainerSpec(Section):
     gradients agree with the model's in a trial on the device. `off`: never."""
     forward_tokens: Tokens | None = None
     """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is cut into
-    pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU, 4096 to
-    16384 on a GPU, by its memory (docs/training.md)."""
+    pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU (512 for
+    hidden sizes of 512 and more), 4096 to 16384 on a GPU, by its memory
+    (docs/training.md)."""
     gang: int = Field(default=1, ge=1, le=4096)
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with

@@ -205,7 +205,7 @@ def setup_of(
     longest = min(longest, shape.positions or longest)
     wanted = own.trainer.forward_tokens or forward_tokens
     slices = min(own.trainer.context_parallel, gang)
-    tokens = wanted or given.forward_tokens
+    tokens = wanted or given.tokens_of(shape.hidden)
     whole = tokens * slices * (CPU_UNCUT if device == "cpu" and not wanted else 1)
     # Longer sequences are cut into pieces, but for those that the trainer cannot cut.
     if (lora is not None and lora.dropout > 0) or algorithm.router_aux_loss > 0:
