@@ -41,6 +41,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("the time of this run is over: run it by `make test-slow`")
 
 
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """What a test, or what it calls (reward models take all cores), sets the number of torch's
+    threads to is not that of later tests: passes divide their rows by it."""
+    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    yield
+    if before is not None and (torch := sys.modules["torch"]).get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A real Redis that all tests share: keep apart by job ids, and leave it running."""

@@ -72,26 +72,36 @@ def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
     there: Transfer, owner: TransferOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.set(KEY, state(mib=26))
-    halfway = threading.Event()
+    killed = threading.Event()
 
     def spoil(nth: int, data: bytearray) -> None:
         if nth == 3:
-            halfway.set()
-            time.sleep(0.5)
+            killed.wait(120)  # not the whole state, however slow the reader is
 
     sent = corrupting(monkeypatch, spoil)
     root = tmp_path / "here"
+    # The reader says what it has: what was sent to it may not have arrived.
     code = (
         "import sys, pathlib\n"
         "from troupe.rpc import ClientSettings\n"
         "from troupe.transfer import Transfer\n"
         "from troupe.transfer.remote import Peer\n"
+        "from troupe.transfer.remote.partial_state import PartialState\n"
+        "note = PartialState.arrived\n"
+        "def arrived(part, index):\n"
+        "    note(part, index)\n"
+        "    print(index, flush=True)\n"
+        "PartialState.arrived = arrived\n"
         "peer = Peer(sys.argv[1], ClientSettings(token='secret'))\n"
         "Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(sys.argv[3])\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, owner.address, str(root), KEY]) as reader:
-        assert halfway.wait(60)
+    command = [sys.executable, "-c", code, owner.address, str(root), KEY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        first = reader.stdout.readline()
         reader.send_signal(signal.SIGKILL)
+    killed.set()
+    assert first == "0\n"
     assert [path.suffix for path in leftovers(Transfer(root))] == [".part"]
     assert not Transfer(root).keys()  # invisible
     began = len(sent)

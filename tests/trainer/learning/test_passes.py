@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,19 +80,28 @@ def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: 
     assert most["again"] < 0.7 * most["plain"]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 def test_tokens_of_a_forward_pass_are_the_jobs_before_the_workers(
-    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
+    torch.set_num_threads(threads)
     learner = learner_of(tokenizer, {"forward_tokens": 90})
     sizes: list[int] = []
-    forward = learner.model.forward
+    computing: set[str] = set()
+    # Of the class: a twin would share the attribute of the policy's own model, and with it
+    # that model's layers and hooks.
+    kind = type(learner.model)
+    forward = kind.forward
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        sizes.append(kwargs["input_ids"].numel())
-        return forward(*args, **kwargs)
+    def count(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if "input_ids" in kwargs:  # else the test's own call, for scores of its rows
+            sizes.append(kwargs["input_ids"].numel())
+            computing.add(threading.current_thread().name)
+        return forward(model, *args, **kwargs)
 
-    monkeypatch.setattr(learner.model, "forward", count)
+    monkeypatch.setattr(kind, "forward", count)
     gradient(learner)
+    assert len(computing) == threads
     assert len(sizes) > 4
     assert max(sizes) <= 90
 
