@@ -18,6 +18,7 @@ from troupe.rpc import InvalidArgument
 from troupe.twin import planner
 from troupe.twin.costs import device_costs
 from troupe.twin.planner import Habits, JobPlan, plan_job
+from troupe.twin.plans import plan_devices
 from troupe.twin.plans import planned as planned_values
 
 FEW = Habits(turns=2, prompt_tokens=300, response_tokens=400, wait_seconds=0.5)
@@ -166,8 +167,24 @@ def test_the_command_prints_an_object_and_writes_a_job_that_is_valid(
     assert f"--set policies.solver.trainer.gang={split['gang']}" in shown
     # An existing file is not replaced; a device that nobody knows is asked about.
     assert main([*line, "--write", str(out)]) == 2
-    assert main(["plan", str(path), "--devices", "8xQuux-80GB"]) == 2
-    assert "--tflops" in capsys.readouterr().err
+    for unknown in ("8xQuux-80GB", "8xQuux"):
+        assert main(["plan", str(path), "--devices", unknown]) == 2
+        said = capsys.readouterr().err
+        assert "--tflops, --gigabytes-per-second" in said.replace("\n", " ")
+        assert "8xQuux-80GB" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "gigabytes"),
+    [("8xH100", 8, 80), ("h100", 1, 80), (" 4xH200 ", 4, 141), ("8xH20-141GB", 8, 141)],
+)
+def test_a_known_class_has_its_usual_memory(text: str, count: int, gigabytes: int) -> None:
+    devices = plan_devices(text, "--devices")
+    assert [one.memory for one in devices] == [gigabytes << 30] * count
+    with pytest.raises(InvalidArgument, match="nothing is known of device class 'X9'") as refused:
+        plan_devices("8xX9", "--devices")
+    assert refused.value.field == "--devices"
+    assert "memory" in refused.value.remedy
 
 
 @pytest.mark.parametrize("workload", ["engines", "trainers"])

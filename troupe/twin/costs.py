@@ -107,18 +107,24 @@ DEVICES: Final = {
 
 
 def device_costs(
-    name: str, *, memory: int = 0, tflops: float = 0.0, gigabytes_per_second: float = 0.0
+    name: str,
+    *,
+    memory: int = 0,
+    tflops: float = 0.0,
+    gigabytes_per_second: float = 0.0,
+    field: str = "devices",
 ) -> DeviceCosts:
     """The costs of a device class; `tflops` and `gigabytes_per_second` replace or give its peak
     and memory bandwidth, `memory` its bytes.
 
-    Raises InvalidArgument for an unknown class without both, and for rates that are not positive.
+    Raises InvalidArgument that names `field` for an unknown class without all three, and one for
+    rates that are not positive.
     """
-    for field, value in (("tflops", tflops), ("gigabytes_per_second", gigabytes_per_second)):
+    for rate, value in (("tflops", tflops), ("gigabytes_per_second", gigabytes_per_second)):
         if value < 0 or not math.isfinite(value):
             raise InvalidArgument(
-                f"a device's {field} must be above 0",
-                field=field,
+                f"a device's {rate} must be above 0",
+                field=rate,
                 value=value,
                 remedy="Give what its maker publishes: dense bfloat16, and memory bandwidth.",
             )
@@ -127,10 +133,11 @@ def device_costs(
         if not (tflops and gigabytes_per_second and memory):
             raise InvalidArgument(
                 f"nothing is known of device class {name!r}",
-                field="devices",
+                field=field,
                 value=name,
                 remedy="Give its peak and its memory's bandwidth (--tflops, --gigabytes-per-second)"
-                f", or name one of {', '.join(sorted(DEVICES))}, as in 8xH100-80GB.",
+                f" and its memory (8x{name}-80GB), or name one of "
+                f"{', '.join(sorted(DEVICES))}, as in 8xH100-80GB.",
             )
         known = DeviceCosts(name, tflops * _T, gigabytes_per_second * 1e9, memory, 64e9)
     return replace(

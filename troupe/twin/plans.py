@@ -7,6 +7,7 @@ problem, so that a service can plan in a process of its own and end it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from troupe.devices import Device, parse_devices
 from troupe.job import JobSpec, JobSpecError, parse_job
 from troupe.rpc import InvalidArgument, TroupeError
 from troupe.twin.cluster import TwinRun, TwinSpan
-from troupe.twin.costs import device_costs
+from troupe.twin.costs import GIB, device_costs
 from troupe.twin.planner import Habits, JobPlan, Prediction, plan_job
 from troupe.twin.profile import JobProfile
 
@@ -24,6 +25,23 @@ from troupe.twin.profile import JobProfile
 _LANES: Final = 16
 # Busy times that are nearer to each other than this part of a step are drawn as one.
 _GAP: Final = 1 / 400
+# Devices that are written without their memory: 8xH100, H100.
+_CLASS_ONLY: Final = re.compile(r"(?:\d{1,6}x)?(?P<name>[A-Za-z][\w.]*)", re.ASCII)
+
+
+def plan_devices(text: str, field: str) -> tuple[Device, ...]:
+    """The devices that `text` describes, as `parse_devices`; those of a class that the cost model
+    knows may be written without their memory (8xH100), and have that of the usual form then.
+
+    Raises InvalidArgument that names `field`, also for an unknown class without memory.
+    """
+    parts = []
+    for part in text.split("+"):
+        if (alone := _CLASS_ONLY.fullmatch(part.strip())) is not None:
+            usual = device_costs(alone["name"], field=field).memory
+            part = f"{part.strip()}-{usual // GIB}GB"
+        parts.append(part)
+    return parse_devices("+".join(parts), field)
 
 
 def planned(
@@ -144,11 +162,12 @@ def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[lis
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of a request: `spec` (YAML or JSON text), `devices` ("8xH100-80GB"), `hosts`, the
-    fields of `Habits`, `tflops`, `gigabytes_per_second` and `profile` (JSON text, or empty)."""
+    """The plan of a request: `spec` (YAML or JSON text), `devices` (text for `plan_devices`),
+    `hosts`, the fields of `Habits`, `tflops`, `gigabytes_per_second` and `profile` (JSON text, or
+    empty)."""
     fields = dict(request)
     spec = parse_job(fields.pop("spec"))
-    devices = parse_devices(fields.pop("devices"), "query.devices")
+    devices = plan_devices(fields.pop("devices"), "query.devices")
     profile = fields.pop("profile", "")
     hosts, tflops = fields.pop("hosts"), fields.pop("tflops")
     bandwidth = fields.pop("gigabytes_per_second")

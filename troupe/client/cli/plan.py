@@ -15,7 +15,6 @@ from rich.table import Table
 
 from troupe.client.cli import options
 from troupe.client.cli.specification import apply_assignments, load_with
-from troupe.devices import parse_devices
 from troupe.job.loading import load_text
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 
@@ -31,7 +30,9 @@ def plan(
     path: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     devices: Annotated[
         str,
-        typer.Option(metavar="COUNTxCLASS-MEMORY", help="All devices, as in 64xH100-80GB."),
+        typer.Option(
+            metavar="COUNTxCLASS[-MEMORY]", help="All devices, as in 64xH100 or 8xH20-141GB."
+        ),
     ],
     hosts: Annotated[int, typer.Option(help="Hosts that the devices are spread over.")] = 1,
     assignments: options.Assignments = None,
@@ -71,7 +72,7 @@ def plan(
     assumptions: give those of your job, or a run of it (--profile).
     """
     plans = _plans()
-    given = parse_devices(devices, "--devices")
+    given = plans.plan_devices(devices, "--devices")
     spec = load_with(path, assignments or [])
     if write is not None and write.exists():
         raise InvalidArgument(
