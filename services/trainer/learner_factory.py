@@ -20,6 +20,7 @@ A gang reads and writes its state in parts: `load_reference(directory)`, `save(d
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -170,6 +171,9 @@ def memory_needed(
         memory=room,
         forward_tokens=settings.trainer_forward_tokens,
     )
+    if source.trainer.activation_checkpointing == "auto":  # the binder has not decided
+        default = defaults_of(None if device.type == "cpu" else room).activation_checkpointing
+        setup = replace(setup, checkpointing=default)
     needed = rank_memory(shape, setup)
     if room and needed.total > room:
         each = f" on each of {setup.ranks} devices" if setup.ranks > 1 else ""

@@ -19,6 +19,7 @@ from troupe.job import JobSpec
 from troupe.job.policy import ModelSpec
 from troupe.job.sizing import read_shape, setup_of, shape_of_config
 from troupe.scheduling.memory import TrainingSetup, rank_memory
+from troupe.twin.costs import model_config
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 SMALL = ARCHITECTURES["qwen3"] | {"head_dim": 8}
@@ -154,3 +155,48 @@ def test_the_sizing_page_says_what_the_model_computes() -> None:
         assert shape is not None
         # As the models' cards have them, in billions.
         assert shape.parameters / 1e9 == pytest.approx(sizes[name.removeprefix("Qwen3-")], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "ranks", "others", "checkpointed"),
+    [
+        ("Qwen3-0.6B", 4096, 1, 0, False),
+        ("Qwen3-0.6B", 16_384, 1, 0, False),
+        ("Qwen3-0.6B", 32_768, 1, 0, True),
+        ("Qwen3-0.6B", 16_384, 1, 2, False),
+        ("Qwen3-0.6B", 16_384, 1, 3, True),  # their states share the device
+        ("Qwen3-4B", 2048, 1, 0, True),  # its state alone is 60 GiB
+        ("Qwen3-4B", 16_384, 1, 0, True),
+        ("Qwen3-4B", 4096, 2, 0, False),
+        ("Qwen3-4B", 8192, 2, 0, True),
+        ("Qwen3-14B", 2048, 1, 0, True),
+        ("Qwen3-14B", 2048, 8, 0, False),
+        ("Qwen3-14B", 4096, 8, 0, True),
+    ],
+)
+def test_activations_are_kept_where_the_step_fits_so(
+    model: str, tokens: int, ranks: int, others: int, checkpointed: bool
+) -> None:
+    """On a device of 80 GB, as its driver reports it; the job's own word stays the last."""
+    memory = int(79.2 * (1 << 30))
+
+    def setup(wish: bool | str, memory: int = memory, **changes: Any) -> TrainingSetup:
+        trainer = {"forward_tokens": tokens, "gang": ranks, "activation_checkpointing": wish}
+        source = {"config": model_config(model), "tokenizer": "/nowhere", "dtype": "bfloat16"}
+        values = make_spec(Path("/nowhere"), model=source).model_dump(mode="json")
+        policies = values["policies"]
+        policies["solver"] |= {"trainer": trainer}
+        policies["solver"]["engine"]["max_context"] = 1024
+        for i in range(others):
+            policies[f"other{i}"] = policies["solver"]
+            values["agents"][f"other{i}"] = {"policy": f"other{i}"}
+        values["pipeline"] |= changes
+        spec = JobSpec.model_validate(values)
+        shape = read_shape(spec.policies["solver"].language_model)
+        assert shape is not None
+        return setup_of(spec, "solver", shape, device="cuda", memory=memory)
+
+    assert setup("auto").checkpointing is checkpointed
+    assert setup("auto", memory=0).checkpointing  # unknown: the device's default
+    for wish in (True, False):
+        assert setup(wish).checkpointing is wish

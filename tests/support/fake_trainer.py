@@ -42,6 +42,10 @@ class TrainerScript:
     bind_error: TroupeError | None = None
     # Bytes of each of its devices; 0: not bounded.
     memory: int = 0
+    # Their torch type.
+    device: str = "cpu"
+    # What it says of settings that jobs leave open.
+    resolved: tuple[pb.ResolvedSetting, ...] = ()
     # Ranks that it can run, of gangs that others lead, too; 0: it does not say.
     ranks: int = 0
     # Steps whose update is skipped (a NaN).
@@ -116,7 +120,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             bindings=bindings,
             trainer=orch.TrainerDevice(
                 slots=self.script.slots,
-                device="cpu",
+                device=self.script.device,
                 memory_bytes=self.script.memory,
                 ranks=self.script.ranks,
                 lends=self.script.ranks > 0,
@@ -135,7 +139,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             raise self.script.bind_error
         weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
-        return tr.BindResponse(weights=weights, num_parameters=1)
+        resolved = self.script.resolved
+        return tr.BindResponse(weights=weights, num_parameters=1, resolved=resolved)
 
     def _weights(self, job_id: str, policy: str, version: int) -> pb.WeightsRef:
         """Of a version that may have the content of the first one again."""

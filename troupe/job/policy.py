@@ -76,8 +76,8 @@ class TrainerSpec(Section):
 
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the inputs of layers for the backward pass and recompute the rest: about a third
-    more computation, but activations of one layer instead of all. `auto`: on a GPU, if transformers
-    can checkpoint the model's layers."""
+    more computation, but activations of one layer instead of all. `auto`: on a GPU where
+    the step does not fit otherwise, or where that is unknown (docs/training.md); off on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile fuses the operations between matrix products. A worker without a
     compiler refuses `on`; so does `pipeline.deterministic`. Experts of a mixture are left out.

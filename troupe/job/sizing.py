@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from troupe.scheduling.defaults import (
     context_of,
     defaults_of,
 )
-from troupe.scheduling.memory import SHORT_ROW, ModelShape, TrainingSetup
+from troupe.scheduling.memory import SHORT_ROW, ModelShape, TrainingSetup, rank_memory
 
 # Defaults of transformers' configurations, which files may leave out: vocabulary, hidden size,
 # intermediate size, layers, heads, key-value heads (0: as many as heads), head size (0: hidden size
@@ -49,6 +50,9 @@ _DEFAULTS: Final = {
 }
 # Part that a GPU really has of the memory that it is sold with: 79.2 of 80 GB (H100), 23.6 of 24.
 SOLD: Final = 0.985
+# Part of a device's memory within which activations are kept (`activation_checkpointing: auto`):
+# drivers counted up to 1.1 of what the memory model says (docs/training.md).
+UNCHECKPOINTED: Final = 0.9
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -191,7 +195,11 @@ def setup_of(
     forward_tokens: int = 0,
     ranks: int | None = None,
 ) -> TrainingSetup:
-    """How a device would train a policy of a job.
+    """How a device would train a policy of a job; decides `activation_checkpointing: auto`.
+
+    On a GPU of known memory activations are kept where the step fits so, beside the state of the
+    job's other policies, which is taken to be as large. Elsewhere the device's default holds: also
+    where engines share the devices, for what they leave is unknown.
 
     `device`: its type, "cpu" or "cuda"; `memory`: its bytes, 0 if unknown; `forward_tokens`: the
     worker's setting; `ranks`: devices of the gang, default: as the job says.
@@ -221,16 +229,15 @@ def setup_of(
     half = own.language_model.dtype in ("auto", "bfloat16")
     # The trainer's own kernels take plain tensors on a CPU, in float32.
     fused = own.trainer.kernels == "auto" and own.trainer.compile != "on" and gang == 1
-    return TrainingSetup(
+    wish = own.trainer.activation_checkpointing
+    setup = TrainingSetup(
         device=device,
         ranks=gang if own.trainable else 1,
         half=half,
         tokens=tokens,
         slices=slices,
         history=history,
-        checkpointing=given.activation_checkpointing
-        if own.trainer.activation_checkpointing == "auto"
-        else own.trainer.activation_checkpointing,
+        checkpointing=given.activation_checkpointing if wish == "auto" else wish,
         trainable=own.trainable,
         adapter=adapter,
         reference=spec.needs_reference,
@@ -241,3 +248,10 @@ def setup_of(
         fused_norms=device == "cpu" and fused and not (half and adapter),
         short_rows=longest <= SHORT_ROW,
     )
+    if wish == "auto" and memory and setup.checkpointing and not spec.pipeline.colocate:
+        kept = replace(setup, checkpointing=False)
+        others = sum(one.model is not None for one in spec.policies.values()) - 1
+        needed = rank_memory(shape, kept)
+        if needed.total + others * needed.state <= UNCHECKPOINTED * memory:
+            return kept
+    return setup

@@ -363,7 +363,7 @@ class PolicyTrainer:
             request_id=new_id("bind"),
             job_id=self._job.job_id,
             policy=self.policy,
-            spec_json=self._job.spec_json,
+            spec_json=await lease.specification_on(worker),
             version=0 if known is None else known.version,
             checksum="" if known is None else known.checksum,
             hosts=lease.hosts,
@@ -372,7 +372,8 @@ class PolicyTrainer:
         deadline.report(f"loading {self.policy} on {worker}")
         async with self._lease.while_alive(worker):
             response = await worker.trainer.Bind(request, timeout=limit)
-        await self._job.shared.store.note_resolved(self._job.job_id, response.resolved)
+        resolved = self._lease.resolved(response.resolved)
+        await self._job.shared.store.note_resolved(self._job.job_id, resolved)
         if known is None:
             entry = await self._job.shared.weight_versions.open(self._job.job_id, response.weights)
             self._weights = entry.weights
@@ -402,7 +403,7 @@ class PolicyTrainer:
             request_id=new_id("resume"),
             job_id=self._job.job_id,
             policy=self.policy,
-            spec_json=self._job.spec_json,
+            spec_json=await self._lease.specification_on(worker),
             version=self.weights.version,
             checksum=self.weights.checksum,
             state=state,
@@ -420,7 +421,8 @@ class PolicyTrainer:
             begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
             await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
             return False
-        await self._job.shared.store.note_resolved(self._job.job_id, response.resolved)
+        resolved = self._lease.resolved(response.resolved)
+        await self._job.shared.store.note_resolved(self._job.job_id, resolved)
         self._lease.count_swap(response.seconds)
         self._lease.mark_bound(response.state_bytes)
         return True

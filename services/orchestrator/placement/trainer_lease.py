@@ -7,9 +7,10 @@ only run ranks for it.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from troupe.job import ModelSpec, PolicySpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
-from troupe.scheduling.memory import ModelShape, RankMemory, rank_memory
+from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -79,7 +80,8 @@ class TrainerLease:
         # What its model is, if this machine can read the configuration, and what each device of a
         # worker needs for it, by the worker's device type and memory.
         self._shape: ModelShape | None = None
-        self._needed: dict[tuple[str, int], RankMemory] = {}
+        self._setups: dict[tuple[str, int], tuple[TrainingSetup, RankMemory]] = {}
+        self._reading: asyncio.Task[None] | None = None
         self._suspended_on: WorkerHandle | None = None
         # Workers that may hold something of the policy: a binding, a state, a prefetched copy.
         self._touched: set[WorkerHandle] = set()
@@ -99,7 +101,7 @@ class TrainerLease:
         self._changed = asyncio.Event()
         self.swaps, self.swap_seconds = 0, 0.0
         if spec.model is not None and spec.simulated is None:
-            self._spawn(self._read_shape(spec.model))
+            self._reading = self._spawn(self._read_shape(spec.model))
         self._scheduler.add(self)
 
     # Called by the policy's trainer.
@@ -301,7 +303,7 @@ class TrainerLease:
             gpus = [one for one in workers if one.beat.trainer.device == "cuda"]
             quarter = {one.worker_id: one.beat.trainer.memory_bytes // 4 for one in gpus}
             return {"size": self.size, "working": quarter}
-        found = {one.worker_id: self._needed_on(self._shape, one) for one in workers}
+        found = {one.worker_id: self._setup_on(self._shape, one)[1] for one in workers}
         if not found:
             return {"size": self.size}
         some = next(iter(found.values()))  # the state is the same on all devices
@@ -313,13 +315,43 @@ class TrainerLease:
             "working": {worker_id: needed.working for worker_id, needed in found.items()},
         }
 
-    def _needed_on(self, shape: ModelShape, worker: WorkerHandle) -> RankMemory:
-        """Memory that the policy needs on each device of `worker`."""
+    def _setup_on(
+        self, shape: ModelShape, worker: WorkerHandle
+    ) -> tuple[TrainingSetup, RankMemory]:
+        """How each device of `worker` trains the policy, and the memory that it needs."""
         device, memory = worker.beat.trainer.device or "cpu", worker.beat.trainer.memory_bytes
-        if (device, memory) not in self._needed:
+        if (device, memory) not in self._setups:
             setup = setup_of(self._job.spec, self._policy, shape, device=device, memory=memory)
-            self._needed[device, memory] = rank_memory(shape, setup)
-        return self._needed[device, memory]
+            self._setups[device, memory] = setup, rank_memory(shape, setup)
+        return self._setups[device, memory]
+
+    async def specification_on(self, worker: WorkerHandle) -> str:
+        """The job's specification (JSON) for the group led by `worker`, with what
+        `activation_checkpointing: auto` means there: on, if one of its devices needs it. It stays
+        `auto`, which the trainer decides, where a device's memory or the model is unknown."""
+        wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing
+        if wish != "auto" or not self._trainable or self._reading is None:
+            return self._job.spec_json
+        await asyncio.wait({self._reading})
+        group = (worker, *self._members)
+        if self._shape is None or not all(one.beat.trainer.memory_bytes for one in group):
+            return self._job.spec_json
+        values = json.loads(self._job.spec_json)
+        trainer = values["policies"][self._policy].setdefault("trainer", {})
+        found = [self._setup_on(self._shape, one)[0] for one in group]
+        trainer["activation_checkpointing"] = any(one.checkpointing for one in found)
+        return json.dumps(values)
+
+    def resolved(self, settings: Iterable[pb.ResolvedSetting]) -> list[pb.ResolvedSetting]:
+        """What a trainer made of the job's open settings, with who decided: a trainer cannot tell
+        what `specification_on` decided from what the job says."""
+        wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing
+        field = f"policies.{self._policy}.trainer.activation_checkpointing"
+        found = list(settings)
+        for one in found:
+            if wish == "auto" and (one.field, one.source) == (field, "given"):
+                one.source = "memory model"
+        return found
 
     def suspended_on(self) -> WorkerHandle | None:
         """The worker on whose host the suspended state is, if there is one."""
@@ -436,7 +468,8 @@ class TrainerLease:
         self._scheduler.touch()
 
     async def _prefetch(self, worker: WorkerHandle, state: tr.SuspendedState) -> None:
-        request = self._request(tr.PrefetchRequest, spec_json=self._job.spec_json, state=state)
+        spec_json = await self.specification_on(worker)
+        request = self._request(tr.PrefetchRequest, spec_json=spec_json, state=state)
         try:
             async with self.while_alive(worker):
                 seconds = self._job.shared.settings.bind_timeout_seconds

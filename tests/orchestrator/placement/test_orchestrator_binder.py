@@ -12,6 +12,7 @@ from services.orchestrator.placement.trainer_scheduler import ready_work
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
+from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.binding import ReadyOrder
 from troupe.v1 import common_pb2 as pb
@@ -216,6 +217,35 @@ async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
     assert ended.problem.field == "policies.alice.model"
     assert int(ended.problem.value) > 80 << 30
     assert not trainer.calls["Bind"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "wish", "sent"),
+    [
+        (80 << 30, "auto", True),
+        (4000 << 30, "auto", False),
+        (0, "auto", "auto"),  # unknown: the trainer decides
+        (4000 << 30, True, True),
+    ],
+)
+async def test_activation_checkpointing_is_decided_by_what_the_worker_has_room_for(
+    house: Cluster, memory: int, wish: bool | str, sent: bool | str
+) -> None:
+    """The trainer is told with the specification; people see who decided."""
+    field = "policies.alice.trainer.activation_checkpointing"
+    source = "GPU" if sent == "auto" else "given"  # of a trainer that was sent this
+    said = pb.ResolvedSetting(field=field, value="said", source=source)
+    script = TrainerScript(memory=memory, device="cuda", resolved=(said,))
+    trainer = await house.add_trainer(script)
+    values = {"policies.alice.trainer.gang": 8, field: wish}
+    job_id = await house.submit(job_yaml(policies=("alice",), **values))
+    ended = await house.wait(job_id, seconds=30)
+    assert ended.state == SUCCEEDED, ended.problem
+    bound = JobSpec.model_validate_json(trainer.binds[0].spec_json)
+    assert bound.policies["alice"].trainer.activation_checkpointing == sent
+    decided = wish == "auto" and sent != "auto"
+    sources = {one.source for one in ended.resolved if one.field == field}
+    assert sources == {"memory model" if decided else source}
 
 
 async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> None:
