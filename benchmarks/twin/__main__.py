@@ -184,8 +184,11 @@ def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
 def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
     """What each mechanism is worth alone and together, by the devices of the cluster."""
     found: dict[str, Any] = {}
-    for devices, share in ((64, 0.1 if quick else 0.5), *(() if quick else ((512, 0.25),))):
-        one = mechanisms.worth(devices, steps=1 if quick else 2, queries_per_device=share)
+    sizes = ((64, 0.5, 8, 4), (512, 0.25, 4, 4), (3000, 0.1, 2, 1))
+    for devices, share, overlapping, apart in ((64, 0.1, 2, 1),) if quick else sizes:
+        one = mechanisms.worth(
+            devices, overlapping=overlapping, apart=apart, queries_per_device=share
+        )
         table = Table(
             title=f"{devices} devices: {one.none:.0f} s per step, {one.all:.0f} s with all"
         )

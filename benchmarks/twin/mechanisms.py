@@ -12,7 +12,7 @@ from typing import Final
 
 from benchmarks.twin import rollart
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import TwinJob
+from troupe.twin.cluster import Twin, TwinJob
 
 MECHANISMS: Final = {
     "micro_batch": "gradients while the step rolls out (`mode`)",
@@ -79,12 +79,21 @@ def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) 
     )
 
 
-def worth(devices: int, *, steps: int = 2, queries_per_device: float = 0.5) -> Worth:
-    """All rows of one size."""
+def worth(
+    devices: int, *, overlapping: int = 2, apart: int = 1, queries_per_device: float = 0.5
+) -> Worth:
+    """All rows of one size: means of `overlapping` steps of jobs whose steps overlap, of `apart`
+    of others.
+
+    The former begin two steps at once, so that the second one ends early and a long step follows a
+    short one for ever: both of the first are left out, and `overlapping` should be even.
+    """
 
     def seconds(used: frozenset[str]) -> float:
         one = job(devices, used, queries_per_device=queries_per_device)
-        return rollart.run(one, steps).seconds
+        if one.mode == "async":
+            return Twin(one).run(2 + overlapping + one.alpha).means(2, one.alpha).seconds
+        return rollart.run(one, apart).seconds
 
     every = frozenset(MECHANISMS)
     return Worth(
