@@ -35,6 +35,17 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
+QWEN25_05B = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32_768,
+}
 
 ONE_DEVICE = {
     "bfloat16": case(),
@@ -101,12 +112,20 @@ def test_every_way_to_train_needs_what_the_model_says(name: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_model_of_135m_needs_what_the_model_says(tmp_path: Path) -> None:
-    """A step in float32 with the defaults of a CPU: its fused norms, and the attention of rows of
-    more than 128 tokens. Dimensions are those of SmolLM2-135M, weights are random."""
-    model = {"config": SMOLLM2_135M, "tokenizer": "/nowhere", "dtype": "float32"}
-    trainer = {"kernels": "auto", "forward_tokens": 1024}
-    values = case(model=model, trainer=trainer, length=512)
+@pytest.mark.parametrize(
+    ("config", "tokens", "length"),
+    [(SMOLLM2_135M, 1024, 512), (QWEN25_05B, 512, 256)],
+    ids=["SmolLM2-135M", "Qwen2.5-0.5B"],
+)
+def test_a_model_of_real_size_needs_what_the_model_says(
+    config: dict[str, Any], tokens: int, length: int, tmp_path: Path
+) -> None:
+    """A step in float32 on a CPU: its fused norms, and the attention of rows of
+    more than 128 tokens. Dimensions are those of published models, weights are random. That of
+    0.5 B needs 11 GB."""
+    model = {"config": config, "tokenizer": "/nowhere", "dtype": "float32"}
+    trainer = {"kernels": "auto", "forward_tokens": tokens}
+    values = case(model=model, trainer=trainer, length=length)
     measured, found = peak_alone(values, tmp_path), predicted(values)
     print(f"{found.total / measured['Total'] - 1:+.1%}\n  {found.parts}\n  {measured}")
     assert abs(found.total / measured["Total"] - 1) <= REAL_ERROR
