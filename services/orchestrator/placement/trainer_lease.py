@@ -326,20 +326,22 @@ class TrainerLease:
         return self._setups[device, memory]
 
     async def specification_on(self, worker: WorkerHandle) -> str:
-        """The job's specification (JSON) for the group led by `worker`, with what
-        `activation_checkpointing: auto` means there: on, if one of its devices needs it. It stays
-        `auto`, which the trainer decides, where a device's memory or the model is unknown."""
+        """The job's specification (JSON) for the group led by `worker`, with
+        `activation_checkpointing: auto` turned off if all of its devices are GPUs with room for the
+        activations. Else the trainer decides: on a GPU for models whose layers can do it."""
         wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing
         if wish != "auto" or not self._trainable or self._reading is None:
             return self._job.spec_json
         await asyncio.wait({self._reading})
         group = (worker, *self._members)
-        if self._shape is None or not all(one.beat.trainer.memory_bytes for one in group):
+        if self._shape is None:
+            return self._job.spec_json
+        found = [self._setup_on(self._shape, one)[0] for one in group]
+        if any(one.checkpointing or one.device == "cpu" for one in found):
             return self._job.spec_json
         values = json.loads(self._job.spec_json)
         trainer = values["policies"][self._policy].setdefault("trainer", {})
-        found = [self._setup_on(self._shape, one)[0] for one in group]
-        trainer["activation_checkpointing"] = any(one.checkpointing for one in found)
+        trainer["activation_checkpointing"] = False
         return json.dumps(values)
 
     def resolved(self, settings: Iterable[pb.ResolvedSetting]) -> list[pb.ResolvedSetting]:

@@ -222,7 +222,7 @@ async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
 @pytest.mark.parametrize(
     ("memory", "wish", "sent"),
     [
-        (80 << 30, "auto", True),
+        (80 << 30, "auto", "auto"),  # the trainer knows whether the model's layers can do it
         (4000 << 30, "auto", False),
         (0, "auto", "auto"),  # unknown: the trainer decides
         (4000 << 30, True, True),
