@@ -159,9 +159,10 @@ def job(
 
 
 def run(one: TwinJob, steps: int = 4) -> TwinMeans:
-    """Means without the first step, and the last ones, in which nothing is left to begin."""
-    after = 1 + one.alpha if one.mode == "async" else 0
-    return Twin(one).run(1 + steps + after).means(1, after)
+    """Means without the first step (two that begin at once, where steps overlap), and without the
+    last ones, in which nothing is left to begin."""
+    first, after = (2, 1 + one.alpha) if one.mode == "async" else (1, 0)
+    return Twin(one).run(first + steps + after).means(first, after)
 
 
 def rows(steps: int = 4) -> dict[str, TwinMeans]:

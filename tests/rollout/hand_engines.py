@@ -130,11 +130,12 @@ def ask(
     name: str,
     home: StickyRoute | None = None,
     seconds: float = 5,
+    prompt: int = 10,
     **kind: Any,
 ) -> asyncio.Task[EngineResponse]:
     return asyncio.create_task(
         router.generate(
-            name, [1] * 10, TEN, route=home or StickyRoute(), deadline_seconds=seconds, **kind
+            name, [1] * prompt, TEN, route=home or StickyRoute(), deadline_seconds=seconds, **kind
         )
     )
 

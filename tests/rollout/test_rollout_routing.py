@@ -23,6 +23,51 @@ async def test_a_conversation_stays_where_its_prefix_is() -> None:
     assert sorted(len(e.served) for e in engines) == [0, 0, 4]
 
 
+async def test_a_long_conversation_waits_for_its_full_engine_but_not_for_a_lost_one() -> None:
+    router, [first, second] = make(limit=2)
+    home = StickyRoute()
+    begins = ask(router, "c/0", home, prompt=4000)
+    await settle()
+    assert list(first.held) == ["c/0"]
+    tasks = [ask(router, f"r{n}", prompt=4000) for n in range(3)]
+    await settle()
+    first.answer("c/0")
+    await begins
+    tasks.append(ask(router, "r3", prompt=4000))
+    await settle()
+    assert [len(one.held) for one in (first, second)] == [2, 2]
+    second.answer(next(iter(second.held)))  # half of the first one's load, and a place
+    waits = ask(router, "c/1", home, prompt=4000)
+    await settle()
+    assert (len(second.held), router.waiting) == (1, 1)
+    waits.cancel()  # then it is no load any more
+    await asyncio.gather(waits, return_exceptions=True)
+    assert router.waiting == 0
+    waits = ask(router, "c/1", home, prompt=4000)
+    await settle()
+    assert (len(second.held), router.waiting) == (1, 1)
+    first.answer(next(iter(first.held)))
+    await settle()
+    assert ("c/1" in first.held, router.waiting) == (True, 0)
+    short = ask(router, "c/2", home, prompt=100)
+    await settle()
+    assert "c/2" in second.held  # read anew in no time
+    second.answer("c/2")
+    await short
+    home.slot = next(slot for slot in router._slots.values() if slot.engine is first)
+    again = ask(router, "c/3", home, prompt=4000)
+    await settle()
+    assert router.waiting == 1
+    first.die(drew(1, "abort"))
+    router.wake()
+    while not all(task.done() for task in (*tasks, waits, again)):
+        for name in list(second.held):
+            second.answer(name)
+        await asyncio.sleep(0.001)
+    assert "c/3" in second.served
+    assert router.backlog == Backlog(0, 0, 0)
+
+
 async def test_turns_of_nearly_finished_groups_go_first() -> None:
     router, [engine] = make(count=1, limit=1)
     lefts = {"r0": 0, "r1": 7, "r2": 3, "r3": 5, "r4": 1}

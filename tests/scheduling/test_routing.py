@@ -27,6 +27,7 @@ class Model:
     limit: int
     rates: Rates | None
     costs: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
     serves: bool = True
 
 
@@ -79,6 +80,13 @@ class FleetMachine(RuleBasedStateMachine):
         costs = self.model[name].costs
         self.fleet.take_back(name, costs.pop(data.draw(st.integers(0, len(costs) - 1))))
 
+    @precondition(lambda self: any(m.waiting for m in self.model.values()))
+    @rule(data=st.data())
+    def stop_waiting(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, m in self.model.items() if m.waiting)))
+        waiting = self.model[name].waiting
+        self.fleet.leave(name, waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))
+
     @rule(
         data=st.data(),
         work=st.builds(Work, st.integers(1, 5000), st.integers(1, 5000)),
@@ -93,17 +101,23 @@ class FleetMachine(RuleBasedStateMachine):
         assert (chosen is None) == (not open_)
         if chosen is None:
             return
-        assert chosen in open_
+        assert chosen in open_ or chosen == home
+        assert self.model[chosen].serves
         if all(m.rates is None for m in self.model.values()):
-            load = {name: sum(self.model[name].costs) for name in open_}
-            least = min(load.values())
-            if home in open_ and not overloaded(load[home], least):
+            load = {name: sum(m.costs) + sum(m.waiting) for name, m in self.model.items()}
+            least = min(load[name] for name in open_)
+            stays = home in self.model and self.model[home].serves
+            stays = stays and (home in open_ or work.prompt_tokens >= STAY_SLACK_TOKENS)
+            if stays and not overloaded(load[home], least):
                 assert chosen == home
             elif not classes:
                 assert load[chosen] == pytest.approx(least)
             else:
                 assert not overloaded(load[chosen], least)
-        self.model[chosen].costs.append(self.fleet.give(chosen, work))
+        if chosen in open_:
+            self.model[chosen].costs.append(self.fleet.give(chosen, work))
+        else:
+            self.model[chosen].waiting.append(self.fleet.wait(chosen, work))
 
     @invariant()
     def sums_are_right(self) -> None:
@@ -112,6 +126,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert self.fleet._members[name].outstanding == pytest.approx(
                 sum(engine.costs), abs=1e-6
             )
+            assert self.fleet._members[name].waiting == pytest.approx(sum(engine.waiting), abs=1e-6)
             assert self.fleet.has_room(name) == (len(engine.costs) < engine.limit)
 
 
@@ -210,3 +225,28 @@ def test_many_choices_leave_no_rubbish() -> None:
         fleet.take_back(name, fleet.give(name, TURN))
     heaps: dict[str, list[Any]] = fleet._heaps
     assert sum(map(len, heaps.values())) <= 4 * 50 + 64
+
+
+def test_a_conversation_waits_for_its_full_engine_until_that_has_far_more_to_do() -> None:
+    """Elsewhere it would be read from its beginning."""
+    fleet, long = Fleet(), Work(20_000, 200)
+    fleet.add("home", limit=2)
+    fleet.add("other", limit=2)
+    costs = [fleet.give("home", long) for _ in range(2)]
+    fleet.give("other", long)
+    assert fleet.choose(long, everyone, previous="home") == "other"  # half of its load
+    fleet.give("other", Work(10_000, 200))
+    fleet.set_limit("other", 3)
+    assert fleet.choose(long, everyone, previous="home") == "home"
+    assert fleet.choose(TURN, everyone, previous="home") == "other"  # read in no time
+    # Those that wait are load, too.
+    waits = [fleet.wait("home", long) for _ in range(2)]
+    assert fleet.choose(long, everyone, previous="home") == "other"
+    for cost in waits:
+        fleet.leave("home", cost)
+    assert fleet.choose(long, everyone, previous="home") == "home"
+    assert fleet.choose(long, lambda name: name != "home", previous="home") == "other"
+    fleet.take_back("home", costs[0])
+    assert fleet.choose(long, everyone) == "home"  # a new conversation goes where least is to do
+    fleet.remove("home")
+    fleet.leave("home", costs[1])  # it waits no more

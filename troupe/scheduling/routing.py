@@ -2,9 +2,10 @@
 runs at once, and which engines load new weights at once.
 
 `least_work` routes a conversation to the engine that served it before, because that engine holds
-its prefix; otherwise to the engine with the least outstanding work. Work is counted in tokens,
-because responses differ 5-9x in length, and weighted by the engine's tokens per second where they
-are known. Ties rotate, because fresh engines are all equal and the first would get everything.
+its prefix, and lets a long one wait there while that engine is full; otherwise to the engine with
+the least outstanding work. Work is counted in tokens, because responses differ 5-9x in length, and
+weighted by the engine's tokens per second where they are known. Ties rotate, because fresh engines
+are all equal and the first would get everything.
 `round_robin` and `random_hash` ignore load and are baselines: they assign conversations in turn, or
 by a hash of their id.
 
@@ -60,12 +61,19 @@ class _Member:
     limit: int
     in_flight: int = 0
     outstanding: float = 0.0
+    # Turns that wait for this engine alone, and their work.
+    waiters: int = 0
+    waiting: float = 0.0
     # Changes with every update of the engine; heap entries with another stamp are outdated.
     stamp: int = 0
 
     @property
     def has_room(self) -> bool:
         return self.in_flight < self.limit
+
+    @property
+    def load(self) -> float:
+        return self.outstanding + self.waiting
 
 
 class Fleet:
@@ -163,8 +171,9 @@ class Fleet:
         """The engine for a turn; None if none that serves has room, so that the turn must wait.
 
         `previous` is the engine that served the conversation before, `classes` are fitting device
-        classes, best first, `key` names the conversation. With `least_work` the chosen engine has
-        room; the static policies choose regardless of room, and the turn waits for that engine.
+        classes, best first, `key` names the conversation. The chosen engine may be full:
+        `previous` of a long conversation, and what a static policy chooses; the turn then waits for
+        that engine (`wait`).
         """
         sticky = None
         if self._sticky and previous in self._members and serves(previous):
@@ -186,7 +195,11 @@ class Fleet:
                 if fitting is not None and not self._leaves(fitting, best, work):
                     best = fitting
                     break
-        if sticky is None or sticky is best or sticky.in_flight >= sticky.limit:
+        if sticky is None or sticky is best:
+            return best.engine_id
+        # Long conversations wait for a full engine: elsewhere they would be read from the beginning
+        # and take the places of others, which would move in their turn.
+        if not sticky.has_room and work.prompt_tokens < STAY_SLACK_TOKENS:
             return best.engine_id
         return (best if self._leaves(sticky, best, work) else sticky).engine_id
 
@@ -206,6 +219,23 @@ class Fleet:
         # A sum of fractions never returns to exactly zero, so ties would be lost.
         member.outstanding = member.outstanding - cost if member.in_flight else 0.0
         self._changed(member)
+
+    def wait(self, engine_id: str, work: Work) -> float:
+        """Count a turn that waits for this engine alone; returns its cost. Raises `KeyError`."""
+        member = self._members[engine_id]
+        cost = self._cost(member, work)
+        member.waiters += 1
+        member.waiting += cost
+        self._changed(member)
+        return cost
+
+    def leave(self, engine_id: str, cost: float) -> None:
+        """Remove a waiting turn that added `cost`; nothing if the engine was removed."""
+        member = self._members.get(engine_id)
+        if member is not None and member.waiters:
+            member.waiters -= 1
+            member.waiting = member.waiting - cost if member.waiters else 0.0
+            self._changed(member)
 
     def _choose_static(self, key: str, serves: Callable[[str], bool]) -> str | None:
         count = len(self._order)
@@ -243,7 +273,7 @@ class Fleet:
         if member.in_flight >= member.limit:  # its entry is added when it has room
             return
         heap = self._heaps[member.device_class]
-        heapq.heappush(heap, (member.outstanding, member.in_flight, member.stamp, member.engine_id))
+        heapq.heappush(heap, (member.load, member.in_flight, member.stamp, member.engine_id))
         if len(heap) > 4 * len(self._members) + 64:
             known = self._members
             heap[:] = [e for e in heap if e[3] in known and known[e[3]].stamp == e[2]]
@@ -260,7 +290,7 @@ class Fleet:
 
     def _finish(self, member: _Member, work: Work) -> tuple[float, int, int]:
         own = self._cost(member, work) if member.rates is not None else 0.0
-        return (member.outstanding + own, member.in_flight, member.stamp)
+        return (member.load + own, member.in_flight, member.stamp)
 
     def _leaves(self, here: _Member, there: _Member, work: Work) -> bool:
         return overloaded(self._finish(here, work)[0], self._finish(there, work)[0])

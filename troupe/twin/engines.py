@@ -297,7 +297,7 @@ _MOST_NEW: Final = 8192
 class TwinRouter:
     """Queue and engines of one policy on one rollout worker: the calls that the live router makes.
 
-    Static policies choose an engine regardless of room; the twin lets a turn wait at its engine.
+    A turn waits at an engine that was chosen though it is full.
     """
 
     def __init__(
@@ -451,10 +451,15 @@ class TwinRouter:
     def _wake_bound(self) -> None:
         for engine_id, waiting in list(self._bound.items()):
             engine = self._engines[engine_id]
-            while waiting and engine.serving and self.fleet.has_room(engine_id):
+            while waiting and not (engine.serving and not self.fleet.has_room(engine_id)):
                 turn = waiting.popleft()
-                if turn.done is not _nothing:
+                self.fleet.leave(engine_id, turn.cost)
+                if turn.done is _nothing:
+                    continue
+                if engine.serving:
                     self._give(engine, turn)
+                else:  # another one is chosen
+                    self._enqueue(turn)
             if not waiting:
                 self._bound.pop(engine_id, None)
 
@@ -478,10 +483,11 @@ class TwinRouter:
         )
 
     def _settle(self, turn: RoutedTurn, engine_id: str) -> None:
-        """Give a turn to the engine that was chosen, or let it wait there (static policies)."""
+        """Give a turn to the engine that was chosen, or let it wait there."""
         if self.fleet.has_room(engine_id):
             self._give(self._engines[engine_id], turn)
         else:
+            turn.cost = self.fleet.wait(engine_id, turn.work)
             self._bound.setdefault(engine_id, deque()).append(turn)
 
     def _give(self, engine: TwinEngine, turn: RoutedTurn) -> None:

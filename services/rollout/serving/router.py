@@ -110,8 +110,9 @@ class PendingTurn:
     """A turn that needs a place on an engine.
 
     `group` is its query and `left` the number of that query's trajectories that have not ended.
-    `key` names the conversation, `bound` the only engine that may serve the turn (static routing),
-    `since` its position in the queue's order, kept when the turn is queued again.
+    `key` names the conversation, `bound` the full engine that the turn waits for, with its
+    `bound_cost` in that engine's load, `since` its position in the queue's order, kept when the
+    turn is queued again.
     """
 
     route: StickyRoute
@@ -122,6 +123,7 @@ class PendingTurn:
     key: str = ""
     work: Work = _NO_WORK
     bound: str | None = None
+    bound_cost: float | None = None
     since: int | None = None
     placed: asyncio.Future[EnginePlacement] | None = None
     queue: TurnQueue[PendingTurn] | None = None
@@ -350,7 +352,7 @@ class PolicyRouter:
             self._queue.pop()
             if placement is not None:
                 turn.grant(placement)
-            elif turn.waits:  # its engine is full (static routing)
+            elif turn.waits:  # its engine is full
                 self._enqueue(turn)
 
     def take_losses(self) -> Losses:
@@ -466,6 +468,7 @@ class PolicyRouter:
                 self._release(placed.result())  # granted at the moment of the timeout
             raise
         finally:
+            self._unbind(turn)
             turn.leave_queue()
 
     def _release(self, placement: EnginePlacement, drawn: GeneratedTurn | None = None) -> None:
@@ -486,7 +489,7 @@ class PolicyRouter:
         self.wake()
 
     def _try_place(self, turn: PendingTurn) -> EnginePlacement | None:
-        """A place without waiting. Static routing binds the turn to its engine if that is full."""
+        """A place without waiting. Binds the turn to the engine that is chosen if that is full."""
         engine_id, turn.bound = turn.bound, None
         if engine_id is None or not self._serves(engine_id):
             engine_id = self._choose(turn)
@@ -521,17 +524,25 @@ class PolicyRouter:
         queue = self._queue
         if turn.bound is not None:
             queue = self._bound.setdefault(turn.bound, self._new_queue())
+            turn.bound_cost = self._fleet.wait(turn.bound, turn.work)
         turn.queue = queue
         turn.entry = queue.push(
             turn, group=turn.group, left=turn.left, places=self._fleet.places, since=turn.since
         )
         turn.since = turn.entry.since
 
+    def _unbind(self, turn: PendingTurn) -> None:
+        """Take a turn out of the load of the engine that it waits for, if it does. Repeatable."""
+        if turn.bound is not None and turn.bound_cost is not None:
+            self._fleet.leave(turn.bound, turn.bound_cost)
+            turn.bound_cost = None
+
     def _wake_bound(self, engine_id: str) -> None:
         queue = self._bound[engine_id]
         serves = self._serves(engine_id)
         while queue and not (serves and not self._fleet.has_room(engine_id)):
             turn = queue.pop()
+            self._unbind(turn)
             if turn.waits:
                 # Its engine has room, or no longer serves: then another one is chosen.
                 placement = self._try_place(turn)
