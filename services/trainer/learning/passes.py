@@ -241,7 +241,8 @@ class Passes:
         taught = {} if distillation is None else distillation.teachers
         self._teacher_of = {a: t for a, t in taught.items() if t in spec.teachers_of(policy)}
         wanted = self._policy.trainer.forward_tokens or forward_tokens
-        tokens = wanted or own.tokens_of(getattr(model.module.config, "hidden_size", 0))
+        config = getattr(model.module, "config", None)  # a simulated model has none
+        tokens = wanted or own.tokens_of(getattr(config, "hidden_size", 0))
         self.budget = PassBudget(tokens, spec, policy, model.module, model.device, self._ranks)
         # Budgets of tokens beyond which a sequence is cut.
         self._uncut = 1 if wanted or own is not CPU else CPU_UNCUT
