@@ -70,14 +70,8 @@ def test_failures_cost_time_and_more_hosts_fail_more_often() -> None:
 
 
 def test_all_mechanisms_together_are_faster_than_none_and_than_any_alone() -> None:
-    every = frozenset(mechanisms.MECHANISMS)
-
-    def seconds(used: frozenset[str]) -> float:
-        job = mechanisms.job(64, used, queries_per_device=0.1)
-        return rollart.run(job, 1).seconds
-
-    together = seconds(every)
-    assert together < min(seconds(frozenset({name})) for name in every) < seconds(frozenset())
+    one = mechanisms.worth(64, overlapping=4, apart=2, queries_per_device=0.1)
+    assert one.all < min(one.alone.values()) < one.none
 
 
 def test_other_sizes_and_unknown_mechanisms_are_refused() -> None:
