@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.sglang import HALF_BILLION
 from tests.support.ports import free_port
 from tests.trainer.peak import case
 from troupe.job import JobSpec
@@ -35,18 +36,6 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-QWEN25_05B = {
-    "model_type": "qwen2",
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32_768,
-}
-
 ONE_DEVICE = {
     "bfloat16": case(),
     "checkpointing": case(trainer={"activation_checkpointing": True}),
@@ -114,7 +103,7 @@ def test_every_way_to_train_needs_what_the_model_says(name: str, tmp_path: Path)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("config", "tokens", "length"),
-    [(SMOLLM2_135M, 1024, 512), (QWEN25_05B, 512, 256)],
+    [(SMOLLM2_135M, 1024, 512), (HALF_BILLION, 512, 256)],
     ids=["SmolLM2-135M", "Qwen2.5-0.5B"],
 )
 def test_a_model_of_real_size_needs_what_the_model_says(
