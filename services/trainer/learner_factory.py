@@ -171,7 +171,7 @@ def memory_needed(
         memory=room,
         forward_tokens=settings.trainer_forward_tokens,
     )
-    if source.trainer.activation_checkpointing == "auto":  # the binder has not decided
+    if source.trainer.activation_checkpointing == "auto":  # the binder did not turn it off
         default = defaults_of(None if device.type == "cpu" else room).activation_checkpointing
         setup = replace(setup, checkpointing=default)
     needed = rank_memory(shape, setup)

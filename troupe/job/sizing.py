@@ -52,7 +52,7 @@ _DEFAULTS: Final = {
 SOLD: Final = 0.985
 # Part of a device's memory within which activations are kept (`activation_checkpointing: auto`):
 # drivers counted up to 1.1 of what the memory model says (docs/training.md).
-UNCHECKPOINTED: Final = 0.9
+_UNCHECKPOINTED: Final = 0.9
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -252,6 +252,6 @@ def setup_of(
         kept = replace(setup, checkpointing=False)
         others = sum(one.model is not None for one in spec.policies.values()) - 1
         needed = rank_memory(shape, kept)
-        if needed.total + others * needed.state <= UNCHECKPOINTED * memory:
+        if needed.total + others * needed.state <= _UNCHECKPOINTED * memory:
             return kept
     return setup

@@ -345,8 +345,8 @@ class TrainerLease:
         return json.dumps(values)
 
     def resolved(self, settings: Iterable[pb.ResolvedSetting]) -> list[pb.ResolvedSetting]:
-        """What a trainer made of the job's open settings, with who decided: a trainer cannot tell
-        what `specification_on` decided from what the job says."""
+        """Resolved settings as a trainer reported them, with the memory model as the source of what
+        `specification_on` decided, which a trainer cannot tell from what the job says."""
         wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing
         field = f"policies.{self._policy}.trainer.activation_checkpointing"
         found = list(settings)
