@@ -94,6 +94,19 @@ def test_younger_work_gives_way_after_its_quantum_older_work_never() -> None:
     assert moves([young, replace(old, since=60)], ONE, 1000.0) == []
 
 
+def test_a_quantum_is_at_least_twice_what_the_last_swap_cost() -> None:
+    young = bound("young", work=1, since=50, bound_at=99, swap=10.0)
+    old = Policy("old", work=1, since=40, swap=1e6)
+    plan = decide(RULES, [young, old], ONE, 105.0)
+    # Its state is fetched, but the other stays.
+    assert plan.moves == (Prefetch("old", ("w0",)),)
+    assert plan.again == 119.0
+    assert moves([young, old], ONE, 119.0)[0] == Suspend("young", "old")
+    # A short swap leaves the quantum as it is, and who has no work leaves at once.
+    assert decide(RULES, [replace(young, swap=0.5), old], ONE, 100.0).again == 101.0
+    assert moves([replace(young, work=0), old], ONE, 100.0)[0] == Suspend("young", "old")
+
+
 def test_who_was_brought_comes_while_the_other_still_leaves() -> None:
     ready = Policy("ready", work=1, since=1, size=40, prefetched=frozenset({"w0"}))
     policies = [bound("idle", size=40), ready]
@@ -160,6 +173,26 @@ def test_a_gang_takes_as_many_devices_of_as_few_workers_on_as_few_hosts() -> Non
     # Where its state is, it is led.
     near = Policy("gang", ranks=4, near=frozenset({"c1"}))
     assert moves([near], hosts) == [Bind("gang", ("c1", "c0"))]
+
+
+def test_gangs_of_any_number_of_slots_spread_over_all_workers() -> None:
+    """Five gangs of two workers on six: nobody shares while workers are free, then the least loaded
+    group is shared."""
+    workers = [RankWorker(f"w{i}", devices=4, host=f"h{i}") for i in range(6)]
+    gangs = [Policy(f"p{i}", work=1, since=i, ranks=8, size=1) for i in range(5)]
+    placed = {one.policy: one.workers for one in moves(gangs, workers)}
+    assert [placed[f"p{i}"] for i in range(3)] == [("w0", "w1"), ("w2", "w3"), ("w4", "w5")]
+    assert placed["p3"] == placed["p0"]
+    assert placed["p4"] == placed["p1"]
+    # One that waits for work only comes where least is to do.
+    held = [bound(f"p{i}", *placed[f"p{i}"], work=1, ranks=8) for i in range(4)]
+    assert moves([*held, replace(gangs[4], work=0)], workers) == [Bind("p4", ("w2", "w3"))]
+    # A policy goes where its state is, although others are there and workers are free.
+    near = replace(gangs[1], near=frozenset(("w0", "w1")))
+    assert moves([held[0], near], workers) == [Bind("p1", ("w0", "w1"))]
+    # Without room for two states nothing is shared.
+    small = [replace(one, memory=1) for one in workers]
+    assert len(moves(gangs, small)) == 3
 
 
 def test_a_gang_that_no_workers_form_is_told_what_there_is() -> None:

@@ -57,6 +57,30 @@ def test_redundant_trajectories_shorten_a_step_with_stalls() -> None:
     assert spare.seconds < plain.seconds / 2
 
 
+def test_long_swaps_lengthen_a_step_by_no_more_than_half() -> None:
+    """Two policies take turns on one slot: with a quantum that ignored what a swap costs they would
+    move after every micro-batch."""
+    slot = [RankWorker("t", slots=1, memory=1)]  # without room for both states
+    runs = []
+    for seconds in (0.0, 4.0):
+        job = two_policies(mode="micro_batch", queries_per_step=48, in_flight=64)
+        policies = {
+            name: dataclasses.replace(
+                one,
+                trainer=dataclasses.replace(
+                    one.trainer, swap_seconds=seconds, micro_batch_seconds=1.0
+                ),
+            )
+            for name, one in job.policies.items()
+        }
+        runs.append(Twin(dataclasses.replace(job, policies=policies, trainers=slot)).run(2))
+    free, costly = runs
+    assert 0 < costly.swaps < free.swaps / 2
+    # What swaps take is at most half of what computing takes, but for the first of each policy.
+    spent = costly.steps[-1].at - free.steps[-1].at
+    assert spent <= free.steps[-1].at / 2 + 2 * 2 * 4.0
+
+
 def test_whole_batches_overlap_training_but_not_each_other() -> None:
     slow = team(stalls=0.05, stall_seconds=30.0)
     job = two_policies(workload=slow, in_flight=200)

@@ -105,7 +105,8 @@ class TrainerSpec(Section):
     activations one does not hold; divides `gang`. A pass has `forward_tokens` on each of them."""
     quantum_seconds: SecondsOrNone = 1.0
     """With more policies than trainer slots: the least time that a policy with work keeps its
-    device before one with older work replaces it. Larger: fewer swaps, longer waits."""
+    device before one with older work replaces it, and at least twice what its last suspension and
+    resumption cost. Larger: fewer swaps, longer waits."""
     idle_seconds: Seconds = 600
     """A policy without a step to train for so long releases its device and memory, so that trainers
     can be scaled to zero; the next step loads it again."""

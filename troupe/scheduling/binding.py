@@ -10,7 +10,8 @@ are due, and is called again when something has changed. Its rules:
   first worker of such a *group* leads: it may hold other policies too, which take turns there. The
   others lend it their devices, and hold policies of that group only.
 * *Oldest work first*, so that no policy starves: a policy with younger work gives way after its
-  quantum, and what the oldest waits for is kept free for it.
+  quantum, and what the oldest waits for is kept free for it. A quantum is at least twice what
+  suspending and resuming the policy cost the last time, so that swaps take a third of it at most.
 * *A policy without work keeps no device from one with work*; but it stays bound until then.
 * *State moves rarely*: a policy goes where its state is, if there is room, and the state of the
   next one is prefetched while the present one computes.
@@ -30,6 +31,8 @@ from itertools import chain, groupby
 # Ids of the workers of a group, the leader first. Empty: a group that is yet to be formed, to which
 # a worker would lend its devices.
 Group = tuple[str, ...]
+# A policy with work stays bound for so many times what its last swap cost.
+_SWAP_PAYS = 2.0
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class BindingRules:
     """Default times in seconds of the caller's clock."""
 
     quantum: float = 1.0
-    """Minimum time that a policy with work stays bound, so that a swap pays."""
+    """Minimum time that a policy with work stays bound, whatever a swap costs."""
     idle: float = math.inf
     """Time without a further step after which an idle policy is released."""
 
@@ -190,6 +193,9 @@ class Policy:
     """Workers to which it must not be bound."""
     quantum: float | None = None
     """Overrides `BindingRules.quantum`."""
+    swap: float = 0.0
+    """Seconds in which its last suspension and its last resumption, together, kept devices from
+    computing; 0: unknown."""
     idle: float | None = None
     """Overrides `BindingRules.idle`."""
 
@@ -480,7 +486,7 @@ class _Table:
 
     def _left_alone_until(self, policy: Policy) -> float:
         quantum = self._rules.quantum if policy.quantum is None else policy.quantum
-        return policy.bound_at + quantum
+        return policy.bound_at + max(quantum, _SWAP_PAYS * policy.swap)
 
     def _released_at(self, policy: Policy) -> float:
         return policy.since + (self._rules.idle if policy.idle is None else policy.idle)
@@ -498,14 +504,19 @@ class _Table:
 
     def _ways(self, policy: Policy) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
         """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
-        others must leave. Those of fewest workers come first."""
+        others must leave. Those of fewest workers come first; of as many the group that has its
+        state, then workers that no other policy computes on, then the group with least load."""
         plans = list(self._plans.values())
         if not self._kinds:
             for plan in plans:
                 self._classify(plan)
         kinds = self._alike(policy, plans)
         held = {one.bound for some in kinds for one in (*some[0].held, *some[0].taken)}
-        groups = sorted(group for group in held if self._plans.keys() >= set(group))
+        groups = sorted(
+            (group for group in held if self._plans.keys() >= set(group)),
+            key=lambda group: (not policy.near.issuperset(group), self._load(group), group),
+        )
+        near = sum(policy.near.issuperset(group) for group in groups)
         leading = self._options(policy, kinds, leads=True)
         lending = self._options(policy, (some for some in kinds if some[0].worker.lends))
         for count in range(1, min(policy.ranks, len(plans)) + 1):
@@ -519,14 +530,7 @@ class _Table:
                 if leaders:
                     yield leaders[0].price, partial(list, leaders[0].plans[:1])
                 continue
-            for group in (one for one in groups if len(one) == count):
-                members = [self._plans[name] for name in group]
-                if any(one.worker.devices * count < policy.ranks for one in members):
-                    continue
-                if options := self._options(policy, [members[:1]], group=group):
-                    options += self._options(policy, self._alike(policy, members[1:]), group=group)
-                    if sum(len(one.plans) for one in options) == count:
-                        yield max(one.price for one in options), partial(list, members)
+            yield from self._shared(policy, groups[:near], count)
             leaders = [one for one in leaders if one.worker.lends]
             for device in sorted({one.worker.device for one in (*lenders, *leaders)}):
                 options = [one for one in lenders if one.worker.device == device]
@@ -543,6 +547,24 @@ class _Table:
                         rest = partial(_cheapest, policy, others, count - 1, leader)
                         yield max(one.price, price), rest
                         break
+            yield from self._shared(policy, groups[near:], count)
+
+    def _shared(
+        self, policy: Policy, groups: Iterable[Group], count: int
+    ) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
+        """The ways (`_ways`) of joining a group of `count` workers that other policies have."""
+        for group in (one for one in groups if len(one) == count):
+            members = [self._plans[name] for name in group]
+            if any(one.worker.devices * count < policy.ranks for one in members):
+                continue
+            if options := self._options(policy, [members[:1]], group=group):
+                options += self._options(policy, self._alike(policy, members[1:]), group=group)
+                if sum(len(one.plans) for one in options) == count:
+                    yield max(one.price for one in options), partial(list, members)
+
+    def _load(self, group: Group) -> float:
+        """The load of a group's busiest worker."""
+        return max(self._plans[name].load for name in group)
 
     def _alike(self, policy: Policy, plans: Iterable[WorkerPlan]) -> list[list[WorkerPlan]]:
         """Workers in sets, each of which is the same to `policy`, in the order of their ids."""

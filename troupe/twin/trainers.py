@@ -99,6 +99,8 @@ class _Lease:
         self.binding = False
         self.stepping = False
         self.suspending = False
+        # Seconds of its last suspension, and of its last resumption.
+        self.moved_out = self.moved_in = 0.0
         self.near: tuple[str, ...] = ()
         self.prefetched: tuple[str, ...] = ()
         # Workers that its state is on its way to.
@@ -138,6 +140,7 @@ class _Lease:
             accumulating=self.accumulated > 0,
             near=frozenset(() if self.bound else self.near),
             prefetched=frozenset(self.prefetched),
+            swap=self.moved_out + self.moved_in,
         )
 
 
@@ -297,12 +300,13 @@ class TrainingPool:
         if lease.seen:
             self.swaps += 1
             self.swap_seconds += seconds
+            lease.moved_in = seconds
         if lease.broken:
             seconds += self._restart
         lease.seen, lease.prefetched, lease.fetching, lease.broken = True, (), (), False
         if seconds:
             yield self._env.timeout(seconds)
-        lease.binding = False
+        lease.binding, lease.bound_at = False, self._env.now
         lease.tell(self._env)
         self.touch()
 
@@ -328,6 +332,7 @@ class TrainingPool:
             if lease.bound and lease.rates.swap_seconds:
                 yield self._env.timeout(lease.rates.swap_seconds)
                 self.swap_seconds += lease.rates.swap_seconds
+                lease.moved_out = lease.rates.swap_seconds
         lease.near, lease.bound, lease.suspending = lease.bound, (), False
         lease.idle_since = self._env.now
         lease.tell(self._env)

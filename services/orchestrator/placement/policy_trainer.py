@@ -423,7 +423,7 @@ class PolicyTrainer:
             return False
         resolved = self._lease.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
-        self._lease.count_swap(response.seconds)
+        self._lease.resumed(response.seconds)
         self._lease.mark_bound(response.state_bytes)
         return True
 

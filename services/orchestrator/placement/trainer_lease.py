@@ -100,6 +100,8 @@ class TrainerLease:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.swaps, self.swap_seconds = 0, 0.0
+        # Seconds that its last suspension, and its last resumption, cost.
+        self._moved_out = self._moved_in = 0.0
         if spec.model is not None and spec.simulated is None:
             self._reading = self._spawn(self._read_shape(spec.model))
         self._scheduler.add(self)
@@ -142,6 +144,11 @@ class TrainerLease:
         """Takes an event of the open step."""
         self.progress = event
         self._scheduler.touch()
+
+    def resumed(self, seconds: float) -> None:
+        """Notes a resumption that kept a device from computing for `seconds`."""
+        self._moved_in = seconds
+        self._count_swap(seconds)
 
     def mark_bound(self, size: int) -> None:
         """Notes that the worker has bound the policy; `size`: bytes of its state on each device, 0
@@ -288,6 +295,7 @@ class TrainerLease:
             accumulating=self.progress is not None and self.progress.samples > 0,
             prefetched=frozenset(self._prefetched),
             barred=frozenset(barred),
+            swap=self._moved_out + self._moved_in,
             **self._rules,
         )
 
@@ -447,7 +455,8 @@ class TrainerLease:
                     request = self._request(tr.SuspendRequest, empty_cache=empty_cache)
                     response = await worker.trainer.Suspend(request, timeout=seconds)
                     self._suspended_on, self.suspended = worker, response.state
-                    self.count_swap(response.state.seconds)
+                    self._moved_out = response.state.seconds
+                    self._count_swap(response.state.seconds)
                     self._renewing = self._spawn(self._renew(response.state))
         except TroupeError as error:
             gone = isinstance(error, Unavailable) or not worker.alive
@@ -512,7 +521,7 @@ class TrainerLease:
             request_id=new_id("lease"), job_id=self._job.job_id, policy=self._policy, **more
         )
 
-    def count_swap(self, seconds: float) -> None:
+    def _count_swap(self, seconds: float) -> None:
         """Counts a suspension or resumption that kept a device from computing for `seconds`."""
         self.swaps += 1
         self.swap_seconds += seconds

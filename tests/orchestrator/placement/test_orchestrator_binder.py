@@ -14,6 +14,7 @@ from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling import binding
 from troupe.scheduling.binding import ReadyOrder
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -58,6 +59,26 @@ async def test_policies_share_one_slot_and_all_of_them_train(house: Cluster) -> 
     swaps = [ended.metrics.get(f"{name}/train/swaps", 0.0) for name in POLICIES]
     assert max(swaps) > 0
     await audited(house, job_id)
+
+
+async def test_the_binder_knows_what_the_last_swap_of_a_policy_cost(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, set[float]] = {}
+
+    def recorded(rules: object, policies: list[binding.Policy], *rest: object) -> object:
+        for one in policies:
+            seen.setdefault(one.policy.rpartition("/")[2], set()).add(one.swap)
+        return decide(rules, policies, *rest)  # type: ignore[arg-type]
+
+    decide = binding.decide
+    monkeypatch.setattr(binding, "decide", recorded)
+    await house.add_trainer(TrainerScript(slots=1))
+    ended = await house.wait(await house.submit(job()), seconds=40)
+    assert ended.state == SUCCEEDED, ended.problem
+    # The trainer says 0.25 s of each suspension and of each resumption.
+    assert all(0.0 in costs for costs in seen.values())
+    assert {0.25, 0.5} <= set().union(*seen.values()) <= {0.0, 0.25, 0.5}
 
 
 async def test_two_trainers_of_two_slots_hold_all_and_nobody_moves(house: Cluster) -> None:
