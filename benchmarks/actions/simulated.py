@@ -214,16 +214,23 @@ class Pool:
     restores: float = 0.0
 
 
-def pools(sizes: Sequence[int], steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, list[Pool]]:
-    """Every service on devices of its own, and all on shared ones."""
+def pools(
+    sizes: Sequence[int],
+    steps: int,
+    law: TeacherLaw,
+    seed: int,
+    *,
+    gpus: Sequence[int] = (SERVICE_GPUS,) * SERVICES,
+) -> tuple[Pool, list[Pool]]:
+    """Every service on devices of its own, and all on shared ones; `gpus`: devices of each."""
     calls = teaching(steps, law, seed)
-    services = [ServedModel(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
+    services = [ServedModel(f"teacher-{i}", count) for i, count in enumerate(gpus)]
     names = [service.name for service in services]
 
     def dedicated(env: simpy.Environment) -> Dedicated:
         return Dedicated(env, services)
 
-    own = _pool(SERVICE_GPUS * law.services, ask(calls, names, dedicated))
+    own = _pool(sum(gpus), ask(calls, names, dedicated))
     return own, [_shared(gpus, calls, services) for gpus in sizes]
 
 

@@ -170,12 +170,28 @@ def test_a_large_model_gets_its_cell_whatever_small_ones_are_wanted() -> None:
     assert plan(4, models, ["a", "large", "b"]).room == {"a": 7}
 
 
+def test_a_cell_that_is_a_part_of_a_running_model_s_is_reserved_once() -> None:
+    """One of four devices waits for a running one of eight, then one of eight waits, too: the first
+    reservation lies within the second one's cell, which is not reserved again."""
+    models = [
+        Model("running", 8, DeviceCell(0, 8), running=1),
+        Model("four", 4),
+        Model("eight", 8),
+        Model("small", 1),
+    ]
+    made = plan(8, models, ["running", "four", "eight", "small"])
+    assert (made.cells, made.evicted, made.room) == ({}, frozenset(), {"running": 0})
+    # With another cell to go to, they do.
+    made = plan(13, models, ["running", "four", "eight", "small"])
+    assert made.cells == {"four": DeviceCell(8, 4), "small": DeviceCell(12, 1)}
+
+
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[list[Model], list[str]]:
     cells = cells_of(8)
     models: list[Model] = []
     taken: set[int] = set()
-    for i in range(draw(st.integers(1, 6))):
+    for i in range(draw(st.integers(1, 9))):
         cell = draw(st.sampled_from(cells))
         there = draw(st.booleans()) and taken.isdisjoint(cell.devices)
         if there:

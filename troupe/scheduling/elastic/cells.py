@@ -329,8 +329,11 @@ class _Draft:
         residents: dict[str, PlacedModel] = {}
         for model in self._models:
             assert model.cell is not None
-            if any(cell.holds(model.cell) for cell in self._reserved):
-                continue  # it leaves that cell for the model that waits
+            if any(
+                meet(cell, model.cell) if later else cell.holds(model.cell)
+                for cell in self._reserved
+            ):
+                continue  # it leaves that cell, or one that a part is reserved of, for who waits
             worth: int | None = self._worth[model.name]
             if model.name in self.closed:
                 worth = None
