@@ -23,7 +23,7 @@ import xxhash
 
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import DataLoss
-from troupe.tensors import ChecksumError, from_proto, to_proto
+from troupe.tensors import ChecksumError, from_proto, ids_to_proto, to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -171,7 +171,7 @@ def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSam
         copy = made[place] = store_pb.ClaimedSample()
         copy.CopyFrom(item)
         copy.sample.stem.CopyFrom(own.stem)
-        copy.sample.prompt_ids.CopyFrom(to_proto(own.prompt))
+        copy.sample.prompt_ids.CopyFrom(ids_to_proto(own.prompt))
         for name in own.stem.columns:
             copy.sample.columns[name].tensor.CopyFrom(to_proto(own.columns[name]))
     return [made[place] for place in range(len(claimed))]
@@ -239,10 +239,15 @@ class _Joiner:
         before = self._ids(path[-1])[: stem.tokens * _ID_BYTES]
         if len(before) != stem.tokens * _ID_BYTES:
             raise _missing(sample)
-        prompt = sample.prompt_ids
-        prompt.data = before + prompt.data
-        prompt.shape[:] = [len(prompt.data) // _ID_BYTES]
-        prompt.checksum = stem.checksum
+        data = before + _id_bytes(sample.prompt_ids)
+        sample.prompt_ids.CopyFrom(
+            pb.Tensor(
+                dtype=pb.DTYPE_INT32,
+                shape=[len(data) // _ID_BYTES],
+                data=data,
+                checksum=stem.checksum,
+            )
+        )
         for name, shared in stem.columns.items():
             parts = _parts_of(path, name, shared.entries)
             parts.append(store_pb.ColumnPart(column=sample.columns[name]))
@@ -273,9 +278,15 @@ class _Joiner:
             key = key_of(one)
             if key not in self._tokens:
                 before = ids[: one.stem.tokens * _ID_BYTES]
-                self._tokens[key] = before + one.prompt_ids.data + one.response_ids.data
+                own = _id_bytes(one.prompt_ids) + _id_bytes(one.response_ids)
+                self._tokens[key] = before + own
             ids = self._tokens[key]
         return ids
+
+
+def _id_bytes(ids: pb.Tensor) -> bytes:
+    """Token ids as int32, of which stems hold the checksum."""
+    return ids.data if ids.dtype == pb.DTYPE_INT32 else from_proto(ids).tobytes()
 
 
 def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[Any]:

@@ -74,8 +74,8 @@ def _append(
             own = index.add("solver", turn, prompt, response, columns)
         sample = make_row(Shape(2, 1, TURNS), query, trajectory, turn)
         sample.reward = 1.0
-        sample.prompt_ids.CopyFrom(tensors.to_proto(own.prompt))
-        sample.response_ids.CopyFrom(tensors.to_proto(response))
+        sample.prompt_ids.CopyFrom(tensors.ids_to_proto(own.prompt))
+        sample.response_ids.CopyFrom(tensors.ids_to_proto(response))
         sample.logprobs.CopyFrom(tensors.to_proto(rng.random(each, dtype=np.float32)))
         for name, value in own.columns.items():
             sample.columns[name].tensor.CopyFrom(tensors.to_proto(value))

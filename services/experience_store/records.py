@@ -23,10 +23,10 @@ from troupe.v1 import experience_store_pb2 as store_pb
 PREFIX: Final = "troupe"
 # Set: all jobs that have tables; the sweeper walks over them.
 JOBS: Final = f"{PREFIX}:jobs"
-# Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
-RECORDS: Final = "\t"
-# Begins the field of rows that counts what needs a payload (`PolicyKeys.rows`).
-NEEDED: Final = "\t"
+# Field of staged rows that holds their query and, one a line, their records (`StagedRow.record`).
+RECORDS: Final = "records"
+# Field of rows that counts what needs their payloads (`PolicyKeys.rows`).
+NEEDED: Final = "needed"
 # Items of a hash of success rates (lua/read_pools.lua).
 _RATES: Final = 100
 # Matches the channels of all policies of all jobs.
@@ -49,7 +49,7 @@ STEP_KEYS: Final = (
     "dropped",  # hash: reason -> samples or trajectories
     "roster",  # hash: query that left or came -> how (lua/roster.lua)
     "tallies",  # hash: query, kind -> rows
-    "stages",  # set of staged keys, to free them with the step
+    "stages",  # set of what is staged, `trajectory:attempt`, to free it with the step
     "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
     "gone",  # hash: group that came back -> members whose values went before, and their rewards
     "returned",  # set of the keys of rows that came from an earlier step
@@ -161,8 +161,9 @@ class PolicyKeys:
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:
-        """Hash: sample -> payload; `sample TAB column` -> a column that came late; `TAB sample` ->
-        1, and 1 for each payload that refers to this one (lua/samples.lua).
+        """Hash: turn -> payload of its sample; `turn TAB column` -> a column that came late;
+        `needed` -> `,turn=number` for each payload that others refer to: 1, and 1 for each of them
+        (lua/samples.lua).
 
         `trajectory@step` where samples of an earlier step came back.
         """
@@ -251,9 +252,10 @@ class StagedRow(NamedTuple):
             shared,
         )
 
-    def record(self, query: str, trajectory: str, required: Collection[str], stem: str = "") -> str:
-        """First `SampleRecord` of a sample, formatted; `required`: columns besides the reward;
-        `stem`: as in the record."""
+    def record(self, required: Collection[str], stem: str = "") -> str:
+        """First `SampleRecord` of a sample, formatted, without query and trajectory, which all rows
+        of an ending have in common; `required`: columns besides the reward; `stem`: as in the
+        record."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
@@ -265,7 +267,7 @@ class StagedRow(NamedTuple):
         # A `SampleRecord` in the order of its fields, written out because it is made for every row.
         return (
             f"{_PENDING}\t{self.tokens}\t{size}\t{self.turn}\t{reward}\t{lacks}\t{early}"
-            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{stem}\t{spread}"
+            f"\t\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{stem}\t{spread}"
         )
 
 
@@ -275,19 +277,21 @@ class StemTree:
     def __init__(self, rows: Sequence[StagedRow]) -> None:
         """`rows`: each behind the one that it refers to."""
         self._turns: dict[int, tuple[list[int], int]] = {}
-        self.referring: dict[str, int] = {}
-        """Sample -> samples that refer to it directly; without those that none refers to."""
+        self._referring: dict[int, int] = {}
         if all(row.parent is None for row in rows):
             return
-        names = {row.turn: row.sample for row in rows}
         sizes = {row.turn: len(row.payload) - row.names for row in rows}
         for row in rows:
             if row.parent is None:
                 continue
             path, size = self._turns.get(row.parent, ([], 0))
             self._turns[row.turn] = [*path, row.parent], size + sizes[row.parent]
-            name = names[row.parent]
-            self.referring[name] = self.referring.get(name, 0) + 1
+            self._referring[row.parent] = self._referring.get(row.parent, 0) + 1
+
+    @property
+    def needed(self) -> str:
+        """The value of `NEEDED`; empty where no row refers to another."""
+        return "".join(f",{turn}={number + 1}" for turn, number in self._referring.items())
 
     def text(self, turn: int) -> str:
         """`SampleRecord.stem` of a row."""
@@ -350,11 +354,14 @@ class SampleRecord(NamedTuple):
 
     def ancestors(self) -> list[str]:
         """The samples whose payloads hold the beginning of its prompt."""
-        found: list[str] = []
+        return [f"{self.query}_{turn}_{self.trajectory}" for turn in self.ancestor_turns()]
+
+    def ancestor_turns(self) -> list[int]:
+        """Their turns."""
+        found: list[int] = []
         for part in self.stem.partition(" ")[0].split(",") if self.stem else ():
             first, _, last = part.partition("-")
-            turns = range(int(first), int(last or first) + 1)
-            found += (f"{self.query}_{turn}_{self.trajectory}" for turn in turns)
+            found += range(int(first), int(last or first) + 1)
         return found
 
     @staticmethod
@@ -411,14 +418,18 @@ class SampleRecord(NamedTuple):
             group_id=self.group,
         )
 
+    def turn_of(self, ancestor: str) -> int:
+        """The turn of a sample that its stem refers to."""
+        return int(ancestor[len(self.query) + 1 : -len(self.trajectory) - 1])
+
     def named_ancestor(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """The same of a sample that its stem refers to, as far as stems need it."""
+        """The same as `named` of a sample that its stem refers to, as far as stems need it."""
         return store_pb.Sample(
             sample_id=sample_id,
             policy=policy,
             query_id=self.query,
             trajectory_id=self.trajectory,
-            turn=int(sample_id[len(self.query) + 1 : -len(self.trajectory) - 1]),
+            turn=self.turn_of(sample_id),
         )
 
     def outline(self, sample_id: str, policy: str) -> store_pb.Sample:

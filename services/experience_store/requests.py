@@ -31,7 +31,6 @@ DEFAULT_PAGE: Final = 50
 
 # Columns that Troupe itself reads.
 _TYPED_COLUMNS: Final = {"reference_logprobs": pb.DTYPE_FLOAT32}
-_ITEM_BYTES: Final = {pb.DTYPE_INT32: 4, pb.DTYPE_FLOAT32: 4}
 
 
 def check_id(field: str, value: str) -> str:
@@ -304,17 +303,18 @@ def _check_value(field: str, column: store_pb.Column) -> None:
             )
 
 
-def check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:
-    """A tensor of one dimension that holds as many bytes as it says."""
-    if tensor.dtype != dtype or len(tensor.shape) != 1:
+def check_vector(field: str, tensor: pb.Tensor, *dtypes: pb.Dtype.ValueType) -> None:
+    """A tensor of one dimension and one of these dtypes that holds as many bytes as it says."""
+    if tensor.dtype not in dtypes or len(tensor.shape) != 1:
         raise InvalidArgument(
-            f"must be {pb.Dtype.Name(dtype)} of one dimension",
+            f"must be {' or '.join(map(pb.Dtype.Name, dtypes))} of one dimension",
             field=field,
             value=f"{enum_name(pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
         )
-    if len(tensor.data) != tensor.shape[0] * _ITEM_BYTES[dtype]:
+    size = tensor.shape[0] * tensors.ITEM_BYTES[tensor.dtype]
+    if len(tensor.data) != size:
         raise InvalidArgument(
-            f"has {len(tensor.data)} bytes, its shape says {tensor.shape[0] * _ITEM_BYTES[dtype]}",
+            f"has {len(tensor.data)} bytes, its shape says {size}",
             field=field,
         )
 

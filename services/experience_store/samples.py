@@ -25,6 +25,7 @@ from services.experience_store.records import STATE_OF, Payload, PolicyKeys, Sam
 from services.experience_store.requests import ROW_BYTES, Fill
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from troupe import tensors
 from troupe.prefixes import restored
 from troupe.protobuf_wire import repeated, tag, varint
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
@@ -167,8 +168,8 @@ _SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
 _TURN: Final = _Sample.TURN_FIELD_NUMBER << 3
 _CHECKSUM: Final = pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
 _CHECKSUM_BYTES: Final = 9
-# Bytes of a tensor's tag and size, at most; its other framing follows from the size.
-_SIZE_BYTES: Final = 6
+# Bytes of a tensor's tag, size and dtype, at most; its other framing follows from these.
+_SIZE_BYTES: Final = 8
 # Bytes before its elements, at most.
 _LONGEST_BEGIN: Final = 16
 
@@ -214,9 +215,9 @@ class FastRowReader:
         behind_names = at
         if sample != b"%b_%d_%b" % (self._query, turn, self._trajectory):
             return None
-        prompt, at = _vector(payload, at, _PROMPT, pb.DTYPE_INT32)
-        response, at = _vector(payload, at, _RESPONSE, pb.DTYPE_INT32)
-        logprobs, at = _vector(payload, at, _LOGPROBS, pb.DTYPE_FLOAT32)
+        prompt, at = _vector(payload, at, _PROMPT, tensors.ID_DTYPES)
+        response, at = _vector(payload, at, _RESPONSE, tensors.ID_DTYPES)
+        logprobs, at = _vector(payload, at, _LOGPROBS, (pb.DTYPE_FLOAT32,))
         if logprobs != response or len(payload) - at > _BEHIND_BYTES:
             return None
         behind = _behind(bytes(payload[at:]))
@@ -250,11 +251,13 @@ def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
     return names[at + 2 : end], end
 
 
-def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, int]:
-    """The number of elements of the vector at `at`, and where it ends. Raises `IndexError` for
-    anything else.
+def _vector(
+    payload: memoryview, at: int, field: int, dtypes: tuple[pb.Dtype.ValueType, ...]
+) -> tuple[int, int]:
+    """The number of elements of the vector of one of `dtypes` at `at`, and where it ends. Raises
+    `IndexError` for anything else.
     """
-    elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtype)
+    elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtypes)
     end = at + size
     if (
         end > len(payload)
@@ -266,9 +269,11 @@ def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType)
 
 
 @functools.lru_cache(maxsize=4096)
-def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, bytes, int]:
-    """Of a vector in field `field` that begins with `text`: the number of its elements (four bytes
-    each), the bytes before them, and its whole length. Raises `IndexError` where no vector begins
+def _begin(
+    text: bytes, field: int, dtypes: tuple[pb.Dtype.ValueType, ...]
+) -> tuple[int, bytes, int]:
+    """Of a vector in field `field` that begins with `text`: the number of its elements, the bytes
+    before them, and its whole length. Raises `IndexError` where no vector of one of `dtypes` begins
     with these bytes.
     """
     size, start = 0, 1
@@ -278,20 +283,24 @@ def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, byt
         start += 1
         if byte <= _ONE_BYTE:
             break
+    # Bytes of one element, by the dtype.
+    width = next((tensors.ITEM_BYTES[one] for one in dtypes if one == text[start + 1]), 0)
+    if not width:
+        raise IndexError
     # The size grows with the number of elements: the one that fits is found by counting up.
-    elements = max(1, (size - _LONGEST_BEGIN - _CHECKSUM_BYTES) // 4)
+    elements = max(1, (size - _LONGEST_BEGIN - _CHECKSUM_BYTES) // width)
     while True:
         shape = varint(elements)
         begin = b"".join(
             (
                 varint(pb.Tensor.DTYPE_FIELD_NUMBER << 3),
-                varint(dtype),
+                text[start + 1 : start + 2],
                 *repeated(pb.Tensor.SHAPE_FIELD_NUMBER, [shape]),
                 tag(pb.Tensor.DATA_FIELD_NUMBER),
-                varint(4 * elements),
+                varint(width * elements),
             )
         )
-        found = len(begin) + 4 * elements + _CHECKSUM_BYTES
+        found = len(begin) + width * elements + _CHECKSUM_BYTES
         if found == size:
             return elements, bytes((field,)) + varint(size) + begin, start + size
         if found > size:
@@ -508,17 +517,18 @@ class Samples:
         """`payloads` by sample, also of those in `before`, each with the record of a sample that
         refers to it."""
         keys = PolicyKeys(job, policy)
-        wanted: dict[str, list[str]] = {}
+        # Key -> (sample, field) of all that is read there.
+        wanted: dict[str, list[tuple[str, str | int]]] = {}
         for sample, record in records:
             fields = wanted.setdefault(record.rows, [])
-            fields.append(sample)
+            fields.append((sample, record.turn))
             if record.late:
-                fields += [f"{sample}\t{name}" for name in record.late.split(",")]
+                fields += [(sample, f"{record.turn}\t{name}") for name in record.late.split(",")]
         for sample, record in before.items():
-            wanted.setdefault(record.rows, []).append(sample)
+            wanted.setdefault(record.rows, []).append((sample, record.turn_of(sample)))
         replies = await self._database.call_each(
             [
-                ("HMGET", keys.rows(step, trajectory), *fields)
+                ("HMGET", keys.rows(step, trajectory), *(field for _, field in fields))
                 for trajectory, fields in wanted.items()
             ]
         )
@@ -531,10 +541,10 @@ class Samples:
             sample: record.named(sample, policy).SerializeToString() for sample, record in records
         }
         for fields, values in zip(wanted.values(), replies, strict=True):
-            for name, value in zip(fields, values, strict=True):
+            for (sample, _), value in zip(fields, values, strict=True):
                 if value is None:
-                    raise PayloadGoneError(name)
-                parts[name.partition("\t")[0]] += value
+                    raise PayloadGoneError(sample)
+                parts[sample] += value
         return parts
 
     async def page(

@@ -33,7 +33,7 @@ from services.experience_store.requests import (
 from services.experience_store.samples import DEFAULT_BYTES, MIB, FastRowReader, SampleFills
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
-from troupe import protobuf_wire
+from troupe import protobuf_wire, tensors
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, to_status
 from troupe.rpc.ids import check_name
 from troupe.v1 import common_pb2 as pb
@@ -139,12 +139,9 @@ def _check_sample(
         check_not_negative(f"{field}.versions", span.version)
     if sample.HasField("reward"):
         check_reward(f"{field}.reward", sample.reward)
-    for name, tensor, dtype in (
-        ("prompt_ids", sample.prompt_ids, pb.DTYPE_INT32),
-        ("response_ids", sample.response_ids, pb.DTYPE_INT32),
-        ("logprobs", sample.logprobs, pb.DTYPE_FLOAT32),
-    ):
-        check_vector(f"{field}.{name}", tensor, dtype)
+    check_vector(f"{field}.prompt_ids", sample.prompt_ids, *tensors.ID_DTYPES)
+    check_vector(f"{field}.response_ids", sample.response_ids, *tensors.ID_DTYPES)
+    check_vector(f"{field}.logprobs", sample.logprobs, pb.DTYPE_FLOAT32)
     if sample.logprobs.shape != sample.response_ids.shape:
         raise InvalidArgument(
             f"must have one value per response token ({sample.response_ids.shape[0]})",

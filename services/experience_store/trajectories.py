@@ -95,16 +95,15 @@ class Append:
         keys, query = PolicyKeys(self.job, policy), self.ending.query
         staged = keys.staged(step, self.trajectory, self.ending.attempt)
         fields: list[str | Payload | int] = []
-        records: list[str] = []
+        records = [query]
         tree = StemTree(self.by_policy[policy])
         for row in self.by_policy[policy]:
-            record = row.record(query, self.trajectory, table.required, tree.text(row.turn))
-            records.append(f"{row.sample}\t{record}")
-            fields += (row.sample, row.stored)
-        for sample, number in tree.referring.items():
-            fields += (NEEDED + sample, number + 1)
+            records.append(row.record(table.required, tree.text(row.turn)))
+            fields += (row.turn, row.stored)
+        if tree.needed:
+            fields += (NEEDED, tree.needed)
         return [
-            ("SADD", keys.step(step, "stages"), staged),
+            ("SADD", keys.step(step, "stages"), f"{self.trajectory}:{self.ending.attempt}"),
             ("HSET", staged, *fields, RECORDS, "\n".join(records)),
         ]
 

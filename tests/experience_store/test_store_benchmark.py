@@ -26,11 +26,12 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     }
     ((talk, links),) = results.pop("bytes_over_unique").items()
     assert talk == "4000"
-    # Both wires; what Redis keeps beside a row is more than its jemalloc rounds up.
-    assert 1 < links["rollout to store"] < 1.1
-    assert 1 < links["store to trainer"] < 1.12
-    assert 1 < links["Redis"] < 1.5
-    assert 1 < links["append-only file"] < 1.5
+    # Of unique bytes' four per token, ids take three.
+    assert 0.85 < links["rollout to store"] < 0.95
+    assert 0.85 < links["store to trainer"] < 0.95
+    # An allocator with few sizes (jemalloc) rounds 2,099 bytes up to 2,560.
+    assert 1 < links["Redis"] < 1.4
+    assert 1 < links["append-only file"] < 1.15
     assert set(results.pop("cpu_us_per_row_4k")) == {
         "client",
         "store",

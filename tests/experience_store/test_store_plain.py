@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -18,7 +20,13 @@ from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
+_id_bounds = st.sampled_from([100, 2**16, 2**24, 2**31])
 _names = st.text(st.characters(max_codepoint=0x17F, exclude_categories=["C"]), max_size=140)
+
+
+def _ids(length: int, bound: int) -> pb.Tensor:
+    """So many ids below `bound`, the last of which is the largest possible."""
+    return tensors.ids_to_proto(np.arange(bound - length, bound).astype(np.int32))
 
 
 @st.composite
@@ -33,8 +41,8 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
         agent=draw(_names),
         turn=turn,
         group_id=draw(_names),
-        prompt_ids=tensors.to_proto(np.arange(draw(st.integers(0, 5000)), dtype=np.int32)),
-        response_ids=tensors.to_proto(np.arange(response, dtype=np.int32)),
+        prompt_ids=_ids(draw(st.integers(0, 5000)), draw(_id_bounds)),
+        response_ids=_ids(response, draw(_id_bounds)),
         logprobs=tensors.to_proto(np.zeros(response, dtype=np.float32)),
         versions=[
             pb.VersionSpan(version=draw(st.integers(-1, 2**40)), start=0, end=response)
@@ -57,7 +65,7 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
             case 0:
                 tensor.data = tensor.data[:-1]
             case 1:
-                tensor.dtype = pb.DTYPE_INT64
+                tensor.dtype = draw(st.sampled_from([pb.DTYPE_INT64, pb.DTYPE_PACKED24]))
             case 2:
                 tensor.shape.append(1)
             case _:
@@ -69,7 +77,8 @@ def assert_same(row: StagedRow | None, sample: store_pb.Sample, payload: bytes) 
     """The row is the parser's; what Redis holds of it, with what its record says, is the sample."""
     assert row is not None
     assert row._replace(names=0) == StagedRow.of(sample, payload)
-    record = SampleRecord.parse(row.record(sample.query_id, sample.trajectory_id, ()))
+    first, last = row.record(()).split("\t")[:8], row.record(()).split("\t")[8:]
+    record = SampleRecord(*first, sample.query_id, sample.trajectory_id, *last)
     assert int(record.size) == len(row.stored) < len(payload)
     named = record.named(row.sample, row.policy)
     assert store_pb.Sample.FromString(named.SerializeToString() + bytes(row.stored)) == sample
@@ -101,8 +110,9 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
 def test_usual_rows_are_plain() -> None:
     for turn in (0, 1, 127, 128, 16_383):
         for tokens in (4, 40, 400, 40_000):
-            for reward in (None, 0.5):
+            for reward, bound in itertools.product((None, 0.5), (2**16, 2**24, 2**31)):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
+                sample.prompt_ids.CopyFrom(_ids(tokens // 2, bound))
                 payload = sample.SerializeToString()
                 assert_same(FastRowReader("q", "t").read(payload), sample, payload)
 

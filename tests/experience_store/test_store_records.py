@@ -29,7 +29,7 @@ def lua_hash(text: bytes) -> int:
 def test_records_of_a_step_do_not_fall_into_few_buckets_of_lua() -> None:
     shape = Shape(2, 32, 8)
     records = {
-        StagedRow.of(make_row(shape, query, trajectory, turn)).record(query, trajectory, ())
+        StagedRow.of(make_row(shape, query, trajectory, turn)).record(())
         for query, trajectory in shape.trajectories(0)
         for turn in range(shape.turns)
     }

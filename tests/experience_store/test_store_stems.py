@@ -26,7 +26,13 @@ from services.experience_store.server import check_append
 from services.experience_store.store import Store
 from services.trainer.claims import RecentClaims
 from tests.experience_store.test_store_high_water import counted, held
-from tests.support.conversations import Conversation, Said, assert_same_tokens, cumulative
+from tests.support.conversations import (
+    Conversation,
+    Said,
+    assert_same_ids,
+    assert_same_tokens,
+    cumulative,
+)
 from tests.support.experience import Response, Stage, ids_of, make_stage
 from troupe import prefixes
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
@@ -37,29 +43,34 @@ T = TypeVar("T")
 POLICIES = ("checker", "solver")
 
 
-async def payloads_of(stage: Stage, policy: str = "solver") -> set[tuple[str, str]]:
-    """(key of rows, sample) of every payload in Redis."""
+async def payloads_of(stage: Stage, policy: str = "solver") -> set[tuple[str, int]]:
+    """(key of rows, turn) of every payload in Redis."""
     pattern = f"{PolicyKeys(stage.job, policy).base}:*:rows:*".replace("{", "\\{")
     found = set()
     for key in await stage.store.database.call("KEYS", pattern):
-        for name in await stage.store.database.call("HKEYS", key):
-            if not name.startswith(NEEDED.encode()) and b"\t" not in name:
-                found.add((key.decode(), name.decode()))
+        rows = await stage.store.database.call("HGETALL", key)
+        needed = rows.pop(NEEDED.encode(), b"").decode()
+        turns = {int(name) for name in rows if b"\t" not in name}
+        # Nothing is counted that is not there.
+        numbers = dict(one.split("=") for one in needed.split(",")[1:])
+        assert turns >= set(map(int, numbers))
+        assert all(int(number) > 1 for number in numbers.values())
+        found |= {(key.decode(), turn) for turn in turns}
     return found
 
 
-async def needed_of(stage: Stage, policy: str = "solver") -> set[tuple[str, str]]:
-    """(key of rows, sample) of every payload that a sample needs which can still be trained."""
+async def needed_of(stage: Stage, policy: str = "solver") -> set[tuple[str, int]]:
+    """(key of rows, turn) of every payload that a sample needs which can still be trained."""
     keys, found = PolicyKeys(stage.job, policy), set()
     for book in await stage.store.database.call("KEYS", f"{keys.base}:*:book".replace("{", "\\{")):
         step = int(book.decode().split(":")[-2])
         committed = await stage.store.database.call("HEXISTS", keys.commits, step)
         texts = {} if committed else await stage.store.database.call("HGETALL", book)
-        for name, text in texts.items():
+        for text in texts.values():
             record = SampleRecord.parse(text.decode())
             if record.state in "PRC":
-                for sample in [*record.ancestors(), name.decode()]:
-                    found.add((keys.rows(step, record.rows), sample))
+                for turn in [*record.ancestor_turns(), int(record.turn)]:
+                    found.add((keys.rows(step, record.rows), turn))
         leaving = await stage.store.database.call("HGETALL", keys.step(step, "leaving"))
         for name, text in leaving.items():
             if name.startswith(b"\t"):
@@ -68,7 +79,7 @@ async def needed_of(stage: Stage, policy: str = "solver") -> set[tuple[str, str]
             # Not renamed yet: in its first step it is stored under its trajectory's own name.
             origin = "" if record.origin == str(step) else record.origin
             rows = keys.rows(step, record._replace(origin=origin).rows)
-            found |= {(rows, sample) for sample in [*record.ancestors(), name.decode()]}
+            found |= {(rows, turn) for turn in [*record.ancestor_turns(), int(record.turn)]}
     return found
 
 
@@ -125,7 +136,7 @@ async def test_dropped_samples_stay_while_others_begin_with_them(stage: Stage) -
     names = [sample.sample_id for sample in made.samples]
     for dropped in names[1], names[0], names[2]:
         await stage.fill(dropped, drop_reason="reward_timeout: 1 s")
-        assert {sample for _, sample in await payloads_of(stage)} == set(names)
+        assert {turn for _, turn in await payloads_of(stage)} == {0, 1, 2, 3}
         assert await counted(stage) == await held(stage)
     await stage.fill(names[3], reward=1.0)
     await stage.fail("q0", "q0-s0-t1")
@@ -307,9 +318,7 @@ class Conversations(RuleBasedStateMachine):
         recent.complete(response)
         for sample in restored(response):
             assert sample.policy == policy
-            whole = self.whole[sample.sample_id]
-            assert sample.prompt_ids == whole.prompt_ids
-            assert sample.response_ids == whole.response_ids
+            assert_same_ids(sample, self.whole[sample.sample_id])
         self.claims[name] = policy, claimant, names
         return True
 

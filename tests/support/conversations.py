@@ -47,7 +47,9 @@ class Conversation:
         """Add a turn; its sample as it is sent."""
         turn = len(self._tokens)
         before = [] if said.parent is None else self._tokens[said.parent]
-        fresh = self._draw.integers(0, 1000, said.new + said.reply).tolist()
+        # Turns whose ids take two, three and four bytes each, in one conversation.
+        bound = self._draw.choice([1000, 150_000, 2**30])
+        fresh = self._draw.integers(0, bound, said.new + said.reply).tolist()
         tokens = [*before[: max(0, len(before) - said.cut)], *fresh]
         self._tokens.append(tokens)
         ids = np.array(tokens, np.int32)
@@ -60,8 +62,8 @@ class Conversation:
             agent=said.policy,
             reward=said.reward,
         )
-        sample.prompt_ids.CopyFrom(tensors.to_proto(prompt))
-        sample.response_ids.CopyFrom(tensors.to_proto(response))
+        sample.prompt_ids.CopyFrom(tensors.ids_to_proto(prompt))
+        sample.response_ids.CopyFrom(tensors.ids_to_proto(response))
         sample.logprobs.CopyFrom(tensors.to_proto(np.zeros(len(response), np.float32)))
         for name, value in (columns or {}).items():
             sample.columns[name].tensor.CopyFrom(tensors.to_proto(value))
@@ -70,7 +72,7 @@ class Conversation:
         own = self._index.add(said.policy, turn, prompt, response, columns or {})
         if own.stem is not None:
             sample.stem.CopyFrom(own.stem)
-            sample.prompt_ids.CopyFrom(tensors.to_proto(own.prompt))
+            sample.prompt_ids.CopyFrom(tensors.ids_to_proto(own.prompt))
             for name in own.stem.columns:
                 sample.columns[name].tensor.CopyFrom(tensors.to_proto(own.columns[name]))
         self.samples.append(sample)
@@ -87,6 +89,15 @@ def cumulative(
     return made
 
 
+def assert_same_ids(found: store_pb.Sample, wanted: store_pb.Sample) -> None:
+    """Both have the same prompt and response, in however many bytes each id is."""
+    for ids, theirs in (
+        (found.prompt_ids, wanted.prompt_ids),
+        (found.response_ids, wanted.response_ids),
+    ):
+        assert np.array_equal(tensors.from_proto(ids), tensors.from_proto(theirs))
+
+
 def assert_same_tokens(
     found: Sequence[store_pb.Sample], wanted: dict[str, store_pb.Sample]
 ) -> None:
@@ -94,8 +105,7 @@ def assert_same_tokens(
     for sample in found:
         whole = wanted[sample.sample_id]
         assert not sample.HasField("stem")
-        assert sample.prompt_ids == whole.prompt_ids
-        assert sample.response_ids == whole.response_ids
+        assert_same_ids(sample, whole)
         assert set(sample.columns) == set(whole.columns)
         for name, column in sample.columns.items():
             assert column == whole.columns[name]

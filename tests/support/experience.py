@@ -40,7 +40,7 @@ def make_sample(
 
     def ids(length: int) -> pb.Tensor:
         values: npt.NDArray[np.int32] = np.full(length, turn, np.int32)
-        return tensors.to_proto(values)
+        return tensors.ids_to_proto(values)
 
     sample = store_pb.Sample(
         sample_id=f"{query}_{turn}_{trajectory}",

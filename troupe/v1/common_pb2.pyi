@@ -35,6 +35,9 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     DTYPE_FLOAT32: _Dtype.ValueType  # 7
     DTYPE_FLOAT64: _Dtype.ValueType  # 8
     DTYPE_INT16: _Dtype.ValueType  # 9
+    DTYPE_PACKED16: _Dtype.ValueType  # 10
+    """int32 values that are not negative, in their two or three lower bytes each: token ids."""
+    DTYPE_PACKED24: _Dtype.ValueType  # 11
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper): ...
 
@@ -48,6 +51,9 @@ DTYPE_BFLOAT16: Dtype.ValueType  # 6
 DTYPE_FLOAT32: Dtype.ValueType  # 7
 DTYPE_FLOAT64: Dtype.ValueType  # 8
 DTYPE_INT16: Dtype.ValueType  # 9
+DTYPE_PACKED16: Dtype.ValueType  # 10
+"""int32 values that are not negative, in their two or three lower bytes each: token ids."""
+DTYPE_PACKED24: Dtype.ValueType  # 11
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 class _JobState:

@@ -135,11 +135,11 @@ class Sample(_message.Message):
     """
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
-        """int32 [prompt_len]"""
+        """int32 [prompt_len], packed where all ids fit (DTYPE_PACKED16, DTYPE_PACKED24)."""
 
     @_builtins.property
     def response_ids(self) -> _common_pb2.Tensor:
-        """int32 [response_len]"""
+        """int32 [response_len], as `prompt_ids`."""
 
     @_builtins.property
     def logprobs(self) -> _common_pb2.Tensor:
@@ -244,7 +244,7 @@ class Stem(_message.Message):
     tokens: _builtins.int
     """So many tokens of that sample, counted from the first of its own stem, precede `prompt_ids`."""
     checksum: _builtins.int
-    """xxh3-64 of the whole prompt's bytes: `checksum` of its tensor."""
+    """xxh3-64 of the whole prompt's bytes as int32: `checksum` of its tensor as DTYPE_INT32."""
     @_builtins.property
     def columns(self) -> _containers.MessageMap[_builtins.str, Global___SharedEntries]: ...
     def __init__(

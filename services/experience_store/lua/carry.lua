@@ -1,31 +1,34 @@
 -- Applies decided endings of trajectories to this table: their staged rows become samples. Appended
 -- to samples.lua.
 
--- A line of staged records: sample, its record up to `since`, its size, what it lacks and its
--- group, and what is behind `origin`.
+-- A line of staged records: a record without query and trajectory, which all have in common. Up to
+-- these, with its size, turn and what it lacks; up to `since`, with its group; what is behind it.
 local FIELD = '[^\t\n]*'
-local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(5) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. '\t' .. FIELD .. ')\n?'
+local STAGED = '\n(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t(' .. FIELD .. ')\t'
+  .. FIELD .. '\t(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(2) .. ')(' .. FIELD .. '\t('
+  .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. '\t' .. FIELD .. ')'
 
 -- Queries that may be complete now.
 local complete, seen = {}, {}
 
 -- Moves staged rows into the table; returns the time, in ms of the Redis clock.
-local function enter(query, staged, rows, text)
-  redis.call('HDEL', staged, RECORDS)
-  redis.call('SREM', STAGES, staged)
-  redis.call('RENAME', staged, rows)
+local function enter(query, trajectory, name, text)
+  local rows = key('rows') .. ':' .. trajectory
+  redis.call('SREM', STAGES, name)
+  redis.call('RENAME', staged_key(name), rows)
+  redis.call('HDEL', rows, RECORDS)
   -- The same text as in the records: the appender finds its rows by this time (recent.py).
   local now = string.format('%.0f', now_ms())
   local samples, records, sizes, lacks, groups = {}, {}, {}, {}, {}
-  for sample, head, size, missing, group, behind in text:gmatch(STAGED) do
+  local own = query .. '\t' .. trajectory .. '\t'
+  for head, size, turn, missing, middle, group, behind in text:gmatch(STAGED) do
     local number = #samples + 1
-    samples[number], records[number] = sample, head .. now .. '\t' .. behind
+    samples[number] = query .. '_' .. turn .. '_' .. trajectory
+    records[number] = head .. own .. middle .. now .. '\t' .. behind
     sizes[number], lacks[number], groups[number] = size, missing, group
   end
-  if #samples ~= select(2, text:gsub('\n', '')) + 1 then
-    error('damaged records of staged rows in ' .. staged)
+  if #samples ~= select(2, text:gsub('\n', '')) then
+    error('damaged records of staged rows in ' .. rows)
   end
   prefetch(samples)
   local names, bytes, lacking = {}, 0, 0
@@ -55,10 +58,10 @@ end
 -- number of redundant trajectories of its query that were ended with it. Idempotent. Call
 -- all_carried() after the last one.
 local function carry(trajectory, query, attempt, how, reason, spare)
-  local staged = key('staged') .. ':' .. trajectory .. ':' .. attempt
+  local name = trajectory .. ':' .. attempt
   if redis.call('HEXISTS', ENDED, trajectory) == 1 then
-    redis.call('UNLINK', staged)
-    redis.call('SREM', STAGES, staged)
+    redis.call('UNLINK', staged_key(name))
+    redis.call('SREM', STAGES, name)
     return 'repeated', ''
   end
   local left = redis.call('HGET', ROSTER, query) or ''
@@ -66,9 +69,9 @@ local function carry(trajectory, query, attempt, how, reason, spare)
     return 'carried', left:sub(4)
   end
   redis.call('HSET', ENDED, trajectory, how .. '\t' .. query .. '\t' .. reason)
-  local text, now = redis.call('HGET', staged, RECORDS), ''
+  local text, now = redis.call('HGET', staged_key(name), RECORDS), ''
   if text then
-    now = enter(query, staged, key('rows') .. ':' .. trajectory, text)
+    now = enter(query, trajectory, name, text)
   end
   if reason ~= '' then
     count_dropped(reason)

@@ -63,7 +63,7 @@ if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
--- Payloads that must be kept: rows -> field -> record of its sample, or true.
+-- What must be kept: rows -> field -> record of its sample, or true.
 local kept = {}
 local samples = {}
 if to == 'T' and most_uses == 1 then
@@ -92,9 +92,9 @@ for _, sample in ipairs(samples) do
       leave(sample, record)
       local fields = kept[rows_of(record)] or {}
       kept[rows_of(record)] = fields
-      fields[sample] = record
+      fields[record[F.turn]] = record
       for name in pairs(set_of(record[F.late])) do
-        fields[sample .. '\t' .. name] = record
+        fields[record[F.turn] .. '\t' .. name] = record
       end
     end
   end
@@ -108,15 +108,15 @@ for rows, fields in pairs(kept) do
   local stems = {}
   for _, record in pairs(fields) do
     if record[F.stem] ~= '' then
-      for _, sample in ipairs(ancestors(record)) do
-        stems[sample] = stems[sample] or not fields[sample]
+      for _, turn in ipairs(ancestors(record)) do
+        stems[turn] = stems[turn] or not fields[turn]
       end
     end
   end
-  for sample, absent in pairs(stems) do
+  for turn, absent in pairs(stems) do
     if absent then
-      leave_stem(redis.call('HSTRLEN', rows, sample))
-      fields[sample] = true
+      leave_stem(redis.call('HSTRLEN', rows, turn))
+      fields[turn] = true
     end
   end
 end
@@ -138,11 +138,13 @@ local function free_rows(rows)
     return
   end
   for _, field in ipairs(redis.call('HKEYS', rows)) do
-    -- A kept payload's field that counts what needs it is kept, too.
-    if not kept[rows][field] and not (field:sub(1, 1) == NEEDED and kept[rows][field:sub(2)]) then
+    if not kept[rows][field] and field ~= NEEDED then
       redis.call('HDEL', rows, field)
     end
   end
+  change_needed(rows, ',(%d+)=%d+', function(turn)
+    return not kept[rows][turn] and '' or nil
+  end)
 end
 for _, trajectory in ipairs(redis.call('HKEYS', ENDED)) do
   free_rows(key('rows') .. ':' .. trajectory)
@@ -150,8 +152,8 @@ end
 for _, rows in ipairs(redis.call('SMEMBERS', RETURNED)) do
   free_rows(rows)
 end
-for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
-  freed[#freed + 1] = staged
+for _, name in ipairs(redis.call('SMEMBERS', STAGES)) do
+  freed[#freed + 1] = staged_key(name)
 end
 each('UNLINK', BASE .. ':none', freed)
 redis.call('UNLINK', STAGES, READY, CLAIMS, OWNERS, LEASES, HELD, FENCED)

@@ -107,7 +107,7 @@ local function fill(sample, reward, reason, first, last)
     missing['reward'] = nil
   end
   for name, bytes in pairs(fresh) do
-    redis.call('HSET', rows_of(record), sample .. '\t' .. name, bytes)
+    redis.call('HSET', rows_of(record), record[F.turn] .. '\t' .. name, bytes)
     record[F.size] = tonumber(record[F.size]) + #bytes
     weigh(#bytes)
     if state == 'R' then

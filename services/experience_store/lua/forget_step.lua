@@ -24,8 +24,8 @@ end
 for _, rows in ipairs(redis.call('SMEMBERS', RETURNED)) do
   redis.call('UNLINK', rows)
 end
-for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
-  redis.call('UNLINK', staged)
+for _, name in ipairs(redis.call('SMEMBERS', STAGES)) do
+  redis.call('UNLINK', staged_key(name))
 end
 free_keeping(false)
 redis.call('UNLINK', STEP, ENDED, QUERIES, BOOK, MEMBERS, READY, CLAIMS, OWNERS, LEASES, HELD,

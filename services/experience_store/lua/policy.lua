@@ -16,10 +16,15 @@ local LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
 local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
 local KEEPING = key('keeping')
 local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
--- Field of staged rows that holds their records; no sample id can be equal to it.
-local RECORDS = '\t'
--- Begins the field of rows that counts what needs a payload (samples.lua).
-local NEEDED = '\t'
+-- Field of staged rows that holds their query and, one a line, their records.
+local RECORDS = 'records'
+-- Field of rows that counts what needs their payloads (samples.lua).
+local NEEDED = 'needed'
+
+-- The key of staged rows; `name` is `trajectory:attempt`, as in STAGES.
+local function staged_key(name)
+  return key('staged') .. ':' .. name
+end
 
 -- Fields of a record, in the order of records.Record.
 local F = {

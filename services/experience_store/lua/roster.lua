@@ -16,9 +16,9 @@ local function tally_row(record, by)
 end
 
 -- Counts a payload that is left of a dropped row, since others refer to it, as above.
-local function tally_left(sample, record, by)
+local function tally_left(record, by)
   if record[F.state] == 'D' then
-    count('stem_bytes', by * redis.call('HSTRLEN', rows_of(record), sample))
+    count('stem_bytes', by * redis.call('HSTRLEN', rows_of(record), record[F.turn]))
   end
 end
 
@@ -39,7 +39,7 @@ local function take_out(queries)
       redis.call('HDEL', BOOK, sample)
       redis.call('ZREM', MEMBERS, query .. '\t' .. record[F.group] .. '\t' .. sample)
       tally_row(record, -1)
-      tally_left(sample, record, -1)
+      tally_left(record, -1)
     end
     redis.call('HDEL', QUERIES, query)
     redis.call('HDEL', COMPLETED, query)
@@ -56,13 +56,12 @@ local function take_out(queries)
       end
     end
   end
-  for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
-    local text = redis.call('HGET', staged, RECORDS)
-    local line = text and lines(text)[1]
-    local query = line and parse(line:match('\t(.*)$'))[F.query]
+  for _, name in ipairs(redis.call('SMEMBERS', STAGES)) do
+    local text = redis.call('HGET', staged_key(name), RECORDS)
+    local query = text and text:match('^[^\n]*')
     if query and taken[query] then
-      table.insert(taken[query].staged, staged:sub(#key('staged') + 2))
-      redis.call('SREM', STAGES, staged)
+      table.insert(taken[query].staged, name)
+      redis.call('SREM', STAGES, name)
     end
   end
   return taken
@@ -85,19 +84,18 @@ local function put_in(query, from, taken)
     end
   end
   for _, name in ipairs(taken.staged) do
-    local staged = key('staged') .. ':' .. name
-    redis.call('RENAME', old('staged') .. ':' .. name, staged)
-    redis.call('SADD', STAGES, staged)
+    redis.call('RENAME', old('staged') .. ':' .. name, staged_key(name))
+    redis.call('SADD', STAGES, name)
   end
   for _, member in ipairs(taken.rows) do
     local sample, record = member[1], member[2]
-    tally_left(sample, record, 1)
+    tally_left(record, 1)
     if redis.call('HSETNX', BOOK, sample, table.concat(record, '\t')) == 1 then
       redis.call('ZADD', MEMBERS, 0, query .. '\t' .. record[F.group] .. '\t' .. sample)
       tally_row(record, 1)
     else
       if record[F.state] ~= 'D' then
-        free(sample, record)
+        free(record)
       end
       count_dropped('sample_id_taken')
     end

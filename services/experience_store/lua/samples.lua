@@ -79,44 +79,56 @@ local function count_dropped(reason, by)
   end
 end
 
--- The samples whose payloads hold the beginning of a sample's prompt, from the first on.
+-- The turns whose payloads hold the beginning of a sample's prompt, from the first on.
 local function ancestors(record)
   local found = {}
   local turns = record[F.stem]:match('^[^ ]*')
   for part in turns:gmatch('[^,]+') do
     local first, last = part:match('^(%d+)%-?(%d*)$')
     for turn = tonumber(first), tonumber(last == '' and first or last) do
-      found[#found + 1] =
-        string.format('%s_%d_%s', record[F.query], turn, record[F.trajectory])
+      found[#found + 1] = string.format('%d', turn)
     end
   end
   return found
 end
 
--- A payload is needed by its own sample and by each payload that refers to it directly: their number
--- is in the field TAB sample beside it, where it is not 1. Takes one off; the payload is freed, and
--- true returned, when that was the last.
-local function need_less(rows, sample)
-  local needed = NEEDED .. sample
-  if tonumber(redis.call('HGET', rows, needed) or 1) > 1 then
-    redis.call('HINCRBY', rows, needed, -1)
-    return false
+-- Changes the numbers of NEEDED, `,turn=number` for each payload that more than one needs, to what
+-- `change(turn, number)` returns: nil for the same.
+local function change_needed(rows, pattern, change)
+  local text = redis.call('HGET', rows, NEEDED)
+  local left = text and text:gsub(pattern, change)
+  if left == '' then
+    redis.call('HDEL', rows, NEEDED)
+  elseif left ~= text then
+    redis.call('HSET', rows, NEEDED, left)
   end
-  redis.call('HDEL', rows, sample, needed)
-  return true
+end
+
+-- A payload is needed by its own sample and by each payload that refers to it directly. Takes one
+-- off; the payload is freed, and true returned, when that was the last.
+local function need_less(rows, turn)
+  local others = false
+  change_needed(rows, ',(' .. turn .. ')=(%d+)', function(_, number)
+    others = true
+    return number == '2' and '' or string.format(',%s=%d', turn, number - 1)
+  end)
+  if not others then
+    redis.call('HDEL', rows, turn)
+  end
+  return not others
 end
 
 -- Frees what is not needed without this sample: its late columns, its payload unless others refer to
 -- it ('stem_bytes' counts those that stay), and the payloads of dropped samples that only it had
 -- referred to.
-local function free(sample, record)
-  local rows = rows_of(record)
-  local bytes = redis.call('HSTRLEN', rows, sample)
+local function free(record)
+  local rows, turn = rows_of(record), record[F.turn]
+  local bytes = redis.call('HSTRLEN', rows, turn)
   for name in pairs(set_of(record[F.late])) do
-    redis.call('HDEL', rows, sample .. '\t' .. name)
+    redis.call('HDEL', rows, turn .. '\t' .. name)
   end
   weigh(-record[F.size])
-  if not need_less(rows, sample) then
+  if not need_less(rows, turn) then
     weigh(bytes)
     count('stem_bytes', bytes)
     return
@@ -133,7 +145,7 @@ local function free(sample, record)
 end
 
 local function drop(sample, record, reason)
-  free(sample, record)
+  free(record)
   record[F.reason] = reason
   move(sample, record, 'D')
   count_dropped(reason)

@@ -1,6 +1,6 @@
 -- Frees the staged rows of an ending that was not the first.
 -- ARGV: step, trajectory, attempt
-local staged = key('staged') .. ':' .. ARGV[2] .. ':' .. ARGV[3]
-redis.call('UNLINK', staged)
-redis.call('SREM', STAGES, staged)
+local name = ARGV[2] .. ':' .. ARGV[3]
+redis.call('UNLINK', staged_key(name))
+redis.call('SREM', STAGES, name)
 return {'freed'}

@@ -16,7 +16,7 @@ from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
 from troupe.job.sections import SupervisedSpec
-from troupe.tensors import to_proto
+from troupe.tensors import ids_to_proto, to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
 
@@ -64,8 +64,8 @@ class DemonstratedTrajectory(RunningTrajectory):
             turn=one.turn,
             # Alone in its group, as nothing is compared; of a pair both sides.
             group_id=f"{ticket.query_id}/{one.agent}/" + (f"{one.turn}" if alone else "pair"),
-            prompt_ids=to_proto(np.array(one.prompt_ids, np.int32)),
-            response_ids=to_proto(np.array(one.response_ids, np.int32)),
+            prompt_ids=ids_to_proto(np.array(one.prompt_ids, np.int32)),
+            response_ids=ids_to_proto(np.array(one.response_ids, np.int32)),
             logprobs=to_proto(np.zeros(len(one.response_ids), np.float32)),
             reward=float(one.chosen or False),
             finish_reason=FINISHED,

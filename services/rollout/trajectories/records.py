@@ -21,7 +21,7 @@ from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.prefixes import PrefixIndex
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id
-from troupe.tensors import to_proto
+from troupe.tensors import ids_to_proto, to_proto
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -201,8 +201,8 @@ def samples_of(
                 agent=turn.role.name,
                 turn=turn.position,
                 group_id=row.group_id,
-                prompt_ids=to_proto(own.prompt),
-                response_ids=to_proto(response),
+                prompt_ids=ids_to_proto(own.prompt),
+                response_ids=ids_to_proto(response),
                 logprobs=to_proto(np.array(reply.logprobs, np.float32)),
                 versions=spans_of(turn),
                 reward=row.reward,
