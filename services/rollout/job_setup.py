@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from services.chassis.model_files import ModelFiles
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import DeviceSpeed
+from services.rollout.garbage import settle
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
@@ -42,12 +42,6 @@ log = structlog.get_logger(__name__)
 
 # Makes an engine: (engine_id, policy_name, policy_spec, *, replica, deterministic).
 EngineFactory = Callable[..., ServingEngine]
-
-# Thresholds of the garbage collector. With Python's defaults the objects of waiting trajectories
-# are walked every 700 allocations, all of them every other step of 256 trajectories, for a tenth of
-# a second and more in which no turn advances. Nearly all objects of trajectories are freed without
-# the collector, so it need not start during a step: at 10,000 it took 6 % of the process' time.
-_THRESHOLDS: Final = (300_000, 20, 50)
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
@@ -117,32 +111,12 @@ def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> De
     return DeviceSpeed(device.device_class, pace.prefill_tokens_per_second, running / step)
 
 
-def collect_seldom() -> None:
-    """Exempt all existing objects from garbage collection, and enable it with high thresholds."""
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
-    gc.enable()
-
-
 def computes_here(spec: JobSpec) -> bool:
     """Whether the job's engines hold models in this process."""
     return any(
         policy.simulated is None and policy.engine.kind != "sglang"
         for policy in spec.policies.values()
     )
-
-
-def settle() -> None:
-    """Collect all garbage, then exempt the remaining objects from later collections.
-
-    With torch and transformers a full collection stops the process, trajectories of other jobs
-    included, for a quarter of a second and more: it runs only when a job comes or goes whose models
-    this process holds. Models of a released job are cycles; unfreezing first lets them be
-    collected.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
+from services.rollout.garbage import settle
 from services.rollout.job_setup import (
     Preparation,
     by_policy,
     computes_here,
     parse_spec,
-    settle,
     share_servers,
 )
 from services.rollout.prepared_job import PreparedJob

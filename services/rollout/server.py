@@ -22,10 +22,10 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.games import describe
+from services.rollout.garbage import collect_seldom
 from services.rollout.job_setup import (
     EngineFactory,
     Preparation,
-    collect_seldom,
     parse_spec,
     share_servers,
 )

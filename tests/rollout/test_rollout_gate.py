@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,3 +98,33 @@ async def test_trajectories_whose_turns_end_together_go_on_a_few_per_round_of_th
     # What comes later finds it free.
     async with asyncio.timeout(5):
         await turnstile.wait()
+
+
+@pytest.mark.parametrize(
+    ("each", "most"), [(0.001, 4), (0.01, 3), (0.035, 1)], ids=["short", "longer", "long"]
+)
+async def test_a_round_of_the_loop_ends_when_its_computing_is_spent(each: float, most: int) -> None:
+    """`each`: seconds that a trajectory computes when it goes on; `most` of them fit."""
+    computed = 0.0
+    turnstile = Turnstile(lambda: computed)
+    loop = asyncio.get_running_loop()
+    went_on: list[int] = []
+    seen = [0]  # how many had gone on, by round
+
+    def look() -> None:
+        seen.append(len(went_on))
+        if seen[-1] < 60:
+            loop.call_soon(look)
+
+    async def end_turn(number: int) -> None:
+        nonlocal computed
+        await turnstile.wait()
+        went_on.append(number)
+        computed += each
+
+    loop.call_soon(look)
+    await asyncio.gather(*(end_turn(number) for number in range(60)))
+    assert went_on == list(range(60))
+    rounds = [after - before for before, after in pairwise(seen)]
+    assert 1 <= max(rounds) <= most
+    assert rounds.count(0) <= 2  # those that wait are let in one round later

@@ -1,15 +1,21 @@
-"""How often the collector walks what trajectories hold."""
+"""How often, and for how long, the collector walks what trajectories hold."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.rollout.job_setup import collect_seldom
+from services.rollout.garbage import collect_seldom, collect_survivors
+from tests.rollout.house import House, evaluation, open_house
+from tests.rollout.processes import ServiceProcess
+
+# Objects of one collection: 0.4 to 1.3 us each, so at most 33 ms.
+WALKED = 25_000
 
 
 class _Cycle:
@@ -18,13 +24,16 @@ class _Cycle:
 
 
 @pytest.fixture
-def collections() -> Iterator[list[int]]:
-    """Generations that were collected, one after the other."""
+def collections() -> Iterator[list[tuple[int, int]]]:
+    """The generation of each collection, and how many objects it walked, one after the other."""
     before, found = gc.get_threshold(), []
 
     def told(phase: str, about: dict[str, Any]) -> None:
-        if phase == "stop":
-            found.append(about["generation"])
+        if phase == "start":
+            walked = range(about["generation"] + 1)
+            found.append(
+                (about["generation"], sum(len(gc.get_objects(generation=g)) for g in walked))
+            )
 
     gc.callbacks.append(told)
     yield found
@@ -33,18 +42,55 @@ def collections() -> Iterator[list[int]]:
     gc.unfreeze()
 
 
-def test_what_waits_is_not_walked_again_and_again(collections: list[int]) -> None:
+@pytest.fixture
+async def house(
+    tmp_path: Path, store_process: ServiceProcess, reward_process: ServiceProcess
+) -> AsyncIterator[House]:
+    async with open_house(
+        tmp_path, store=store_process.address, reward=reward_process.address
+    ) as house:
+        yield house
+
+
+def test_no_collection_walks_more_than_is_new(collections: list[tuple[int, int]]) -> None:
     collect_seldom()
     collections.clear()
     waiting = [[number] for number in range(1_000_000)]
     assert waiting
-    assert 0 < len(collections) <= 4
-    assert 2 not in collections
+    assert {generation for generation, _ in collections} == {0}  # nothing is walked twice
+    assert max(walked for _, walked in collections) <= WALKED
 
 
-def test_cycles_that_a_trajectory_leaves_still_go(collections: list[int]) -> None:
+def test_cycles_that_a_trajectory_leaves_still_go(collections: list[tuple[int, int]]) -> None:
     collect_seldom()
     left = weakref.ref(_Cycle())
     waiting = [[number] for number in range(400_000) if left() is not None]
     assert left() is None
     assert len(waiting) < 400_000
+
+
+async def test_older_cycles_go_when_few_trajectories_run(
+    house: House, collections: list[tuple[int, int]]
+) -> None:
+    await house.prepare("one_turn")
+    collect_seldom()
+    collections.clear()
+    cycle = _Cycle()
+    left = weakref.ref(cycle)
+    waiting = [[number] for number in range(400_000)]
+    del cycle
+    assert left() is not None, waiting
+    assert {generation for generation, _ in collections} <= {0}
+    await house.run(evaluation(2))
+    assert left() is None
+
+
+def test_a_process_that_does_not_collect_seldom_is_left_alone(
+    collections: list[tuple[int, int]],
+) -> None:
+    gc.set_threshold(700, 1_000, 10)
+    for _ in range(100):
+        gc.collect(0)
+    collections.clear()
+    collect_survivors()
+    assert not collections

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
@@ -19,9 +19,11 @@ from services.rollout.trajectories.clock import TrajectoryClock
 # Trajectories admitted in one iteration of the event loop. If a whole step entered at once, all of
 # it would start before the first trajectory asked for a turn, and engines would idle until then.
 _ENTRIES_PER_TICK: Final = 8
-# Trajectories that go on with a reply in one iteration. Reading a reply of a long conversation and
-# asking for the next takes 2 to 10 ms; timers and calls wait for the end of the iteration.
+# Trajectories that go on with a reply in one iteration; timers and calls wait for its end.
 _REPLIES_PER_TICK: Final = 4
+# What they may compute together in it. Reading a reply of a long conversation and asking for the
+# next takes 1 to 10 ms, where a tool returned a long text (18,000 tokens) 35 ms.
+_SECONDS_PER_TICK: Final = 0.025
 
 
 class ConcurrencyGate:
@@ -86,30 +88,49 @@ class ConcurrencyGate:
 
 
 class Turnstile:
-    """Lets trajectories whose turn has ended go on, a few per event-loop iteration, in order.
+    """Lets trajectories whose turn has ended go on, a few per event-loop iteration, in order: a
+    number at most, fewer where they compute long, always one.
 
     Engines end many turns at once. If all of their trajectories went on in one iteration, it would
     last half a second with a few hundred of them, in which no call is answered and no timer runs.
+    Those that go on at once are counted as they compute. What those compute that are let in
+    together is known after the iteration: there are as many as fit by what the last ones took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        """`clock`: seconds that the event loop's thread has computed."""
+        self._clock = clock
+        self._began = 0.0
         self._passed_this_tick = 0
+        self._fit = _REPLIES_PER_TICK
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
         """Wait for one's turn; returns at once where few want to go on."""
         if not self._passed_this_tick:
+            self._began = self._clock()
             asyncio.get_running_loop().call_soon(self._next_tick)
-        if self._passed_this_tick < _REPLIES_PER_TICK and not self._waiting:
+        if not self._waiting and self._may_pass():
             self._passed_this_tick += 1
             return
         entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         await entry
 
+    def _may_pass(self) -> bool:
+        if not self._passed_this_tick:
+            return True
+        spent = self._clock() - self._began
+        return self._passed_this_tick < self._fit and spent < _SECONDS_PER_TICK
+
     def _next_tick(self) -> None:
-        self._passed_this_tick = 0
-        while self._waiting and self._passed_this_tick < _REPLIES_PER_TICK:
+        now = self._clock()
+        # With all else that the loop did meanwhile.
+        spent = max(now - self._began, 1e-6)
+        fit = int(_SECONDS_PER_TICK * self._passed_this_tick / spent)
+        self._fit = max(1, min(_REPLIES_PER_TICK, fit))
+        self._began, self._passed_this_tick = now, 0
+        while self._waiting and self._may_pass():
             entry = self._waiting.popleft()
             if not entry.done():  # cancelled while it waited otherwise
                 entry.set_result(None)

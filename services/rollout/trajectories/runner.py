@@ -9,6 +9,7 @@ from typing import Final
 
 import structlog
 
+from services.rollout.garbage import collect_survivors
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.demonstrated import DemonstratedTrajectory
@@ -31,6 +32,8 @@ _MAX_MESSAGE_BYTES: Final = 2**20
 # Trajectories that are started in one iteration of the event loop: thousands at once took a third
 # of a second and more.
 _STARTS_PER_TICK: Final = 16
+# Running trajectories whose objects may be walked by the garbage collector all at once.
+_FEW: Final = 16
 
 _Update = rollout.TrajectoryEvent | Exception
 
@@ -183,6 +186,8 @@ class Runner:
         finally:
             if self._running.get(key) is running:
                 del self._running[key]
+            if len(self._running) <= _FEW:
+                collect_survivors()
 
     async def _cancel(self, cancelled: Sequence[_Running]) -> None:
         for running in cancelled:
