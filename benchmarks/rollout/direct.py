@@ -12,7 +12,7 @@ from benchmarks.rollout.workload import POLICY, RESPONSE, TURNS, WORDS, embedded
 from benchmarks.workloads.plain_turns import question, response_tokens
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import SamplingParams
-from services.rollout.job_setup import settle
+from services.rollout.garbage import settle
 from troupe.transfer import Transfer
 from troupe.workflow.languages import load_language
 from troupe.workflow.messages import parse_messages
