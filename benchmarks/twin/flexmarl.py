@@ -1,8 +1,8 @@
 """FlexMARL's table (arXiv 2602.09578) at its own scale: 48 hosts of 16 devices, in the twin.
 
 Published: hosts, devices, models, global batch 64, micro-batch 16, 4 queries of 16 trajectories at
-once, skewed calls, a balancing threshold of 5 turns. What is not published is in `Assumed`, chosen
-by the seconds of the rows of FlexMARL itself and of FlexMARL without balancing; the others follow.
+once, skewed calls, a balancing threshold of 5 turns, 11 s to move a policy of 32B. What is not
+published is in `Assumed` and in the constants beside it, fitted to the rows' ratios.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ HOSTS: Final = 48
 _PER_HOST: Final = 16
 _QUERIES: Final = 64
 _GROUP: Final = 16
+_LAYERS: Final = model_shape("Qwen3-14B").layers
 # Seconds per step that the paper reports.
 PUBLISHED: Final = {
     "ma": {
@@ -40,7 +41,7 @@ PUBLISHED: Final = {
 }
 ROWS: Final = {
     "serial": "MAS-RL: colocated, query after query, policy after policy",
-    "colocated": "MARTI: all devices generate, then all train",
+    "colocated": "MARTI: all devices generate, then each policy's own train",
     "sync": "without the asynchronous pipeline",
     "fixed": "without load balancing",
     "flexmarl": "FlexMARL",
@@ -49,30 +50,35 @@ ROWS: Final = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not say of a set-up."""
+    """What the paper does not say of a set-up: seven numbers and which policies are large, found
+    by a search over the twin (docs/benchmarks/twin.md)."""
 
     large: tuple[str, ...]
     """Policies of 32B; the others are of 14B."""
     rounds: float
     response: float
     """Tokens per turn: 910 tokens/s in steps of 126 s are 112 per trajectory (MA)."""
-    prompt: float
     wait: float
     wait_sigma: float
-    instances: int
-    """Engines of each policy, of `devices` devices."""
-    devices: int
-    limit: int
-    """Turns that one engine runs at once. Chosen by the row without load balancing of MA."""
+    prompt: float
     micro_batch: float
-    """Seconds of a micro-batch of 14B, launches and collectives included. Chosen so that training
-    takes about as long as rollout."""
+    """Seconds of a micro-batch of 14B besides its tokens: launches, collectives, rows."""
 
 
 SETUPS: Final = {
-    "ma": Assumed((), 1.33, 48.0, 600.0, 0.7, 1.0, 2, 4, 3, 1.25),
-    "ca": Assumed(("critic", "searcher"), 1.33, 24.0, 600.0, 0.5, 1.25, 2, 4, 4, 0.5),
+    "ma": Assumed((), 1.437, 37.0, 0.942, 1.056, 1725.0, 0.288),
+    "ca": Assumed(("coder",), 1.377, 32.1, 0.147, 0.924, 500.0, 0.2),
 }
+# Assumed in both: engines of each policy (twice as many where engines have all devices), their
+# devices, and the turns that one runs at once.
+_INSTANCES: Final = 2
+_ENGINE_DEVICES: Final = 4
+_LIMIT: Final = 5
+# Published: a policy of 32B moves off its devices, or onto them, in about 11 s.
+_SWAP_SECONDS: Final = 11.0 / model_shape("Qwen3-32B").parameters
+# A micro-batch has 16 rows, of which half a host computes one: more devices do not shorten it. The
+# training pool is one such gang, on which policies take turns by micro-batch.
+_GANG_HOSTS: Final = 8
 
 
 def job(name: str, row: str) -> TwinJob:
@@ -80,22 +86,22 @@ def job(name: str, row: str) -> TwinJob:
     given = SETUPS[name]
     device = DEVICES["910B"]
     together = row in ("serial", "colocated")
-    instances = given.instances * (2 if together else 1)
-    hosts = HOSTS // (1 if together else 2)
+    instances = _INSTANCES * (2 if together else 1)
+    hosts = HOSTS if together else _GANG_HOSTS
+    ranks = _GANG_HOSTS * _PER_HOST
+    context = given.prompt + given.response
     policies = {}
     for agent in AGENTS:
-        large = agent in given.large
-        shape = model_shape("Qwen3-32B" if large else "Qwen3-14B")
-        context = given.prompt + given.response
-        engine = engine_rates(shape, device, tensor_parallel=given.devices, context=context)
-        # Gangs of a third of the training hosts, so that policies outnumber gangs.
-        ranks = hosts // 3 * _PER_HOST
+        shape = model_shape("Qwen3-32B" if agent in given.large else "Qwen3-14B")
+        engine = engine_rates(shape, device, tensor_parallel=_ENGINE_DEVICES, context=context)
         trainer = trainer_rates(shape, device, ranks=ranks, context=context)
-        # Twice the devices halve it, as far as it is compute.
-        seconds = given.micro_batch * (2.3 if large else 1.0) / (2 if together else 1)
         policies[agent] = TwinPolicy(
-            (EngineFleet(instances, engine, limit=given.limit, devices=given.devices),),
-            replace(trainer, micro_batch_seconds=seconds),
+            (EngineFleet(instances, engine, limit=_LIMIT, devices=_ENGINE_DEVICES),),
+            replace(
+                trainer,
+                micro_batch_seconds=given.micro_batch * shape.layers / _LAYERS,
+                swap_seconds=_SWAP_SECONDS * shape.parameters,
+            ),
             ranks=ranks,
             state_bytes=int(16 * shape.parameters / ranks),
         )
@@ -113,19 +119,19 @@ def job(name: str, row: str) -> TwinJob:
     trainers = [
         RankWorker(
             f"t{n:02}",
-            slots=1,
             memory=device.memory,
             device="npu",
             devices=_PER_HOST,
             host=f"h{n:02}",
         )
-        for n in range(hosts // 3 * 3)
+        for n in range(hosts)
     ]
     balancing = None
     if row not in ("fixed", "serial", "colocated"):
         balancing = BalancingRules(threshold=5.0, hysteresis=1.0, cooldown_seconds=5.0)
     mode = {"serial": "serial", "colocated": "sync", "sync": "sync"}.get(row, "micro_batch")
-    largest = max(one.trainer.swap_seconds for one in policies.values())
+    swaps = [one.trainer.swap_seconds for one in policies.values()]
+    switch = {"serial": sum(swaps), "colocated": max(swaps)}.get(row, 0.0)
     return TwinJob(
         policies=policies,
         workload=workload,
@@ -135,12 +141,13 @@ def job(name: str, row: str) -> TwinJob:
         micro_batch=_GROUP,
         in_flight=4 * _GROUP,
         balancing=balancing,
-        switch_seconds=largest if together else 0.0,
+        switch_seconds=switch,
         control=ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1),
     )
 
 
 def table(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
-    """Means of the second step of every row of a set-up; `quick`: of two rows."""
+    """Means of every row after the first of four steps; `quick`: of two rows, of two steps."""
     rows = ("fixed", "flexmarl") if quick else tuple(ROWS)
-    return {row: Twin(job(name, row)).run(2).means(1) for row in rows}
+    steps = 2 if quick else 4
+    return {row: Twin(job(name, row)).run(steps).means(1) for row in rows}

@@ -7,13 +7,35 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.twin import mechanisms, rollart
+from benchmarks.twin import flexmarl, mechanisms, rollart
 from troupe.twin.cluster import Twin, TwinJob
 
 
 def _small(features: rollart.Features, **more: bool) -> TwinJob:
     job = rollart.job(features, fleet={"H800": 1, "H20": 1}, **more)
     return dataclasses.replace(job, queries_per_step=4, in_flight=96, micro_batch=8)
+
+
+@pytest.mark.parametrize("name", flexmarl.SETUPS)
+def test_rows_of_flexmarl_train_the_same_trajectories_in_the_published_order(name: str) -> None:
+    runs = {
+        row: Twin(dataclasses.replace(flexmarl.job(name, row), queries_per_step=32)).run(1)
+        for row in flexmarl.ROWS
+    }
+    ends = {row: run.steps[-1] for row, run in runs.items()}
+    assert len({one.trained_tokens for one in ends.values()}) == 1
+    # Engines move between policies of one model, in the rows with balancing only.
+    assert {row for row, run in runs.items() if run.moves} == {"sync", "flexmarl"}
+    # States of all policies fit on one gang: nothing is swapped.
+    assert not any(run.swaps for run in runs.values())
+    told = flexmarl.PUBLISHED[name]
+    assert sorted(ends, key=lambda row: ends[row].at) == sorted(told, key=lambda row: told[row])
+
+
+def test_every_policy_of_the_colocated_row_has_a_gang_of_its_own() -> None:
+    run = Twin(dataclasses.replace(flexmarl.job("ma", "colocated"), queries_per_step=8)).run(1)
+    hosts = [host for group in run.bound.values() for host in group]
+    assert len(set(hosts)) == len(hosts) == 5 * 8
 
 
 def test_every_row_of_rollart_trains_the_same_trajectories() -> None:
