@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from troupe.scratch import Scratch
+from troupe.disks import Scratch
 
 _END_SECONDS: Final = 20.0
 

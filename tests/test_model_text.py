@@ -15,8 +15,8 @@ from troupe.functions.library.judge import read_score
 from troupe.model_output import DEEPEST, Parsed, read_json, read_reply
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
-from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.interface import Observation
+from troupe.workflow.errors import IllegalMoveError
 from troupe.workflow.messages import PARSERS, canonical, parse_messages
 from troupe.workflow.trying.tokenizer import ByteTokenizer
 

@@ -1,10 +1,15 @@
-"""Errors and checks of full disks, in words for people."""
+"""Errors and checks of full disks; ownership and cleanup of directories in shared memory."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import logging
 import os
 import re
+import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -63,3 +68,99 @@ def shortage(directory: Path) -> str | None:
         if error.errno in _FULL:
             return f"the disk of {directory} is full ({error.strerror})"
     return None
+
+
+log = logging.getLogger(__name__)
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+def memory_root() -> Path:
+    """`/dev/shm`, or the directory for temporary files on hosts without it."""
+    writable = os.access(_SHARED_MEMORY, os.W_OK)
+    return _SHARED_MEMORY if writable else Path(tempfile.gettempdir())
+
+
+def private_directory(path: Path) -> Path:
+    """Make the directory `path` for this user alone, or check the existing one; returns it.
+
+    For predictable names in directories where every user may write. Raises PermissionError, which
+    says why, where it is a link, belongs to another user, or others may write to it; other OSErrors
+    when it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if path.is_symlink():
+        raise PermissionError(errno.EPERM, "it is a link, which another user may have made")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid})")
+        if status.st_mode & 0o022:
+            mode = stat.S_IMODE(status.st_mode)
+            raise PermissionError(errno.EPERM, f"other users may write to it (mode {mode:o})")
+        if status.st_mode & 0o055:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def is_foreseeable(path: Path) -> bool:
+    """Whether any user of the host could have made `path`: all may write where it is."""
+    try:
+        return bool(path.parent.stat().st_mode & stat.S_IWOTH) and not path.is_mount()
+    except OSError:
+        return False
+
+
+class Scratch:
+    """A directory of this process; those that killed processes with its `prefix` left are removed.
+
+    A process holds a lock on its directory, which the kernel frees however the process ends: unlike
+    process ids, this also tells live owners in other containers from dead ones.
+    """
+
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
+        """Below `root`; None: in host memory. Raises OSError."""
+        root = root or memory_root()
+        _sweep(root, prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            # Another process may remove it before it is locked: then another one is made.
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.is_dir():
+                    return
+                os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove the directory with its content. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sweep(root: Path, prefix: str) -> None:
+    for left in root.glob(f"{prefix}*"):
+        # Removed meanwhile, another user's, or (BlockingIOError) in use.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    continue
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+                log.info("removed %s, which a killed process had left", left)
+            finally:
+                os.close(descriptor)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.networks.tasks import Task
 from troupe.networks.actor import Actor, Seat
-from troupe.networks.learning import make_learner
+from troupe.networks.jobs import make_learner
 from troupe.networks.vector import make_environment
 
 # Far from the seeds that training plays with.

@@ -19,7 +19,7 @@ from benchmarks.sampling.worlds import AGENTS, CALL, STEPS
 from troupe.job.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies
-from troupe.networks.learning import make_learner
+from troupe.networks.jobs import make_learner
 from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment, make_environment
 
 _JOIN_SECONDS = 20.0

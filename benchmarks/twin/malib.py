@@ -20,8 +20,7 @@ import simpy
 
 from benchmarks.twin.control import QUIET
 from troupe.populations import solve
-from troupe.populations.matches import Precision, matches_due
-from troupe.populations.payoffs import PayoffTable
+from troupe.populations.payoffs import PayoffTable, Precision, matches_due
 from troupe.populations.slots import match_waves
 from troupe.scheduling import admission
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Final
 
-from troupe.workflow.environments.errors import EnvironmentFault
+from troupe.workflow.errors import EnvironmentFault
 
 AGENT: Final = "player"
 # About 100 tokens with a tokenizer of characters.

@@ -13,10 +13,10 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from troupe.disks import memory_root
 from troupe.rpc import ClientSettings, InvalidArgument, RetryPolicy
 from troupe.rpc.addresses import is_loopback_host, join_address, split_address
 from troupe.rpc.settings import Token
-from troupe.scratch import memory_root
 
 S = TypeVar("S", bound="ServiceSettings")
 

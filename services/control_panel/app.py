@@ -1,25 +1,31 @@
-"""The FastAPI application: REST under /api, the page at /, OpenAPI at /docs."""
+"""The FastAPI application: REST under /api, the page at /, OpenAPI at /docs; checks of requests."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import FileResponse
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette import EventSourceResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.control_panel import access, calls, functions_api, jobs_api, limits, plan_api, views
+from services.control_panel import access, calls, functions_api, jobs_api, plan_api
 from services.control_panel.access import Panel
 from services.control_panel.calls import Upstream, upstream
 from services.control_panel.events import EVENT_STREAM, ClusterFeed
+from services.control_panel.views import Problem
 from troupe import __version__
 from troupe.client.conversion import to_json
+from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc import ClientSettings
+from troupe.rpc.errors import InvalidArgument
 from troupe.v1 import orchestrator_pb2 as pb
 
 STATIC = Path(__file__).parent / "static"
@@ -53,14 +59,14 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(limits.known_query)],
-        responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
+        dependencies=[Depends(known_query)],
+        responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}},
     )
     calls.install(app)
     describe = app.openapi
-    app.openapi = lambda: limits.openapi_of_errors(describe())  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_of_errors(describe())  # type: ignore[method-assign]
     # Inside the access checks, so that the body of a refused request is not read.
-    app.add_middleware(limits.BoundedBodies)
+    app.add_middleware(BoundedBodies)
     app.include_router(access.router)
     app.include_router(jobs_api.router)
     app.include_router(jobs_api.samples)
@@ -105,3 +111,85 @@ def create_app(
         return EventSourceResponse(request.app.state.feed.events(), ping=15)
 
     return app
+
+
+# Deployed functions come with their source; other bodies are small.
+MAX_BODY_BYTES: Final = 16 * 2**20
+
+
+class BoundedBodies:
+    """ASGI middleware: reads a request's body before the application does, or refuses it."""
+
+    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._bodies = BodyReader(limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 413 to a body that is too large, 408 to one that arrives too slowly."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            async with self._bodies.read(scope["headers"], receive) as body:
+                whole = [bytes(body)]
+                del body
+
+                async def replay() -> Message:
+                    if whole:
+                        return {"type": "http.request", "body": whole.pop(), "more_body": False}
+                    return await receive()
+
+                return await self._app(scope, replay, send)
+        except BodyTooLarge as error:
+            problem = Problem(
+                title="body_too_large",
+                status=413,
+                detail=str(error),
+                field="body",
+                remedy="Send less; keep data in files that the cluster's services can read.",
+            )
+        except BodyTooSlow as error:
+            problem = Problem(
+                title="body_too_slow",
+                status=408,
+                detail=str(error),
+                field="body",
+                remedy="Send it again, faster or when the panel has less to do.",
+            )
+        except ClientGone:
+            return None
+        return await calls.answer(problem)(scope, receive, send)
+
+
+async def known_query(request: Request) -> None:
+    """Refuse unknown query parameters, since a misspelt one would have no effect.
+
+    Raises InvalidArgument.
+    """
+    route = request.scope.get("route")
+    if not isinstance(route, APIRoute) or not route.path.startswith("/api/"):
+        return
+    known = sorted(field.alias for field in route.dependant.query_params)
+    for name, value in request.query_params.items():
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        raise InvalidArgument(
+            "there is no such parameter",
+            field=f"query.{name}",
+            value=value,
+            remedy=f"Did you mean `{close[0]}`?"
+            if close
+            else f"This call takes: {', '.join(known) or 'none'}.",
+        )
+
+
+def openapi_of_errors(document: dict[str, Any]) -> dict[str, Any]:
+    """`document` (OpenAPI) with `application/problem+json` as the type of every error answer."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            for status, answer in operation["responses"].items():
+                if status[0] in "45" and "application/json" in answer.get("content", {}):
+                    answer["content"] = {
+                        "application/problem+json": answer["content"]["application/json"]
+                    }
+    return document

@@ -22,7 +22,7 @@ from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction, quantile
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, PendingInvocation, Queues
-from services.reward.quota.manager import Budget, QuotaManager
+from services.reward.quota import Budget, QuotaManager
 from troupe.scheduling.elastic import DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
 from troupe.v1 import reward_pb2 as pb

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from services.reward.call import FunctionCall, WorkerSlot
 from services.reward.function import LineSplitter, RegisteredFunction
-from services.reward.quota.manager import Budget
+from services.reward.quota import Budget
 from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.scheduling.elastic.order import FairShares
 from troupe.v1 import reward_pb2 as pb

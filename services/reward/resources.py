@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from services.reward.gpu.manager import MODEL, ModelPlacement
-from services.reward.quota.manager import QUOTA
+from services.reward.quota import QUOTA
 from services.reward.sandboxes.profile import PROCESS
 from troupe.scheduling.elastic import Running
 from troupe.v1 import reward_pb2 as pb

@@ -26,7 +26,7 @@ from services.reward.function import (
 )
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, PendingInvocation, cost
-from services.reward.quota.manager import QuotaManager
+from services.reward.quota import QuotaManager
 from services.reward.sandboxes.manager import SandboxGone, SandboxManager, SandboxSlot
 from services.reward.settings import RewardSettings
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable

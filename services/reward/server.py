@@ -14,7 +14,7 @@ from services.reward.call import fitted
 from services.reward.function import FunctionRegistry, listening
 from services.reward.host import LocalHost
 from services.reward.hosts.link import AttachedHosts, HostFleet
-from services.reward.quota.manager import open_quotas
+from services.reward.quota import open_quotas
 from services.reward.runtime import Invocations, Runtime
 from services.reward.settings import RewardSettings
 from troupe.functions.sources import SourceStore

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
 from services.reward.gpu.manager import ModelSettings
-from services.reward.quota.manager import QuotaSettings
+from services.reward.quota import QuotaSettings
 
 
 class RewardSettings(ServiceSettings):

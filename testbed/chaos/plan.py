@@ -12,8 +12,8 @@ from troupe.cluster import ClusterSettings, NotWritable
 from troupe.cluster.settings import default_transfer_dir
 from troupe.functions.costs import DEFAULTS
 from troupe.job import JobSpec, parse_job
+from troupe.rpc.channel import FAULTS_VARIABLE, FaultSettings
 from troupe.rpc.errors import InvalidArgument
-from troupe.rpc.faults import VARIABLE, FaultSettings
 
 JOB_ID: Final = "chaos"
 _WIRE_KINDS: Final = frozenset({PARTITION, DELAY, FULL_QUEUE})
@@ -67,7 +67,7 @@ class ChaosPlan:
         found: dict[str, str] = {}
         if DUPLICATE in self.kinds:
             delay = 0.1 if DELAY in self.kinds else 0.0
-            found[VARIABLE] = FaultSettings(0.05, delay, 0.2, self.seed).text()
+            found[FAULTS_VARIABLE] = FaultSettings(0.05, delay, 0.2, self.seed).text()
         if FULL_QUEUE in self.kinds:
             found["TROUPE_STORE_HIGH_WATER_MIB"] = "1"
         return found

@@ -15,7 +15,7 @@ from benchmarks.trajectories.__main__ import figures
 from benchmarks.trajectories.workload import FULL, QUICK, job, lockstep_rows, redundancy_rows
 from benchmarks.workloads.slow_worlds import Worlds, play
 from tests.benchmarks.quick import quick_run
-from troupe.workflow.environments.errors import EnvironmentFault
+from troupe.workflow.errors import EnvironmentFault
 
 
 class _Agents:

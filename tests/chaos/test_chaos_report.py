@@ -20,7 +20,7 @@ from tests.support import tiny_team
 from troupe.cluster import ClusterSettings, NotWritable
 from troupe.job import parse_job
 from troupe.rpc import InvalidArgument
-from troupe.rpc.faults import FaultSettings
+from troupe.rpc.channel import FaultSettings
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 

@@ -14,7 +14,7 @@ from services.chassis.app import RunningServer, serve
 from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.settings import ServiceSettings
 from troupe.rpc import InvalidArgument, NotFound, connect, connect_sync, new_id
-from troupe.rpc.faults import VARIABLE, Faults, FaultSettings, Twice, faults_of
+from troupe.rpc.channel import FAULTS_VARIABLE, Faults, FaultSettings, Twice, faults_of
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
@@ -29,7 +29,7 @@ async def server() -> AsyncIterator[RunningServer[ServiceSettings]]:
 async def test_a_duplicate_has_no_second_effect(
     server: RunningServer[ServiceSettings], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setenv(VARIABLE, f"duplicate=1,seed={seed}")
+    monkeypatch.setenv(FAULTS_VARIABLE, f"duplicate=1,seed={seed}")
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         requests = [
@@ -55,7 +55,7 @@ async def test_every_duplicate_really_arrives(
         return observe(self, method, *rest)
 
     monkeypatch.setattr(ChassisInterceptor, "_observe", counting)
-    monkeypatch.setenv(VARIABLE, "duplicate=1,seed=3")
+    monkeypatch.setenv(FAULTS_VARIABLE, "duplicate=1,seed=3")
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         for _ in range(5):
@@ -66,7 +66,7 @@ async def test_every_duplicate_really_arrives(
 async def test_the_blocking_channel_sends_twice_too(
     server: RunningServer[ServiceSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "duplicate=1,delay=1:0.01")
+    monkeypatch.setenv(FAULTS_VARIABLE, "duplicate=1,delay=1:0.01")
 
     def calls() -> list[int]:
         with connect_sync(server.address) as channel:
@@ -82,7 +82,7 @@ async def test_the_blocking_channel_sends_twice_too(
 async def test_a_late_call_is_late_and_right(
     server: RunningServer[ServiceSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "delay=1:0.2,seed=5")
+    monkeypatch.setenv(FAULTS_VARIABLE, "delay=1:0.2,seed=5")
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         started = time.monotonic()
@@ -98,7 +98,7 @@ def _sum_of_pauses(faults: Faults, calls: int) -> float:
 
 
 def test_nothing_is_drawn_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(FAULTS_VARIABLE, raising=False)
     assert faults_of("127.0.0.1:1") is None
 
 
@@ -126,7 +126,7 @@ def test_settings_are_read_as_they_are_written() -> None:
     ["duplicate=2", "duplicate=often", "delay=0.1", "delay=0.1:-1", "seed=x", "drop=0.5"],
 )
 def test_bad_settings_are_named(text: str) -> None:
-    with pytest.raises(InvalidArgument, match=VARIABLE) as caught:
+    with pytest.raises(InvalidArgument, match=FAULTS_VARIABLE) as caught:
         FaultSettings.parse(text)
     assert text in str(caught.value)
     assert "Write for example" in str(caught.value)

@@ -30,9 +30,9 @@ from troupe.cluster.state import (
     sign_in_link,
     token_path,
 )
+from troupe.disks import Scratch, memory_root, private_directory
 from troupe.rpc.errors import InvalidArgument, Unauthenticated
 from troupe.rpc.tokens import ClusterRecord, local_token, read_token
-from troupe.scratch import Scratch, memory_root, private_directory
 from troupe.transfer import Transfer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from services.control_panel.app import create_app
-from services.control_panel.limits import MAX_BODY_BYTES
+from services.control_panel.app import MAX_BODY_BYTES, create_app
 from tests.control_panel.conftest import Panel
 from troupe.v1 import orchestrator_pb2 as pb
 

@@ -27,7 +27,7 @@ from services.reward.settings import RewardSettings
 from services.rollout.settings import RolloutSettings
 from services.trainer.gang.__main__ import FollowerSettings
 from services.trainer.settings import TrainerSettings
-from troupe.scratch import memory_root
+from troupe.disks import memory_root
 
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERNETES: Final = kubernetes_validate.latest_version()

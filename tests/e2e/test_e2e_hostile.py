@@ -19,7 +19,7 @@ WORLDS = '''
 import os
 import sys
 
-from troupe.networks.environments.two_step import TwoStep
+from troupe.networks.environments.matrix import TwoStep
 
 
 def exits(copies):

@@ -22,7 +22,7 @@ from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of
 from troupe.networks.vector import Spaces
-from troupe.populations.arrangements import agent_nash_conv, agent_values, mixed
+from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.transfer import checksum_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

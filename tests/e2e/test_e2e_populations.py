@@ -15,8 +15,8 @@ from examples.games.kuhn import workflow
 from examples.games.model import make_model
 from tests.e2e.conftest import House
 from tests.e2e.populated import another, until
-from troupe.populations.arrangements import agent_values, mixed
 from troupe.populations.enumerated import Enumeration, probabilities, score_request
+from troupe.populations.tree import agent_values, mixed
 from troupe.rpc import connect
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tests.support.hostile import leaf_errors, nested_group, raising
-from troupe.networks.environments.two_step import TwoStep
+from troupe.networks.environments.matrix import TwoStep
 from troupe.rpc.errors import Unavailable
 
 ERRORS = [*leaf_errors(), nested_group(KeyboardInterrupt(), 2), Unavailable("of the user's")]

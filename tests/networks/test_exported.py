@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.networks.learner import NetworkLearner
-from troupe.checkpoints.card import write_card
+from troupe.checkpoints.hub import write_card
 from troupe.checkpoints.verifying import Lineage
 from troupe.job import JobSpec
 from troupe.networks.exported import ExportedNetwork

@@ -13,8 +13,8 @@ from open_spiel.python.algorithms.exploitability import nash_conv as their_nash_
 from open_spiel.python.policy import TabularPolicy
 
 from examples.games.kuhn import kuhn, workflow
-from troupe.populations.arrangements import agent_nash_conv, agent_values, mixed
 from troupe.populations.enumerated import FORFEIT, Enumeration, probabilities, score_request
+from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import play
 from troupe.workflow.environments import GameWorkflow, IllegalRule, PlayRules

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.populations import PayoffTable, Precision, matches_due, seats
-from troupe.populations.matches import turn_beside
+from troupe.populations.payoffs import turn_beside
 
 
 def test_means_and_variances_are_those_of_the_matches() -> None:

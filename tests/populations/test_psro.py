@@ -15,9 +15,9 @@ pytest.importorskip("torchrl")
 from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec  # noqa: E402
 from troupe.networks.actor import Actor, Seat  # noqa: E402
 from troupe.networks.environments.openspiel import GameCopies  # noqa: E402
-from troupe.networks.learning import make_learner  # noqa: E402
+from troupe.networks.jobs import make_learner  # noqa: E402
 from troupe.populations.histories import Histories  # noqa: E402
-from troupe.populations.matches import Precision  # noqa: E402
+from troupe.populations.payoffs import Precision  # noqa: E402
 from troupe.populations.psro import (  # noqa: E402
     LearnedPsro,
     Oracle,

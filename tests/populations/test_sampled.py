@@ -14,8 +14,7 @@ pytest.importorskip("pyspiel")
 
 from troupe.populations.games import Array
 from troupe.populations.histories import Histories
-from troupe.populations.matches import Precision
-from troupe.populations.payoffs import PayoffTable
+from troupe.populations.payoffs import PayoffTable, Precision
 from troupe.populations.psro import MetaGame, SampledGame
 
 

@@ -20,7 +20,7 @@ from services.reward.call import FunctionCall
 from services.reward.cgroups import Affinity, CoreManager, usable_cores
 from services.reward.function import RegisteredFunction
 from services.reward.queues import PendingInvocation, Queues
-from services.reward.quota.manager import Budget
+from services.reward.quota import Budget
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb

@@ -15,7 +15,7 @@ from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost
 from services.reward.queues import PendingInvocation
-from services.reward.quota.manager import Budget
+from services.reward.quota import Budget
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
 from troupe.rpc import Unavailable

@@ -13,7 +13,7 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
 from services.reward.function import RegisteredFunction, declared_seconds, expect, learn
-from services.reward.quota.manager import Budget
+from services.reward.quota import Budget
 from services.reward.runtime import Runtime
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb

@@ -13,7 +13,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.quota.manager import QUOTA, LocalBuckets, QuotaManager, RedisBuckets
+from services.reward.quota import QUOTA, LocalBuckets, QuotaManager, RedisBuckets
 from tests.support.redis_server import RedisServer
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket

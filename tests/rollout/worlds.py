@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from services.rollout.trajectories.watchdog import IN_WORKFLOW
-from troupe.workflow.environments.errors import EnvironmentFault
+from troupe.workflow.errors import EnvironmentFault
 
 # By trajectory: what was said in each attempt.
 SAID: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)

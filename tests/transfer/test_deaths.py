@@ -20,8 +20,8 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from troupe.disks import Scratch
 from troupe.rpc import ClientSettings
-from troupe.scratch import Scratch
 from troupe.transfer import Transfer, segments
 from troupe.transfer.remote import Peer, TransferOwner, serving
 from troupe.transfer.remote.serving import PinnedStates

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.scratch import Scratch
+from troupe.disks import Scratch
 from troupe.transfer import Transfer, checksum_of, segments
 
 KEY = "job/solver/weights@1"

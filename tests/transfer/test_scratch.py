@@ -9,13 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
-from troupe.scratch import Scratch
+from troupe.disks import Scratch
 
 
 def test_what_a_killed_process_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
     code = (
         "import os, pathlib\n"
-        "from troupe.scratch import Scratch\n"
+        "from troupe.disks import Scratch\n"
         f"path = Scratch('mine-', pathlib.Path({str(tmp_path)!r})).path\n"
         "(path / 'state').write_bytes(b'x')\n"
         "print(path, flush=True)\n"

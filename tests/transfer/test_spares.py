@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.scratch import Scratch
+from troupe.disks import Scratch
 from troupe.transfer import Corrupt, Manifest, Transfer, segments
 from troupe.transfer import segments as shelf_module
 from troupe.transfer.blob import chunks_of

@@ -47,11 +47,11 @@ from troupe.cluster.state import (
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor
+from troupe.disks import is_foreseeable, private_directory
 from troupe.rpc import NO_RETRY, ClientSettings, connect
 from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.tokens import ClusterRecord
-from troupe.scratch import is_foreseeable, private_directory
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as rpc
 

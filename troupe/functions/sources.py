@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from troupe.disks import Scratch
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
-from troupe.scratch import Scratch
 from troupe.v1 import orchestrator_pb2, reward_pb2
 
 if TYPE_CHECKING:

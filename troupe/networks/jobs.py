@@ -1,4 +1,5 @@
-"""The vector environment of a job of networks, made by rollout workers and trainers."""
+"""The vector environment of a job of networks, made by rollout workers and trainers, and the
+learner of one policy's network (`make_learner`)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,15 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from troupe.job import JobSpec
-from troupe.networks.vector import VectorEnvironment, make_environment
+from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
+from troupe.networks.learner_state import NetworkTrainer as NetworkTrainer
+from troupe.networks.maddpg import DeterministicLearner
+from troupe.networks.ppo import PPOLearner
+from troupe.networks.qlearning import QLearner
+from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow import shipped
@@ -85,3 +93,27 @@ def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ..
     """The agents that a policy may play, in the order of `agents`; its network is made for them."""
     roster = job.roster(policy)
     return tuple(name for name in agents if name in roster)
+
+
+def make_learner(
+    spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int
+) -> NetworkTrainer:
+    """The learner of one policy that plays `agents`, in the environment's order.
+
+    `seed` determines its initial weights and all its random numbers. Raises InvalidArgument for a
+    paradigm that cannot train on these spaces.
+    """
+    if not agents:
+        raise InvalidArgument("a policy plays at least one agent", field="agents")
+    played, learning = tuple(agents), spec.learning
+    made: NetworkTrainer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(learning, PPOSpec):
+            made = PPOLearner(spec, learning, spaces, played)
+        elif isinstance(learning, QLearningSpec):
+            made = QLearner(spec, learning, spaces, played)
+        else:
+            made = DeterministicLearner(spec, learning, spaces, played)
+    made.seed(seed)
+    return made

@@ -106,7 +106,7 @@ Factory = Callable[..., VectorEnvironment]
 # Entrypoints of built-in environments, by the names that jobs give them.
 BUILT_IN: Final[dict[str, str]] = {
     "simple_spread": "troupe.networks.environments.simple_spread:SimpleSpread",
-    "two_step": "troupe.networks.environments.two_step:TwoStep",
+    "two_step": "troupe.networks.environments.matrix:TwoStep",
     "matrix": "troupe.networks.environments.matrix:MatrixGame",
     "pettingzoo": "troupe.networks.environments.gymnasium:PettingZooCopies",
     "gymnasium": "troupe.networks.environments.gymnasium:GymnasiumCopies",

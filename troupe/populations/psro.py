@@ -20,12 +20,11 @@ from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies, histories_of
-from troupe.networks.learning import make_learner
+from troupe.networks.jobs import make_learner
 from troupe.networks.vector import Spaces
 from troupe.populations.games import Array, Profile
 from troupe.populations.histories import Histories, cumulated
-from troupe.populations.matches import Precision, matches_due
-from troupe.populations.payoffs import Members, PayoffTable
+from troupe.populations.payoffs import Members, PayoffTable, Precision, matches_due
 from troupe.populations.solvers import MetaSolver, solve
 from troupe.populations.tree import Indices, SequenceForm
 

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from pydantic import SecretStr
 
+from troupe.disks import memory_root, private_directory
 from troupe.rpc.addresses import host_of, is_loopback_host
-from troupe.scratch import memory_root, private_directory
 
 _LINK_SECONDS: Final = 24 * 3600.0
 _SESSION_SECONDS: Final = 7 * 24 * 3600.0

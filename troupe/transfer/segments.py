@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import xxhash
 
+from troupe.disks import is_foreseeable, private_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
-from troupe.scratch import is_foreseeable, private_directory
 from troupe.transfer import blob
 from troupe.transfer.arguments import SEGMENT, check_key, why_no_key
 from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from troupe.disks import memory_root
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.scratch import memory_root
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound
 

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline, cancel_all, run_all, run_with_background
-from services.orchestrator.pipeline.curriculum import Curriculum
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
 from services.orchestrator.pipeline.evaluation import (
     check_failures,
@@ -49,7 +48,13 @@ from services.orchestrator.pipeline.metrics import (
     staleness,
     without_signal,
 )
-from services.orchestrator.pipeline.step_queries import STALE, SURPLUS, Cursor, StepQueries
+from services.orchestrator.pipeline.step_queries import (
+    STALE,
+    SURPLUS,
+    Curriculum,
+    Cursor,
+    StepQueries,
+)
 from services.orchestrator.placement.device_turns import DeviceTurns
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers

@@ -29,10 +29,10 @@ from services.orchestrator.populations.state import (
 )
 from troupe.job.population import OpponentPool
 from troupe.populations import seats
-from troupe.populations.arrangements import agent_nash_conv, agent_values, mixed
 from troupe.populations.enumerated import Enumeration, Question, probabilities, score_request
 from troupe.populations.games import Array
 from troupe.populations.slots import visible_cells
+from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError, Unavailable
 from troupe.v1 import rollout_pb2 as ro
 from troupe.workflow import WorkflowError

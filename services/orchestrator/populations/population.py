@@ -41,8 +41,7 @@ from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import timestamp
 from troupe.job import JobSpec
 from troupe.populations import Precision, matches_due, seats
-from troupe.populations.matches import turn_beside
-from troupe.populations.payoffs import Members, PayoffTable, rated
+from troupe.populations.payoffs import Members, PayoffTable, rated, turn_beside
 from troupe.populations.slots import match_waves, visible_cells
 from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.scheduling import admission

@@ -23,6 +23,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.chassis.telemetry import Telemetry
+from troupe.disks import Scratch
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import (
     SIZES,
@@ -34,7 +35,6 @@ from troupe.scheduling.elastic.cells import (
     meet,
     plan,
 )
-from troupe.scratch import Scratch
 
 # Prefix of the resource names of models.
 MODEL: Final = "model:"

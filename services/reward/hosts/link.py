@@ -23,7 +23,7 @@ from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, WORKERS
-from services.reward.quota.manager import QUOTA, QuotaManager
+from services.reward.quota import QUOTA, QuotaManager
 from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
 from services.reward.sandboxes.profile import CONTAINER, PROCESS
 from troupe.functions.sources import SourceStore

@@ -20,10 +20,10 @@ import structlog
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot, outcome_of, sendable
 from services.reward.cgroups import BASE_MIB, ControlGroups, CoreLease, CoreManager
 from services.reward.function import RegisteredFunction
-from services.reward.sandboxes.bubblewrap import BubblewrapBackend
 from services.reward.sandboxes.container import ContainerBackend
 from services.reward.sandboxes.profile import CONTAINER, SandboxProfile
 from services.reward.sandboxes.sandbox import (
+    BubblewrapBackend,
     CallTimedOut,
     Sandbox,
     SandboxBackend,

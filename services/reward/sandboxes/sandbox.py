@@ -1,6 +1,7 @@
 """One sandbox that outlives its calls: its process, and the frames to the supervisor inside.
 
-What comes out of a sandbox is hostile input: it is bounded and parsed, and nothing more.
+What comes out of a sandbox is hostile input: it is bounded and parsed, and nothing more. Backends
+start one: `BubblewrapBackend` on this host, `container.py` in a container.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any, Final
 import structlog
 
 from services.reward import worker
-from services.reward.cgroups import CoreLease, family, kill_with_children
+from services.reward.cgroups import (
+    ControlGroups,
+    CoreLease,
+    CoreManager,
+    family,
+    kill_with_children,
+)
+from services.reward.sandboxes import supervisor
+from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import HEADER, how_it_ended, read_frame, start_process
 from troupe.rpc import TroupeError
 
@@ -332,3 +341,59 @@ class Sandbox:
         assert self._process.stderr is not None
         while part := await self._process.stderr.read(_PART_BYTES):
             self._printed.append(part)
+
+
+class BubblewrapBackend(SandboxBackend):
+    """A bubblewrap sandbox, frozen between calls where control groups can do that.
+
+    Elsewhere nothing but the supervisor is left between calls, and it waits for the next one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        profile: SandboxProfile,
+        groups: ControlGroups | None,
+        cores: CoreManager | None,
+    ) -> None:
+        """`groups` limit what it takes as a whole, if there are any; `cores` hands cores out."""
+        self._name, self._profile = name, profile
+        self._groups, self._cores = groups, cores
+
+    def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
+        files = [supervisor.__file__, worker.__file__]
+        command, environment = self._profile.wrap(files, first=True)
+        return command, environment, b""
+
+    async def entered(self, pids: Sequence[int]) -> None:
+        if self._cores is not None:
+            self._cores.adopt(self._name, pids)
+        if self._groups is not None:
+            profile = self._profile
+            self._groups.confine(self._name, pids, profile.processes, profile.memory_mib)
+
+    async def grant(self, lease: CoreLease) -> None:
+        if self._cores is not None:
+            self._cores.grant(lease)
+
+    async def withdraw(self, lease: CoreLease) -> None:
+        if self._cores is not None:
+            self._cores.withdraw(lease)
+
+    def memory_kills(self) -> int:
+        return self._groups.memory_kills(self._name) if self._groups is not None else 0
+
+    async def freeze(self) -> None:
+        if self._groups is not None and "freezer" in self._groups.controllers:
+            await asyncio.to_thread(self._groups.freeze, self._name)
+
+    async def thaw(self) -> None:
+        if self._groups is None or "freezer" not in self._groups.controllers:
+            return
+        if self._groups.frozen(self._name):
+            self._groups.thaw(self._name)
+
+    async def ended(self) -> None:
+        for manager in (self._cores, self._groups):
+            if manager is not None:
+                manager.forget(self._name)

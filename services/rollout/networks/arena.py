@@ -25,8 +25,8 @@ from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import WorkflowError
-from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
 from troupe.workflow.environments.host import COUNTERS
+from troupe.workflow.errors import EnvironmentFault, FaultReason
 
 if TYPE_CHECKING:
     import torch

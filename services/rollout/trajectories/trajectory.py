@@ -42,8 +42,7 @@ from troupe.workflow import (
     WorkflowError,
     scoring,
 )
-from troupe.workflow.environments.errors import EnvironmentFault
-from troupe.workflow.errors import is_own
+from troupe.workflow.errors import EnvironmentFault, is_own
 from troupe.workflow.samples import metrics_of, rows_of
 
 log = structlog.get_logger(__name__)

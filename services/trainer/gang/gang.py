@@ -39,6 +39,7 @@ from services.trainer.sending import Conversation
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.devices import find_devices
+from troupe.disks import Scratch
 from troupe.rpc import (
     NO_RETRY,
     Aborted,
@@ -51,7 +52,6 @@ from troupe.rpc import (
 )
 from troupe.rpc.addresses import join_address, split_address
 from troupe.rpc.channel import connect_sync
-from troupe.scratch import Scratch
 from troupe.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = structlog.get_logger("troupe.gang")

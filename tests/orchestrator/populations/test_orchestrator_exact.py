@@ -12,8 +12,8 @@ from services.orchestrator.populations import exact
 from tests.orchestrator.playing import game, lasting, population
 from tests.support.cluster import Cluster, job_yaml
 from troupe.populations import enumerated
-from troupe.populations.arrangements import agent_values, mixed
 from troupe.populations.enumerated import Enumeration
+from troupe.populations.tree import agent_values, mixed
 from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch

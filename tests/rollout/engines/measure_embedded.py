@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.requests import SamplingParams
+from troupe.disks import Scratch
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
-from troupe.scratch import Scratch
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 

@@ -21,7 +21,7 @@ from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow import ToolError, TurnError, WorkflowError
-from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
+from troupe.workflow.errors import EnvironmentContractError, EnvironmentFault
 
 ABORTED = common.TRAJECTORY_STATE_ABORTED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED

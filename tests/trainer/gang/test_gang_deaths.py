@@ -56,7 +56,7 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where gangs have their files."""
     root = tmp_path / "memory"
     root.mkdir()
-    monkeypatch.setattr("troupe.scratch.memory_root", lambda: root)
+    monkeypatch.setattr("troupe.disks.memory_root", lambda: root)
     return root
 
 

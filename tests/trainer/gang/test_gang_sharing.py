@@ -142,7 +142,7 @@ def test_no_room_in_memory_is_named_and_the_gang_goes_on(
 def test_an_endpoint_that_is_none_is_named_and_leaves_nothing(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("troupe.scratch.memory_root", lambda: tmp_path)
+    monkeypatch.setattr("troupe.disks.memory_root", lambda: tmp_path)
     for endpoint in ("no-such-host.invalid:0", "127.0.0.1", "127.0.0.1:http"):
         gangs = Gangs(TrainerSettings(gang_ranks=2, gang_endpoint=endpoint))
         with pytest.raises(FailedPrecondition) as refused:

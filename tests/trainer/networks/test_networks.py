@@ -21,8 +21,7 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe import tensors
 from troupe.job import JobSpec
 from troupe.networks.actor import Actor, Seat
-from troupe.networks.jobs import environment_of
-from troupe.networks.learning import make_learner
+from troupe.networks.jobs import environment_of, make_learner
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb

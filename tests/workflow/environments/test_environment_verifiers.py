@@ -21,7 +21,7 @@ from troupe.workflow.environments.adapters.verifiers import (
     assign_roles,
     merged,
 )
-from troupe.workflow.environments.errors import EnvironmentContractError
+from troupe.workflow.errors import EnvironmentContractError
 
 
 def test_roles_are_agents_of_their_names_or_the_only_ones() -> None:

@@ -22,8 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from troupe import __version__
-from troupe.checkpoints.card import rewards_in, rewards_of, write_card
-from troupe.checkpoints.hub import HubRepository, is_export
+from troupe.checkpoints.hub import HubRepository, is_export, rewards_in, rewards_of, write_card
 from troupe.checkpoints.merging import ByteBar, is_adapter_folder, merge_in_place
 from troupe.checkpoints.retention import (
     choose,

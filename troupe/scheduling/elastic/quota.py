@@ -1,7 +1,7 @@
 """Quotas of external interfaces: calls per second and concurrent calls, shared by many callers.
 
 A token bucket with a bound on units in use and a first-come-first-served line, so no caller
-starves. Pure: `now` is the caller's, in seconds. `services/reward/quota/quota.lua` is the same
+starves. Pure: `now` is the caller's, in seconds. `services/reward/quota.lua` is the same
 arithmetic for callers on several hosts.
 """
 

@@ -19,17 +19,6 @@ from troupe.workflow.environments.episode import (
     prompt,
     read_move,
 )
-from troupe.workflow.environments.errors import (
-    EnvironmentContractError,
-    EnvironmentFault,
-    EpisodeOverError,
-    IllegalMoveError,
-    MissingLibraryError,
-    MoveError,
-    ObservationTooLargeError,
-    RewardNotFiniteError,
-    UnknownPlayerError,
-)
 from troupe.workflow.environments.game import Episodes, GameWorkflow, play_game, reward_turns
 from troupe.workflow.environments.host import (
     COUNTERS,
@@ -49,6 +38,17 @@ from troupe.workflow.environments.interface import (
     Step,
 )
 from troupe.workflow.environments.process import EnvironmentPool, Hosted, hosted
+from troupe.workflow.errors import (
+    EnvironmentContractError,
+    EnvironmentFault,
+    EpisodeOverError,
+    IllegalMoveError,
+    MissingLibraryError,
+    MoveError,
+    ObservationTooLargeError,
+    RewardNotFiniteError,
+    UnknownPlayerError,
+)
 
 __all__ = [
     "COUNTERS",

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from troupe.outcomes import NotJsonError, json_text
-from troupe.workflow.environments import errors
+from troupe.workflow import errors
 from troupe.workflow.environments.contract import is_reset, is_step
 from troupe.workflow.environments.host import open_environment, raised_fault
 from troupe.workflow.environments.interface import Environment, Observation, Properties, Reset, Step

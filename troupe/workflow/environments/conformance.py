@@ -23,15 +23,6 @@ from troupe.user_code import interruptible
 from troupe.workflow.environments import child
 from troupe.workflow.environments.contract import Contract
 from troupe.workflow.environments.episode import Seating
-from troupe.workflow.environments.errors import (
-    EnvironmentContractError,
-    EpisodeOverError,
-    IllegalMoveError,
-    MoveError,
-    ObservationTooLargeError,
-    RewardNotFiniteError,
-    UnknownPlayerError,
-)
 from troupe.workflow.environments.host import raised_fault
 from troupe.workflow.environments.interface import (
     Action,
@@ -42,7 +33,16 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import WorkflowError
+from troupe.workflow.errors import (
+    EnvironmentContractError,
+    EpisodeOverError,
+    IllegalMoveError,
+    MoveError,
+    ObservationTooLargeError,
+    RewardNotFiniteError,
+    UnknownPlayerError,
+    WorkflowError,
+)
 
 Mover = Callable[[Observation, random.Random, str], Action]
 """(observation, random, seat) -> action."""

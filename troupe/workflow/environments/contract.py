@@ -6,14 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from troupe.outcomes import NotFiniteError, finite_number
-from troupe.workflow.environments.errors import (
-    EnvironmentContractError,
-    EpisodeOverError,
-    IllegalMoveError,
-    ObservationTooLargeError,
-    RewardNotFiniteError,
-    UnknownPlayerError,
-)
 from troupe.workflow.environments.interface import (
     Action,
     Observation,
@@ -21,7 +13,15 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import shown
+from troupe.workflow.errors import (
+    EnvironmentContractError,
+    EpisodeOverError,
+    IllegalMoveError,
+    ObservationTooLargeError,
+    RewardNotFiniteError,
+    UnknownPlayerError,
+    shown,
+)
 
 
 class Contract:

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, cast, get_args
 
 from troupe.workflow.agent import Agents
-from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.host import COUNTERS, AsyncEnvironment
 from troupe.workflow.environments.interface import (
     Action,
@@ -22,7 +21,7 @@ from troupe.workflow.environments.interface import (
     Properties,
     Step,
 )
-from troupe.workflow.errors import EntrypointError, WorkflowError
+from troupe.workflow.errors import EntrypointError, IllegalMoveError, WorkflowError
 from troupe.workflow.messages import Reply
 
 ReadMove = Callable[[str, Observation, str], Action]

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, TypeVar
 
 from troupe.outcomes import Interruption, described, traceback_text
 from troupe.workflow.environments.contract import Contract
-from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
 from troupe.workflow.environments.interface import (
     Action,
     Environment,
@@ -24,7 +23,12 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import EntrypointError, WorkflowError
+from troupe.workflow.errors import (
+    EntrypointError,
+    EnvironmentContractError,
+    EnvironmentFault,
+    WorkflowError,
+)
 from troupe.workflow.loading import load_attribute
 
 T = TypeVar("T")

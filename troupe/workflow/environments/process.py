@@ -24,9 +24,9 @@ from troupe.workflow.environments.child import (
     to_step,
     unpack,
 )
-from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
 from troupe.workflow.environments.host import COUNTERS, AsyncEnvironment, FaultLimits
 from troupe.workflow.environments.interface import Action, Properties, Reset, Step
+from troupe.workflow.errors import EnvironmentFault, FaultReason
 
 # Bytes of stderr that are kept, for the error message of a process that died.
 _TAIL_BYTES: Final = 2048

@@ -29,10 +29,10 @@ from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
 from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
 from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
 from troupe.adapters import linear_layers
+from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
 from troupe.mixtures import RoutingShape, shape_in
 from troupe.scheduling.defaults import context_of
-from troupe.scratch import Scratch
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"

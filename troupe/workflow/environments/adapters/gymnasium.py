@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Final
 
 from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
-from troupe.workflow.environments.errors import missing_library
 from troupe.workflow.environments.interface import (
     Action,
     IllegalRule,
@@ -16,7 +15,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import EntrypointError
+from troupe.workflow.errors import EntrypointError, missing_library
 
 SEAT: Final = "player"
 _DEFAULT_STEPS: Final = 1000

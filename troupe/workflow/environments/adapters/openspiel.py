@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from troupe.workflow.environments.errors import IllegalMoveError, missing_library
 from troupe.workflow.environments.interface import (
     Action,
     Environment,
@@ -19,7 +18,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import EntrypointError
+from troupe.workflow.errors import EntrypointError, IllegalMoveError, missing_library
 
 # Prefix of moves in some games: "[P0]Bid: 3".
 _MOVER: Final = "[P{}]"

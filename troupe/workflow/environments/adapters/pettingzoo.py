@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
-from troupe.workflow.environments.errors import missing_library
 from troupe.workflow.environments.interface import (
     Action,
     Observation,
@@ -18,6 +17,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
+from troupe.workflow.errors import missing_library
 from troupe.workflow.loading import load_attribute
 
 Make = str | Callable[..., Any]

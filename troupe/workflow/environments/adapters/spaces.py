@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.interface import Action, Environment, Observation, Properties
+from troupe.workflow.errors import IllegalMoveError
 
 _COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 

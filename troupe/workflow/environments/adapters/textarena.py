@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from troupe.workflow.environments.errors import missing_library
 from troupe.workflow.environments.interface import (
     Action,
     Environment,
@@ -18,7 +17,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.errors import EntrypointError
+from troupe.workflow.errors import EntrypointError, missing_library
 
 
 class TextArena(Environment):

@@ -16,8 +16,7 @@ from typing import Any, Final
 from troupe.job.data import VerifiersSpec
 from troupe.workflow.agent import Agents, TurnRecord
 from troupe.workflow.environments.adapters.verifiers_process import pool_of
-from troupe.workflow.environments.errors import EnvironmentContractError
-from troupe.workflow.errors import EntrypointError
+from troupe.workflow.errors import EntrypointError, EnvironmentContractError
 from troupe.workflow.loading import Query
 from troupe.workflow.scoring import TEAM
 from troupe.workflow.tools import Tools

@@ -24,10 +24,9 @@ from typing import Any, BinaryIO, Final
 from troupe.job.data import VerifiersSpec
 from troupe.user_code import call_in_thread
 from troupe.workflow import shipped
-from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
 from troupe.workflow.environments.host import COUNTERS
 from troupe.workflow.environments.process import THREADS, how_it_died, kill_group
-from troupe.workflow.errors import EntrypointError, TurnError
+from troupe.workflow.errors import EntrypointError, EnvironmentFault, FaultReason, TurnError
 
 _HOST: Final = Path(__file__).with_name("verifiers_host.py")
 # Of one answer: the data of a task, or what an episode came to.
