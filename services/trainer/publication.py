@@ -8,8 +8,8 @@ import structlog
 import torch
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.learning.lora_bases import AdaptedBase
-from troupe.adapters import base_key
+from services.trainer.learning.lora import AdaptedBase
+from troupe.checkpoints.adapters import base_key
 from troupe.rpc import FailedPrecondition
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb

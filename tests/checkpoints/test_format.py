@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from tests.support.architectures import ARCHITECTURES, make
-from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints import writing
+from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import (
     CheckpointFormat,
     FormatMismatch,

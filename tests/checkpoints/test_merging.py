@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
-from troupe.adapters import AdapterContent, linear_layers, merged
-from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints import writing
+from troupe.checkpoints.adapters import AdapterContent, distinct_tensors, linear_layers, merged
 from troupe.checkpoints.merging import merge_in_place
 from troupe.rpc import DataLoss, FailedPrecondition
 

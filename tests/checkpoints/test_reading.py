@@ -19,8 +19,8 @@ from services.trainer.state.checkpoint import save_checkpoint
 from tests.checkpoints.test_format import EVERY, assert_same
 from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
-from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints import reading, writing
+from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.writing import write_checkpoint

@@ -16,7 +16,7 @@ from troupe.rpc.errors import DataLoss, FailedPrecondition
 if TYPE_CHECKING:
     import torch
 
-    from troupe.adapters import AdapterContent
+    from troupe.checkpoints.adapters import AdapterContent
     from troupe.transfer.deferred import DeferredTensors
 
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
@@ -54,8 +54,7 @@ def merge_in_place(
             field="--merged",
             remedy="pip install 'troupe[trainer]', or export with --adapter.",
         ) from error
-    from troupe.adapters import AdapterContent
-    from troupe.adapters.merge import MergeMismatch
+    from troupe.checkpoints.adapters import AdapterContent, MergeMismatch
     from troupe.checkpoints.format import CheckpointFormat, FormatMismatch
     from troupe.checkpoints.writing import write_checkpoint
     from troupe.transfer.checksum import dtype_name
@@ -188,8 +187,7 @@ def _merged(base: DeferredTensors, adapter: AdapterContent, dtype: torch.dtype) 
 
     Raises MergeMismatch if the base lacks an adapted layer.
     """
-    from troupe.adapters import merged
-    from troupe.adapters.merge import MergeMismatch
+    from troupe.checkpoints.adapters import MergeMismatch, merged
     from troupe.transfer.deferred import DeferredTensors, TensorGroup
 
     adapted = {f"{module}.weight": module for module in adapter.modules}

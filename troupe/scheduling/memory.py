@@ -28,7 +28,7 @@ _CONTEXT_BYTES: Final = 1 << 30
 _COLLECTIVE_BYTES: Final = 512 << 20
 _FRAGMENTS: Final = 0.1
 # Elements of the moments that are on the device at a time, of those that are in host memory
-# (services/trainer/memory/offload.py); a second part is on its way.
+# (services/trainer/learning/optimizer.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25
 SHORT_ROW: Final = 128
 """Longest row whose attention keeps its weights, on a CPU

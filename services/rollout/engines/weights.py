@@ -19,7 +19,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
-from troupe.adapters import (
+from troupe.checkpoints.adapters import (
+    CONFIG,
+    PREFIX,
     AdapterContent,
     MergeMismatch,
     NotAnAdapter,
@@ -28,7 +30,6 @@ from troupe.adapters import (
     linear_layers,
     merged,
 )
-from troupe.adapters.content import CONFIG, PREFIX
 from troupe.checkpoints.format import FormatMismatch, ModelArrangement, in_float32, keep_float32
 from troupe.job import LoraSpec, ModelSpec, no_directory
 from troupe.transfer import DeferredTensors, TensorGroup, Transfer, checksum_of

@@ -16,11 +16,9 @@ import torch
 
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import whole
-from services.trainer.learning.lora import Adapter, described_adapter, inject
-from services.trainer.learning.lora_bases import base_source
+from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
 from services.trainer.learning.model import outline, policy_seed
-from troupe.adapters import AdapterContent
-from troupe.adapters.merge import Tensors
+from troupe.checkpoints.adapters import AdapterContent, Tensors
 from troupe.checkpoints.format import CheckpointFormat, cast, unchanged
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import DeferredTensors

@@ -46,8 +46,7 @@ from services.trainer.gang.sharded_state import (
 from services.trainer.learning.critic import with_value_head
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.learner import Applied, Learner
-from services.trainer.learning.lora import Adapter, begin_with
-from services.trainer.learning.lora_bases import AdaptedBase
+from services.trainer.learning.lora import AdaptedBase, Adapter, begin_with
 from services.trainer.learning.model import (
     check_teacher,
     load_base,
@@ -68,8 +67,8 @@ from services.trainer.learning.samples import (
 from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.suspension import PooledParameters, split_fields, under
 from services.trainer.state.training_state import in_memory, reported
-from troupe.adapters.merge import Tensors
 from troupe.algorithms.statistics import TokenStatistics
+from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import SEPARATOR, Moments, is_moment
-from troupe.adapters.merge import Tensors
+from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
 

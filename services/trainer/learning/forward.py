@@ -17,12 +17,10 @@ import numpy as np
 import torch
 
 from services.trainer.learning.cpu_threads import twin
-from services.trainer.learning.lora import adapter_of
-from services.trainer.learning.lora_bases import AdaptedBase
+from services.trainer.learning.lora import AdaptedBase, adapter_of
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.attention import PACKED
 from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
-from troupe.adapters.merge import Tensors, distinct_tensors
 from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.linear_loss import (
     Head,
@@ -33,6 +31,7 @@ from troupe.algorithms.linear_loss import (
     linear_scores,
 )
 from troupe.algorithms.logprobs import selective_log_softmax
+from troupe.checkpoints.adapters import Tensors, distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.mixtures import Routers, RoutingShape

@@ -49,10 +49,10 @@ from services.trainer.learning.samples import (
 )
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
-from troupe.adapters.merge import Tensors
 from troupe.algorithms.losses import PreferenceWeights, normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
+from troupe.checkpoints.adapters import Tensors
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec

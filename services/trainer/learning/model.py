@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from services.trainer.learning.lora import adapted_model, begin_with
-from services.trainer.learning.lora_bases import frozen_base
-from troupe.adapters import linear_layers
+from services.trainer.learning.lora import adapted_model, begin_with, frozen_base
+from troupe.checkpoints.adapters import linear_layers
 from troupe.checkpoints.format import ModelArrangement, cast
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm

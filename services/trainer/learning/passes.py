@@ -26,12 +26,12 @@ from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
 from services.trainer.learning.gpu_kernels import use_liger
+from services.trainer.learning.pass_budget import PassBudget
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, response_lengths
 from services.trainer.learning.sequences.attention import PACKED, packed_attention
 from services.trainer.learning.sequences.packing import PackedBatch, one_token, plan
 from services.trainer.learning.token_loss import KeptTokens, TokenColumns, TokenLoss
-from services.trainer.memory.pass_budget import PassBudget
 from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.linear_loss import Scores
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault

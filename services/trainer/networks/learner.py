@@ -21,7 +21,7 @@ from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Load, column_of, malformed
 from services.trainer.state import suspension
-from troupe.adapters.merge import Tensors
+from troupe.checkpoints.adapters import Tensors
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.networks.fragments import SEATS, SHAPES, Array, Fragment

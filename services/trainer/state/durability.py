@@ -25,7 +25,7 @@ import torch
 
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.training_state import StateStore, TrainingState
-from troupe.adapters.merge import Tensors
+from troupe.checkpoints.adapters import Tensors
 from troupe.job import JobSpec
 from troupe.prefixes import restore
 from troupe.rpc import TroupeError, new_id

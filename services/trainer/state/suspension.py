@@ -24,7 +24,7 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.learning.samples import Row
-from troupe.adapters.merge import Tensors
+from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.job.policy import Offload
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id

@@ -21,7 +21,7 @@ from tests.rollout.engines.real_server import interpreter
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_spec
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.training import rounding
-from troupe.adapters import base_key
+from troupe.checkpoints.adapters import base_key
 from troupe.job import PolicySpec
 from troupe.transfer import KeyNotFound, Transfer
 from troupe.v1 import common_pb2 as pb

@@ -25,7 +25,7 @@ from tests.rollout.engines.models import (
 from tests.rollout.engines.real_server import RealServer, running
 from tests.support.architectures import ARCHITECTURES, MIXTURE, make
 from tests.support.fake_sglang import FakeSglang, serve
-from troupe.adapters.merge import distinct_tensors
+from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer import DeferredTensors, Transfer
 from troupe.v1 import common_pb2 as pb

@@ -21,7 +21,7 @@ from tests.rollout.engines.models import policy_spec, publish_tensors, transfer_
 from tests.rollout.engines.real_server import running
 from tests.support.architectures import ARCHITECTURES, MIXTURE, make
 from tests.support.fake_sglang import FakeSglang, serve
-from troupe.adapters.merge import distinct_tensors
+from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.mixtures import Indices, RecordedRoutes, Routers, shape_in
 from troupe.rpc.errors import FailedPrecondition

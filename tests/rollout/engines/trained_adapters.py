@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from tests.rollout.engines.models import make_model, policy_spec
-from troupe.adapters import AdapterContent, base_key
+from troupe.checkpoints.adapters import AdapterContent, base_key
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb

@@ -18,7 +18,7 @@ from services.trainer.learning.model import load_adapted, load_model
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
 from tests.trainer.learning.test_learner import make_rows
-from troupe.adapters import AdapterContent, NotAnAdapter, is_adapter, merged
+from troupe.checkpoints.adapters import AdapterContent, NotAnAdapter, is_adapter, merged
 from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument
 

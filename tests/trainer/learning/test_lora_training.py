@@ -16,7 +16,7 @@ from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.model import load_adapted
 from tests.trainer.learning.test_lora import CPU, lora_spec
 from tests.trainer.stage import Trainer, TrainingStage
-from troupe.adapters import AdapterContent, base_key, merged
+from troupe.checkpoints.adapters import AdapterContent, base_key, merged
 from troupe.checkpoints.merging import merge_in_place
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.cli.app import main

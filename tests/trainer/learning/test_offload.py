@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from services.trainer.memory import offload
 
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
-from services.trainer.memory import offload
-from services.trainer.memory.offload import OffloadedAdamW
+from services.trainer.learning.optimizer import OffloadedAdamW
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec

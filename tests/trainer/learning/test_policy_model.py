@@ -23,7 +23,7 @@ from services.trainer.learning.model import (
 )
 from services.trainer.learning.optimizer import learning_rate
 from tests.support.training import make_spec, save_tokenizer, tiny_config
-from troupe.adapters.merge import distinct_tensors
+from troupe.checkpoints.adapters import distinct_tensors
 from troupe.job import JobSpec, LoraSpec, OptimizerSpec, PolicySpec
 from troupe.rpc import InvalidArgument
 from troupe.transfer import checksum_of

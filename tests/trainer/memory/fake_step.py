@@ -24,14 +24,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from services.trainer.memory import pass_budget
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.trainer.learning import forward, lora_bases, passes
+from services.trainer.learning import forward, lora, passes
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
-from services.trainer.memory import pass_budget
 from tests.trainer.peak import rows
 from troupe.algorithms import linear_loss
 from troupe.job import JobSpec
@@ -226,7 +226,7 @@ def pretending(mode: FakeCuda) -> Iterator[None]:
         (torch.cuda, "_lazy_init"): lambda: None,
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.nn.Module, "_apply"): _apply,
-        (lora_bases, "checksum_of"): lambda _: "fake",
+        (lora, "checksum_of"): lambda _: "fake",
         (passes, "gpu_memory"): lambda _: 80 << 30,
         (pass_budget, "gpu_memory"): lambda _: 80 << 30,
         (forward, "capabilities_of"): lambda *_, **__: capable,

@@ -28,7 +28,7 @@ from services.rollout.engines.sglang.client import Features, ServerLoad, SglangC
 from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
 from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
 from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
-from troupe.adapters import linear_layers
+from troupe.checkpoints.adapters import linear_layers
 from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
 from troupe.mixtures import RoutingShape, shape_in

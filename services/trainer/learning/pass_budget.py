@@ -2,8 +2,8 @@
 
 `PassBudget.fitting` runs the passes of one micro-batch. If memory runs out, it takes back what they
 added to the gradients, halves the budget and runs them again, down to one row per pass. All ranks
-of a gang do so together; gang/pass_collectives.py says how the others get through a pass that one
-of them gave up.
+of a gang do so together; gang/group.py says how the others get through a pass that one of them
+gave up.
 """
 
 from __future__ import annotations
