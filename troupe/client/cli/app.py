@@ -282,130 +282,71 @@ def _from_cluster(
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start in the background and return.")]
 
 
-def up(
-    detach: Detach = False,
-    data_dir: options.DataDir = None,
-    rollouts: options.Rollouts = None,
-    trainers: options.Trainers = None,
-    threads: options.Threads = None,
-    panel: options.Panel = True,
-    panel_port: options.PanelPort = None,
-    redis_url: options.RedisUrl = None,
-    redis_port: options.RedisPort = None,
-    start_timeout: options.StartTimeout = 120.0,
-    trainer_idle_seconds: options.TrainerIdleSeconds = None,
-    devices: options.Devices = None,
-    engine_devices: options.EngineDevices = None,
-    trainer_devices: options.TrainerDevices = None,
-    devices_per_trainer: options.DevicesPerTrainer = None,
-    colocate: options.Colocate = False,
-) -> None:
+@options.with_cluster_options(
+    "data_dir",
+    "rollouts",
+    "trainers",
+    "threads",
+    "panel",
+    "panel_port",
+    "redis_url",
+    "redis_port",
+    "start_timeout",
+    "trainer_idle_seconds",
+    "devices",
+    "engine_devices",
+    "trainer_devices",
+    "devices_per_trainer",
+    "colocate",
+)
+def up(settings: options.Settings, detach: Detach = False) -> None:
     """Start an embedded cluster: all services and a Redis, on loopback."""
-    settings = options.cluster_settings(
-        data_dir=data_dir,
-        rollouts=rollouts,
-        trainers=trainers,
-        threads=threads,
-        panel=panel,
-        panel_port=panel_port,
-        redis_url=redis_url,
-        redis_port=redis_port,
-        start_timeout=start_timeout,
-        trainer_idle_seconds=trainer_idle_seconds,
-        devices=devices,
-        engine_devices=engine_devices,
-        trainer_devices=trainer_devices,
-        devices_per_trainer=devices_per_trainer,
-        colocate=colocate,
-    )
-    _supervise(settings, "a cluster", detach=detach)
+    _supervise(settings(), "a cluster", detach=detach)
 
 
-Host = Annotated[str, typer.Option(help="Interface to listen on.")]
-Advertise = Annotated[
-    str | None,
-    typer.Option(help="Name or address at which other hosts reach this one; default: its name."),
-]
-
-
-JobsDir = Annotated[
-    Path | None,
-    typer.Option(help="Directory of jobs where all hosts share one; default: the data directory."),
-]
-
-
-def head(
-    detach: Detach = False,
-    data_dir: options.DataDir = None,
-    host: Host = "0.0.0.0",
-    advertise: Advertise = None,
-    port: Annotated[int | None, typer.Option(help="Port of the orchestrator.")] = None,
-    panel: options.Panel = True,
-    panel_port: options.PanelPort = None,
-    redis_url: options.RedisUrl = None,
-    redis_port: options.RedisPort = None,
-    start_timeout: options.StartTimeout = 120.0,
-    jobs_dir: JobsDir = None,
-) -> None:
+@options.with_cluster_options(
+    "data_dir",
+    "host",
+    "advertise",
+    "port",
+    "panel",
+    "panel_port",
+    "redis_url",
+    "redis_port",
+    "start_timeout",
+    "jobs_dir",
+)
+def head(settings: options.Settings, detach: Detach = False) -> None:
     """Start the head of a cluster of several hosts: Redis, orchestrator, experience store, reward
     and panel. Nodes join it by `troupe node`, with the same token ($TROUPE_TOKEN)."""
-    settings = options.cluster_settings(
-        data_dir=data_dir,
-        role="head",
-        host=host,
-        advertise=advertise,
-        port=port,
-        panel=panel,
-        panel_port=panel_port,
-        redis_url=redis_url,
-        redis_port=redis_port,
-        start_timeout=start_timeout,
-        jobs_dir=jobs_dir,
-    )
-    _supervise(settings, "the head of a cluster", detach=detach)
+    _supervise(settings(role="head"), "the head of a cluster", detach=detach)
 
 
+@options.with_cluster_options(
+    "data_dir",
+    "name",
+    "host",
+    "advertise",
+    "rollouts",
+    "trainers",
+    "threads",
+    "devices",
+    "engine_devices",
+    "trainer_devices",
+    "devices_per_trainer",
+    "colocate",
+    "start_timeout",
+    "jobs_dir",
+)
 def node(
+    settings: options.Settings,
     head: Annotated[str, typer.Option(metavar="HOST:PORT", help="Orchestrator of the head.")],
     detach: Detach = False,
-    data_dir: options.DataDir = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the node; default: that of the host.")
-    ] = None,
-    host: Host = "0.0.0.0",
-    advertise: Advertise = None,
-    rollouts: options.Rollouts = None,
-    trainers: options.Trainers = None,
-    threads: options.Threads = None,
-    devices: options.Devices = None,
-    engine_devices: options.EngineDevices = None,
-    trainer_devices: options.TrainerDevices = None,
-    devices_per_trainer: options.DevicesPerTrainer = None,
-    colocate: options.Colocate = False,
-    start_timeout: options.StartTimeout = 120.0,
-    jobs_dir: JobsDir = None,
 ) -> None:
     """Start the workers that this host's devices are for, as a part of a head's cluster. It waits
     for the head, and for an orchestrator that is started again; SIGTERM drains its workers."""
-    settings = options.cluster_settings(
-        data_dir=data_dir,
-        role="node",
-        head=check_address(head),
-        name=name,
-        host=host,
-        advertise=advertise,
-        rollouts=rollouts,
-        trainers=trainers,
-        threads=threads,
-        devices=devices,
-        engine_devices=engine_devices,
-        trainer_devices=trainer_devices,
-        devices_per_trainer=devices_per_trainer,
-        colocate=colocate,
-        start_timeout=start_timeout,
-        jobs_dir=jobs_dir,
-    )
-    _supervise(settings, f"node {settings.name}", detach=detach)
+    made = settings(role="node", head=check_address(head))
+    _supervise(made, f"node {made.name}", detach=detach)
 
 
 def _supervise(settings: ClusterSettings, what: str, *, detach: bool) -> None:

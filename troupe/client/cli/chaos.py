@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from testbed.chaos.report import JobOutcome
 
 
+@options.with_cluster_options("rollouts", "trainers", "threads", "panel", "start_timeout")
 def chaos(
+    settings: options.Settings,
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     kills: Annotated[int, typer.Option(min=0, help="Processes to kill.")] = 20,
     seed: Annotated[int, typer.Option(help="Fixes what goes wrong and in which order.")] = 0,
@@ -50,11 +52,6 @@ def chaos(
     ] = 30.0,
     assignments: options.Assignments = None,
     data_dir: options.DataDir = None,
-    rollouts: options.Rollouts = None,
-    trainers: options.Trainers = None,
-    threads: options.Threads = None,
-    panel: options.Panel = True,
-    start_timeout: options.StartTimeout = 120.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON in the last line.")
     ] = False,
@@ -77,17 +74,7 @@ def chaos(
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     plan = ChaosPlan(
         spec=load_with(job, assignments or []),
-        settings=options.cluster_settings(
-            data_dir=data_dir,
-            rollouts=rollouts,
-            trainers=trainers,
-            threads=threads,
-            panel=panel,
-            panel_port=None,
-            redis_url=None,
-            redis_port=None,
-            start_timeout=start_timeout,
-        ),
+        settings=settings(data_dir=data_dir),
         directory=data_dir or data_directory(None) / f"chaos-{stamp}",
         kills=kills,
         seed=seed,

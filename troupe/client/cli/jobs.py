@@ -24,7 +24,7 @@ from rich.markup import escape
 from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
 from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of_all
 from troupe.checkpoints.verifying import Lineage
-from troupe.client.aio import AsyncClient, data_directory
+from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.display import Progress, follow, make_display, print_summary
 from troupe.client.cli.failures import FAILED
@@ -358,7 +358,11 @@ UNNAMED = "evaluation"
 _SPEC_FILE = "job.yaml"
 
 
+@options.with_cluster_options(
+    "data_dir", "rollouts", "threads", "start_timeout", "devices", "engine_devices"
+)
 def evaluate(
+    settings: options.Settings,
     target: Annotated[
         str,
         typer.Argument(
@@ -381,31 +385,17 @@ def evaluate(
         int | None, typer.Option(help="JOB_ID: this version of every policy that has it.")
     ] = None,
     cluster: options.ClusterAddress = None,
-    data_dir: options.DataDir = None,
-    rollouts: options.Rollouts = None,
-    threads: options.Threads = None,
-    start_timeout: options.StartTimeout = 120.0,
-    devices: options.Devices = None,
-    engine_devices: options.EngineDevices = None,
 ) -> None:
     """Evaluate a job's models or checkpoints, as its `evaluation` and `evaluations` say.
 
     Starts an embedded cluster unless one runs here. Paths of checkpoints must be readable where
     trainers and rollout workers run.
     """
+    cluster_settings = settings(panel=False)
     given = sets or []
     names = [one for one in given if "=" not in one]
-    source, checkpoints = found_checkpoints(target, version, data_directory(data_dir))
+    source, checkpoints = found_checkpoints(target, version, cluster_settings.data_dir)
     raw = apply_assignments(load_text(source), [one for one in given if "=" in one], str(source))
-    settings = options.cluster_settings(
-        data_dir=data_dir,
-        rollouts=rollouts,
-        threads=threads,
-        panel=False,
-        start_timeout=start_timeout,
-        devices=devices,
-        engine_devices=engine_devices,
-    ).resolved()
     scratch = Path(tempfile.mkdtemp(prefix="troupe-evaluate-"))
     try:
         models = {
@@ -420,7 +410,7 @@ def evaluate(
             address=cluster,
             keep_up=False,
             grace=20.0,
-            settings=settings,
+            settings=cluster_settings.resolved(),
         )
         raise typer.Exit(asyncio.run(run(plan, Console())))
     finally:

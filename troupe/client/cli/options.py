@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -39,14 +41,6 @@ _SHOWN = 600
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        help="Directory of jobs, logs and the cluster's state; default: $TROUPE_DATA_DIR or runs.",
-        show_default=False,
-    ),
-]
 JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
 ClusterAddress = Annotated[
     str | None,
@@ -55,51 +49,6 @@ ClusterAddress = Annotated[
         metavar="HOST:PORT",
         help="Orchestrator to use; default: the cluster that runs in the data directory.",
         show_default=False,
-    ),
-]
-Rollouts = Annotated[int | None, typer.Option(help="Rollout workers to start.")]
-Trainers = Annotated[int | None, typer.Option(help="Trainer workers to start.")]
-Threads = Annotated[
-    int | None, typer.Option(help="Threads per rollout and trainer worker; default: fair shares.")
-]
-PanelPort = Annotated[
-    int | None, typer.Option(help="Port of the control panel; default: 8080 or a free one.")
-]
-Panel = Annotated[bool, typer.Option("--panel/--no-panel", help="Start the control panel.")]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="A Redis that runs already, instead of an embedded one.")
-]
-RedisPort = Annotated[int | None, typer.Option(help="Port of the embedded Redis.")]
-StartTimeout = Annotated[
-    float, typer.Option(help="Seconds that a service may take until it is ready.")
-]
-TrainerIdleSeconds = Annotated[
-    float | None,
-    typer.Option(
-        help="End trainers that no policy has wanted for so long, until one does; default: never."
-    ),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        help="Devices of this host in place of those that its driver reports, such as "
-        "8xH100-80GB; default: $TROUPE_DEVICES."
-    ),
-]
-EngineDevices = Annotated[
-    int | None, typer.Option(help="Devices for engines; default: half, and the odd one.")
-]
-TrainerDevices = Annotated[
-    int | None, typer.Option(help="Devices for trainers; default: the others.")
-]
-DevicesPerTrainer = Annotated[
-    int | None, typer.Option(help="Devices of each trainer, for gangs of so many; default: 1.")
-]
-Colocate = Annotated[
-    bool,
-    typer.Option(
-        "--colocate",
-        help="Let engines and trainers take turns on all devices, for jobs with pipeline.colocate.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -111,6 +60,112 @@ Assignments = Annotated[
         help="Change a field of the job, e.g. --set pipeline.steps=20. May be repeated.",
     ),
 ]
+
+
+# Options of commands that start a cluster, by the field of `ClusterSettings` that each sets: their
+# type, default and help.
+_CLUSTER_OPTIONS: Final[Mapping[str, tuple[Any, Any, str]]] = {
+    "data_dir": (
+        Path | None,
+        None,
+        "Directory of jobs, logs and the cluster's state; default: $TROUPE_DATA_DIR or runs.",
+    ),
+    "name": (str | None, None, "Name of the node; default: that of the host."),
+    "host": (str, "0.0.0.0", "Interface to listen on."),
+    "advertise": (
+        str | None,
+        None,
+        "Name or address at which other hosts reach this one; default: its name.",
+    ),
+    "port": (int | None, None, "Port of the orchestrator."),
+    "rollouts": (int | None, None, "Rollout workers to start."),
+    "trainers": (int | None, None, "Trainer workers to start."),
+    "threads": (
+        int | None,
+        None,
+        "Threads per rollout and trainer worker; default: fair shares.",
+    ),
+    "panel": (bool, True, "Start the control panel."),
+    "panel_port": (int | None, None, "Port of the control panel; default: 8080 or a free one."),
+    "redis_url": (str | None, None, "A Redis that runs already, instead of an embedded one."),
+    "redis_port": (int | None, None, "Port of the embedded Redis."),
+    "start_timeout": (float, 120.0, "Seconds that a service may take until it is ready."),
+    "trainer_idle_seconds": (
+        float | None,
+        None,
+        "End trainers that no policy has wanted for so long, until one does; default: never.",
+    ),
+    "devices": (
+        str | None,
+        None,
+        "Devices of this host in place of those that its driver reports, such as 8xH100-80GB; "
+        "default: $TROUPE_DEVICES.",
+    ),
+    "engine_devices": (int | None, None, "Devices for engines; default: half, and the odd one."),
+    "trainer_devices": (int | None, None, "Devices for trainers; default: the others."),
+    "devices_per_trainer": (
+        int | None,
+        None,
+        "Devices of each trainer, for gangs of so many; default: 1.",
+    ),
+    "jobs_dir": (
+        Path | None,
+        None,
+        "Directory of jobs where all hosts share one; default: the data directory.",
+    ),
+    "colocate": (
+        bool,
+        False,
+        "Let engines and trainers take turns on all devices, for jobs with pipeline.colocate.",
+    ),
+}
+
+
+def cluster_option(name: str) -> Any:
+    """Typer's description of an option of a cluster."""
+    _, default, text = _CLUSTER_OPTIONS[name]
+    # A flag that is off is not shown with its opposite.
+    flags = [f"--{name.replace('_', '-')}"] if default is False else []
+    return typer.Option(*flags, help=text, show_default=default is not None)
+
+
+DataDir = Annotated[Path | None, cluster_option("data_dir")]
+
+
+class Settings(Protocol):
+    """Makes the settings of a cluster of a command's options; `given`: further fields."""
+
+    def __call__(self, **given: Any) -> ClusterSettings: ...
+
+
+def with_cluster_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options of a cluster, behind its own.
+
+    Its parameter `settings` (`Settings`) makes `cluster_settings` of them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in names}
+            command(**given, settings=functools.partial(cluster_settings, **chosen))
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for name, p in signature.parameters.items() if name != "settings"]
+        added = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_CLUSTER_OPTIONS[name][1],
+                annotation=Annotated[_CLUSTER_OPTIONS[name][0], cluster_option(name)],
+            )
+            for name in names
+        ]
+        # Typer makes the command line of it.
+        run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def cluster_settings(

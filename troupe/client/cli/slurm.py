@@ -127,9 +127,11 @@ def slurm(
         list[str] | None,
         typer.Option("--sbatch", metavar="OPTION", help="A further option, such as --qos=high."),
     ] = None,
-    engine_devices: options.EngineDevices = None,
-    trainer_devices: options.TrainerDevices = None,
-    devices_per_trainer: options.DevicesPerTrainer = None,
+    engine_devices: Annotated[int | None, options.cluster_option("engine_devices")] = None,
+    trainer_devices: Annotated[int | None, options.cluster_option("trainer_devices")] = None,
+    devices_per_trainer: Annotated[
+        int | None, options.cluster_option("devices_per_trainer")
+    ] = None,
     assignments: options.Assignments = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")

@@ -112,7 +112,22 @@ class TrainPlan:
     settings: ClusterSettings
 
 
+@options.with_cluster_options(
+    "data_dir",
+    "rollouts",
+    "trainers",
+    "threads",
+    "panel",
+    "panel_port",
+    "redis_url",
+    "redis_port",
+    "start_timeout",
+    "devices",
+    "engine_devices",
+    "trainer_devices",
+)
 def train(
+    settings: options.Settings,
     job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", show_default=False)] = None,
     assignments: options.Assignments = None,
     resume: Annotated[
@@ -126,18 +141,6 @@ def train(
     grace: Annotated[
         float, typer.Option(help="Seconds that Ctrl-C gives the step in flight to finish.")
     ] = 20.0,
-    data_dir: options.DataDir = None,
-    rollouts: options.Rollouts = None,
-    trainers: options.Trainers = None,
-    threads: options.Threads = None,
-    panel: options.Panel = True,
-    panel_port: options.PanelPort = None,
-    redis_url: options.RedisUrl = None,
-    redis_port: options.RedisPort = None,
-    start_timeout: options.StartTimeout = 120.0,
-    devices: options.Devices = None,
-    engine_devices: options.EngineDevices = None,
-    trainer_devices: options.TrainerDevices = None,
 ) -> None:
     """Train a job, showing progress. Starts an embedded cluster unless one runs here.
 
@@ -164,19 +167,7 @@ def train(
         address=cluster,
         keep_up=keep_up,
         grace=grace,
-        settings=options.cluster_settings(
-            data_dir=data_dir,
-            rollouts=rollouts,
-            trainers=trainers,
-            threads=threads,
-            panel=panel,
-            panel_port=panel_port,
-            redis_url=redis_url,
-            redis_port=redis_port,
-            start_timeout=start_timeout,
-            devices=devices,
-            engine_devices=engine_devices,
-            trainer_devices=trainer_devices,
+        settings=settings(
             devices_per_trainer=None if spec is None else _largest_gang(spec),
             colocate=spec is not None and bool(spec.colocated),
         ).resolved(),
