@@ -22,16 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.compute import gpu_memory
-from services.trainer.gang.adapters import (
+from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
+from services.trainer.gang.group import GangGroup
+from services.trainer.gang.loading import (
     ShardedBase,
     adapt,
     adapted_outline,
+    load_sharded,
     on_device,
     shared_base,
 )
-from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
-from services.trainer.gang.group import GangGroup
-from services.trainer.gang.loading import load_sharded
 from services.trainer.gang.sharded_state import (
     described,
     empty_state,

@@ -299,7 +299,7 @@ Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start in the backg
     "devices_per_trainer",
     "colocate",
 )
-def up(settings: options.Settings, detach: Detach = False) -> None:
+def up(settings: options.MakeSettings, detach: Detach = False) -> None:
     """Start an embedded cluster: all services and a Redis, on loopback."""
     _supervise(settings(), "a cluster", detach=detach)
 
@@ -316,7 +316,7 @@ def up(settings: options.Settings, detach: Detach = False) -> None:
     "start_timeout",
     "jobs_dir",
 )
-def head(settings: options.Settings, detach: Detach = False) -> None:
+def head(settings: options.MakeSettings, detach: Detach = False) -> None:
     """Start the head of a cluster of several hosts: Redis, orchestrator, experience store, reward
     and panel. Nodes join it by `troupe node`, with the same token ($TROUPE_TOKEN)."""
     _supervise(settings(role="head"), "the head of a cluster", detach=detach)
@@ -339,7 +339,7 @@ def head(settings: options.Settings, detach: Detach = False) -> None:
     "jobs_dir",
 )
 def node(
-    settings: options.Settings,
+    settings: options.MakeSettings,
     head: Annotated[str, typer.Option(metavar="HOST:PORT", help="Orchestrator of the head.")],
     detach: Detach = False,
 ) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @options.with_cluster_options("rollouts", "trainers", "threads", "panel", "start_timeout")
 def chaos(
-    settings: options.Settings,
+    settings: options.MakeSettings,
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     kills: Annotated[int, typer.Option(min=0, help="Processes to kill.")] = 20,
     seed: Annotated[int, typer.Option(help="Fixes what goes wrong and in which order.")] = 0,

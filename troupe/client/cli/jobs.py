@@ -362,7 +362,7 @@ _SPEC_FILE = "job.yaml"
     "data_dir", "rollouts", "threads", "start_timeout", "devices", "engine_devices"
 )
 def evaluate(
-    settings: options.Settings,
+    settings: options.MakeSettings,
     target: Annotated[
         str,
         typer.Argument(

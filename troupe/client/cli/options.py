@@ -132,7 +132,7 @@ def cluster_option(name: str) -> Any:
 DataDir = Annotated[Path | None, cluster_option("data_dir")]
 
 
-class Settings(Protocol):
+class MakeSettings(Protocol):
     """Makes the settings of a cluster of a command's options; `given`: further fields."""
 
     def __call__(self, **given: Any) -> ClusterSettings: ...
@@ -141,7 +141,7 @@ class Settings(Protocol):
 def with_cluster_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these options of a cluster, behind its own.
 
-    Its parameter `settings` (`Settings`) makes `cluster_settings` of them.
+    Its parameter `settings` (`MakeSettings`) makes `cluster_settings` of them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -127,7 +127,7 @@ class TrainPlan:
     "trainer_devices",
 )
 def train(
-    settings: options.Settings,
+    settings: options.MakeSettings,
     job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", show_default=False)] = None,
     assignments: options.Assignments = None,
     resume: Annotated[
