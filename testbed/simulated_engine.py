@@ -19,12 +19,13 @@ from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import WeightsRefused
 from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory
 from services.rollout.engines.turns import EngineTurn
-from services.rollout.engines.weights import load_config, stop_ids
+from services.rollout.engines.weights import load_config
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 from troupe.twin.batch import EngineBatch
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.languages import end_ids
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class SimulatedEngine(ServingEngine):
         config = await asyncio.to_thread(load_config, model, self.policy)
         self.vocabulary = config.get_text_config().vocab_size
         self.max_context = self._spec.engine.max_context or EMBEDDED_CONTEXT
-        self.eos_ids = stop_ids(config, model.path, model.revision)
+        self.eos_ids = end_ids(config, model.path, model.revision)
         self._batch = EngineBatch(self._pace)
 
     async def abort(self, request_id: str) -> None:

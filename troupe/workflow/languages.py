@@ -47,11 +47,11 @@ def load_language(model: ModelSpec, field: str) -> Language:
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)
     _check_vocabulary(tokenizer, config, model, field)
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    eos_ids = set(end_ids(config, model.path, model.revision))
+    if tokenizer.eos_token_id is not None:
+        eos_ids.add(tokenizer.eos_token_id)
     return Language(
-        ChatTokenizer(tokenizer),
-        tuple(sorted(_eos_ids(tokenizer, model, config))),
-        found if isinstance(found, int) else 0,
+        ChatTokenizer(tokenizer), tuple(sorted(eos_ids)), positions_of(config.get_text_config())
     )
 
 
@@ -225,24 +225,27 @@ def _check_vocabulary(tokenizer: Any, config: Any, model: ModelSpec, field: str)
         )
 
 
-def _eos_ids(tokenizer: Any, model: ModelSpec, config: Any) -> set[int]:
-    """End-of-sequence ids of tokenizer, configuration and generation configuration."""
+def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[int]:
+    """End-of-sequence ids of a model, from its configuration and its generation settings."""
     from transformers import GenerationConfig
 
-    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    if model.path is not None:
+    found = [getattr(one, "eos_token_id", None) for one in (config, config.get_text_config())]
+    if path is not None:
         try:
-            generation = GenerationConfig.from_pretrained(
-                _local(model.path, ""), revision=model.revision
-            )
-        except OSError:
-            pass  # many models have none
-        else:
+            generation = GenerationConfig.from_pretrained(_local(path, ""), revision=revision)
             found.append(generation.eos_token_id)
+        except (OSError, ValueError):
+            pass  # many models have none
     ids: set[int] = set()
     for value in found:
         ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
-    return ids
+    return frozenset(ids)
+
+
+def positions_of(config: Any) -> int:
+    """Tokens that a model has positions for, by its text configuration; 0: unknown."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else 0
 
 
 def _first_line(error: Exception) -> str:

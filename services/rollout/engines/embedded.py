@@ -40,10 +40,8 @@ from services.rollout.engines.weights import (
     check_published,
     fill,
     load_config,
-    positions_of,
     served_beside,
     skeleton,
-    stop_ids,
     verify,
 )
 from troupe.job import PolicySpec
@@ -51,6 +49,7 @@ from troupe.mixtures import Routers, is_mixture
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.scheduling.defaults import context_of
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.languages import end_ids, positions_of
 
 log = logging.getLogger(__name__)
 
@@ -359,7 +358,7 @@ class EmbeddedEngine(ServingEngine):
             spec.engine.max_context, positions_of(text), default_room(model, running)
         )
         self.vocabulary = text.vocab_size
-        self.eos_ids = stop_ids(config, source.path, source.revision)
+        self.eos_ids = end_ids(config, source.path, source.revision)
 
         def exited(reason: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already

@@ -12,7 +12,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -105,28 +104,6 @@ def _build(config: PretrainedConfig, dtype: str, attention: str) -> PreTrainedMo
         return AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
-
-
-def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -> frozenset[int]:
-    """End-of-sequence ids of a model, from its configuration and its generation settings."""
-    sources = [config.get_text_config().eos_token_id]
-    if path is not None:
-        try:
-            generation = GenerationConfig.from_pretrained(path, revision=revision)
-            sources.append(generation.eos_token_id)
-        except (OSError, ValueError):
-            pass  # the file is optional
-    ids: set[int] = set()
-    for source in sources:
-        if source is not None:
-            ids.update([source] if isinstance(source, int) else source)
-    return frozenset(ids)
-
-
-def positions_of(config: PretrainedConfig) -> int:
-    """Tokens that a model has positions for, by its text configuration; 0: unknown."""
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else 0
 
 
 def layout(manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from services.trainer.memory import offload
 
+from services.trainer.learning import optimizer
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.optimizer import OffloadedAdamW
@@ -64,7 +64,7 @@ def test_steps_are_those_without_offload(
 ) -> None:
     """Weights, moments, published weights and metrics of three steps, with parts that are smaller
     than tensors and hold several of them."""
-    monkeypatch.setattr(offload, "OFFLOADED_PART", 1 << 10)
+    monkeypatch.setattr(optimizer, "OFFLOADED_PART", 1 << 10)
     mine, theirs = (learner_of(tokenizer, one, **sections) for one in (how, "none"))
     assert isinstance(mine._optimizer, OffloadedAdamW)
     if mine.needs_reference:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from services.trainer.learning import pass_budget
 from services.trainer.learning.forward import Forward
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.ranks import is_out_of_memory
 from services.trainer.learning.samples import Row
-from services.trainer.memory import pass_budget
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
 from troupe.rpc import Aborted, FailedPrecondition

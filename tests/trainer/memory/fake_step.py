@@ -24,12 +24,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from services.trainer.memory import pass_budget
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.trainer.learning import forward, lora, passes
+from services.trainer.learning import forward, lora, pass_budget, passes
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from tests.trainer.peak import rows

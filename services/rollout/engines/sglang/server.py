@@ -27,12 +27,13 @@ from services.rollout.engines.server_process import (
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
 from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
 from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
-from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
+from services.rollout.engines.weights import load_config, skeleton
 from troupe.checkpoints.adapters import linear_layers
 from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
 from troupe.mixtures import RoutingShape, shape_in
 from troupe.scheduling.defaults import context_of
+from troupe.workflow.languages import end_ids, positions_of
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"
@@ -196,7 +197,7 @@ class Server:
         self.routing = shape_in(config) if self._routed_experts else None
         self.max_context = context_of(self._spec.engine.max_context, positions_of(text))
         self.vocabulary = text.vocab_size
-        self.eos_ids = stop_ids(config, model.path, model.revision)
+        self.eos_ids = end_ids(config, model.path, model.revision)
         return config
 
     def _attached_url(self) -> str | None:
