@@ -57,7 +57,7 @@ def test_evaluations_compare(seed: int, before: int, after: int, queries: int) -
 def test_waves_obey_the_limit_and_never_starve(
     sizes: list[int], in_flight: int, limit: int
 ) -> None:
-    count = admission.next_wave(sizes, in_flight=in_flight, limit=limit)
+    count = admission.groups_that_fit(sizes, in_flight=in_flight, limit=limit)
     started = sum(sizes[:count])
     assert in_flight + started <= max(limit, in_flight) or (in_flight == 0 and count == 1)
     if sizes and in_flight == 0:

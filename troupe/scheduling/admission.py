@@ -258,7 +258,7 @@ def too_old(
     )
 
 
-def next_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
+def groups_that_fit(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
     """How many of the waiting groups of trajectories, in order, may start now.
 
     `sizes`: trajectories per waiting group; `limit` bounds those in flight. A group starts as a
@@ -282,9 +282,9 @@ _WAVE_FRACTION: Final = 0.25
 
 
 def due_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
-    """How many of the waiting groups of trajectories start now: those of `next_wave`, unless a
-    larger wave is worth waiting for."""
-    count = next_wave(sizes, in_flight=in_flight, limit=limit)
+    """How many of the waiting groups of trajectories start now: those of `groups_that_fit`, unless
+    a larger wave is worth waiting for."""
+    count = groups_that_fit(sizes, in_flight=in_flight, limit=limit)
     if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * limit:
         return 0
     return count

@@ -666,7 +666,7 @@ class StepWindow:
         limit = job.spec.limits.max_concurrent_trajectories
         plans = StepQueries(job, step, self._cursor).next_plans(most=limit)
         groups = [train_tickets(plan, ()) for plan in plans]
-        count = admission.next_wave([len(one) for one in groups], in_flight=0, limit=limit)
+        count = admission.groups_that_fit([len(one) for one in groups], in_flight=0, limit=limit)
         self._context.dispatch.early.begin(step, groups[:count])
 
     async def _resume_open_steps(self) -> None:
