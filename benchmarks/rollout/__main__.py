@@ -80,7 +80,9 @@ async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[flo
             job = embedded(directory, plan.in_flight)
             async with served.prepared(address, directory, job) as stub:
                 await served.run(stub, process, 900_000, plan.in_flight)  # warm
-                run = await served.run(stub, process, 1000 * number, plan.trajectories)
+                # Numbers of five digits as those of `directly`: prompts of one length.
+                first = 10_000 + 1000 * number
+                run = await served.run(stub, process, first, plan.trajectories)
                 through.append(run.tokens / run.seconds)
         if number + 1 < plan.repeats:
             again = await asyncio.to_thread(directly, directory, [best], plan.trajectories)

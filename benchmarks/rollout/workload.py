@@ -48,7 +48,8 @@ SIMULATED: Final[dict[str, Any]] = {
 def model(directory: Path) -> dict[str, Any]:
     """The policy's `model` section; its tokenizer is put under `directory`."""
     return {
-        "config": _MODEL | {"vocab_size": save_tokenizer(directory / "tokenizer")},
+        # No token ends a response: both sides draw as many, and read as many prompts for them.
+        "config": _MODEL | {"vocab_size": save_tokenizer(directory / "tokenizer", ends=False)},
         "tokenizer": str(directory / "tokenizer"),
     }
 

@@ -52,9 +52,11 @@ _FEW_KEYS: Final = 64
 # torch's softmax of shorter rows computes number by number: 1,024 rows of 15 take 282 microseconds,
 # of 16 take 20. No slot is shorter.
 _LEAST_KEYS: Final = 16
-# Slots computed for each turn that draws, where others lie between theirs: to copy keys and values
-# of a turn takes longer than to attend for one that does not draw.
-_COVERED: Final = 1.5
+# Turns for which a pass attends in place in the time that it takes for one whose keys and values
+# are copied before: slots between those of turns are computed too, where they are fewer.
+_COPIED: Final = 2.25
+# Numbers of keys and values read in the time that a further call of attention takes.
+_CALL: Final = 65_536
 # Turns whose end the event loop hears of at once, and its iterations before the next group: about
 # what a trajectory takes from its last token to the store's next call.
 NOTIFY_GROUP: Final = 64
@@ -455,12 +457,27 @@ class RaggedCache(SlotCache):
         self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
         heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
         self.key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
+        groups: list[list[SlotRun]] = []
+        for _, some in groupby(runs, _like_lengths):
+            group = list(some)
+            joined = [*groups[-1], *group] if groups else group
+            if groups and self._cost(joined) < self._cost(groups[-1]) + self._cost(group):
+                groups[-1] = joined
+            else:
+                groups.append(group)
         self.padded_runs = []
         start = 0
-        for _, group in groupby(runs, _like_lengths):
-            some = list(group)
-            self.padded_runs.append(self._padded(some, start))
+        for group in groups:
+            self.padded_runs.append(self._padded(group, start))
             start = self.padded_runs[-1].rows.stop
+
+    def _cost(self, runs: Sequence[SlotRun]) -> float:
+        """Numbers of keys read in the time that runs take which are padded to each other."""
+        if max(run.tokens for run in runs) > 1:
+            return math.inf
+        numbers, ends = {run.slot for run in runs}, max(run.start for run in runs) + 1
+        computed = min(max(numbers) + 1 - min(numbers), _COPIED * len(numbers))
+        return _CALL + 2 * computed * ends * self.heads * self.keys[0].shape[3]
 
     def to_device(self) -> None:
         """Move the plan to where the model is."""
@@ -476,7 +493,8 @@ class RaggedCache(SlotCache):
         b, q, k = len(runs), max(lengths), max(int(ends.max()), _LEAST_KEYS)
         first = min(numbers)
         span = max(numbers) + 1 - first
-        if q == 1 and b < span <= _COVERED * b:
+        beside = numbers == tuple(range(first, first + b))
+        if q == 1 and not beside and span <= _COPIED * b:
             return self._covering(slice(first, first + span), numbers, ends, start, k)
         rows = slice(start, start + sum(lengths))
         # Distance of each query from its run's last token: padding is on the left.
@@ -490,7 +508,6 @@ class RaggedCache(SlotCache):
             gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
             real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
             gather = gather.clamp_(min=start).view(-1)
-        beside = numbers == tuple(range(first, first + b))
         where = slice(first, first + b) if beside else torch.tensor(numbers)
         return PaddedRuns(b, q, k, rows, gather, real, where, mask)
 

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -31,6 +31,9 @@ CACHE_BYTES: Final = 512 << 20
 _GPU_SHARE: Final = 0.25
 # Slots per turn that may run.
 SPARE: Final = 4
+# Slots from the first running turn's to the last one's, per running turn, that are not too many:
+# beyond it turns are moved together (`SlotAllocator._compact`).
+_LOOSE: Final = 1.125
 # Tokens per page of the prefix index: prefixes are found in multiples of it.
 _PAGE: Final = 8
 _CPU: Final = torch.device("cpu")
@@ -143,12 +146,22 @@ class SlotCache(ABC):
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=self.dtype).view(self._shape)
 
-    def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` of slot `source` to slots `targets`."""
+    def move(self, moves: Mapping[int, tuple[int, int]]) -> None:
+        """Write to every slot of `moves`, all at once, what its (source, tokens) says: the first
+        tokens of the source as they were before. Sources and targets may be the same slots."""
+        by_length: dict[int, list[tuple[int, int, int]]] = {}
+        for target, (source, tokens) in moves.items():
+            by_length.setdefault(padded(tokens - 1), []).append((source, target, tokens))
+        parts = [tuple(zip(*some, strict=True)) for some in by_length.values()]
+        indices = [(torch.tensor(s), torch.tensor(t), max(n)) for s, t, n in parts]
         for tensor in (*self.keys, *self.values):
-            tensor[targets, :, :tokens] = tensor[source, :, :tokens]
+            taken = [tensor[sources, :, :length] for sources, _, length in indices]
+            for (_, targets, length), contents in zip(indices, taken, strict=True):
+                tensor[targets, :, :length] = contents
         if self.routes is not None:
-            self.routes[targets, :tokens] = self.routes[source, :tokens]
+            experts = [self.routes[list(s), : max(n)] for s, _, n in parts]
+            for (_, t, n), chosen in zip(parts, experts, strict=True):
+                self.routes[list(t), : max(n)] = chosen
 
 
 @dataclass(slots=True, eq=False)
@@ -173,27 +186,57 @@ class KVSlot:
 
 
 class SlotAllocator:
-    """Gives turns slots of a cache. Used by the thread that computes, or while that is paused."""
+    """Gives turns slots of a cache. Used by the thread that computes, or while that is paused.
+
+    Running turns lie side by side in memory, so that passes attend to their keys in place: a turn
+    is moved once when it begins, or when the turns around it have ended, and what an ended turn
+    left for others changes places with it."""
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
         self._slots = [KVSlot(index) for index in range(cache.count)]
         # Least recently used first.
-        self._free: OrderedDict[int, KVSlot] = OrderedDict((s.index, s) for s in self._slots)
+        self._free: OrderedDict[KVSlot, None] = OrderedDict.fromkeys(self._slots)
         self.busy: dict[int, KVSlot] = {}
         """Slots with a turn, by index."""
         # Slot by prefix hash; its contents may have changed since.
-        self._by_hash: dict[int, int] = {}
+        self._by_hash: dict[int, KVSlot] = {}
         self._clock = 0
 
     def assign(self, turns: Sequence[EngineTurn]) -> None:
-        """Give each turn a slot that holds the longest known prefix of its tokens."""
-        # Targets by source and number of tokens. A source is busy, so it is never a target.
-        copies: dict[tuple[int, int], list[int]] = {}
+        """Give each turn a slot that holds the longest known prefix of its tokens, and keep all
+        running turns side by side."""
+        # (source, tokens) by target. Nothing is written before all are known.
+        moves: dict[int, tuple[int, int]] = {}
         for turn in turns:
-            self._assign(turn, copies)
-        for (source, tokens), targets in copies.items():
-            self._cache.copy(source, targets, tokens)
+            self._assign(turn, moves)
+        self._compact(moves)
+        if moves:
+            self._cache.move(moves)
+
+    def _compact(self, moves: dict[int, tuple[int, int]]) -> None:
+        """Let running turns that are far from the others change places with free slots."""
+        indices = sorted(self.busy)
+        room = _LOOSE * len(indices)
+        if not indices or indices[-1] - indices[0] < room:
+            return
+        free = sorted(self._free, key=lambda slot: slot.index)
+        for index, other in zip(reversed(indices), free, strict=False):
+            if index < room:
+                break
+            slot = self.busy.pop(index)
+            origin = _origin(slot, moves)
+            slot.index, other.index = other.index, index
+            self.busy[slot.index] = slot
+            if not other.page_hashes:
+                other.read = 0  # nobody finds it
+            for target, source, tokens in (
+                (slot.index, origin, slot.read),
+                (index, slot.index, other.read),
+            ):
+                moves.pop(target, None)
+                if tokens:
+                    moves[target] = (source, tokens)
 
     def end(self, slot: KVSlot) -> None:
         """Free the slot of a turn that has ended; it stays findable until it is reused."""
@@ -202,7 +245,7 @@ class SlotAllocator:
             slot.of_former, slot.read = False, 0
         slot.turn = None
         del self.busy[slot.index]
-        self._free[slot.index] = slot
+        self._free[slot] = None
 
     def drop_closed(self) -> None:
         """Free the slots of closed turns."""
@@ -217,7 +260,7 @@ class SlotAllocator:
             before = slot.page_hashes[-1] if slot.page_hashes else 0
             page = hash((before, *slot.ids[at : at + _PAGE]))
             slot.page_hashes.append(page)
-            self._by_hash[page] = slot.index
+            self._by_hash[page] = slot
 
     def forget(self, *, keep: bool = False) -> list[EngineTurn]:
         """Discard all keys and values, but with `keep` those of turns that have drawn tokens;
@@ -229,25 +272,24 @@ class SlotAllocator:
                 slot.of_former = True
             else:
                 slot.read = 0
-        # In order of memory: neighbours are computed in place.
-        self._free = OrderedDict(sorted(self._free.items()))
         return [slot.turn for slot in self.busy.values() if slot.turn is not None]
 
-    def _assign(self, turn: EngineTurn, copies: dict[tuple[int, int], list[int]]) -> None:
-        """Give `turn` the free slot with its longest known prefix, or enter a copy into
-        `copies`."""
+    def _assign(self, turn: EngineTurn, moves: dict[int, tuple[int, int]]) -> None:
+        """Give `turn` the free slot with its longest known prefix, or enter a copy into `moves`.
+
+        The source of a copy is busy, so it is never a target."""
         ids = [*turn.prompt_ids, *turn.token_ids]
         source = self._find(ids)
         known = 0 if source is None else common(source, ids)
         if source is not None and source.turn is None:
             target = source
-            del self._free[source.index]
+            del self._free[source]
         else:
-            _, target = self._free.popitem(last=False)
+            target, _ = self._free.popitem(last=False)
             if source is not None and known:
-                copies.setdefault((source.index, known), []).append(target.index)
+                moves[target.index] = (_origin(source, moves), known)
         for page in target.page_hashes[known // _PAGE :]:
-            if self._by_hash.get(page) == target.index:
+            if self._by_hash.get(page) is target:
                 del self._by_hash[page]
         if target is source:
             del target.page_hashes[known // _PAGE :]
@@ -260,11 +302,17 @@ class SlotAllocator:
 
     def _find(self, ids: list[int]) -> KVSlot | None:
         """The slot with the longest indexed prefix of `ids`."""
-        prefix, found = 0, None
+        prefix = 0
+        found: KVSlot | None = None
         for at in range(0, len(ids) - _PAGE, _PAGE):
             prefix = hash((prefix, *ids[at : at + _PAGE]))
             found = self._by_hash.get(prefix, found)
-        return None if found is None else self._slots[found]
+        return found
+
+
+def _origin(slot: KVSlot, moves: Mapping[int, tuple[int, int]]) -> int:
+    """Where the contents of `slot` are before `moves` are made."""
+    return moves.get(slot.index, (slot.index, 0))[0]
 
 
 def common(slot: KVSlot, ids: list[int]) -> int:

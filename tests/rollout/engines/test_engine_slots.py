@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from tests.rollout.engines.models import (
 )
 from tests.support.training import rounding
 from troupe.job import PolicySpec
+from troupe.mixtures import RoutingShape
 from troupe.workflow.backend import TokenIds
 
 COUNT = 6
@@ -43,9 +45,10 @@ class Tokens:
     def __init__(self) -> None:
         self.held: list[list[int]] = [[] for _ in range(COUNT)]
 
-    def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
-        for target in targets:
-            self.held[target][:tokens] = self.held[source][:tokens]
+    def move(self, moves: Mapping[int, tuple[int, int]]) -> None:
+        before = [list(held) for held in self.held]
+        for target, (source, tokens) in moves.items():
+            self.held[target][:tokens] = before[source][:tokens]
 
     def write(self, slot: int, start: int, ids: Sequence[int]) -> None:
         self.held[slot][start : start + len(ids)] = ids
@@ -88,6 +91,8 @@ def test_a_slot_holds_the_tokens_that_it_says(seed: int) -> None:
         for slot in allocator._slots:
             assert cache.held[slot.index][: slot.read] == slot.ids[: slot.read]
             assert slot.turn is None or slot.unread > 0
+        assert all(slot.index == index for index, slot in allocator.busy.items())
+        assert sorted(slot.index for slot in allocator._slots) == list(range(COUNT))
 
 
 def test_a_group_reads_its_prompt_once() -> None:
@@ -107,17 +112,61 @@ def test_a_group_reads_its_prompt_once() -> None:
     assert leader.read == 20
 
 
-def test_slots_of_a_version_are_neighbours() -> None:
+def test_running_turns_lie_side_by_side_and_what_others_left_is_found() -> None:
     cache = Tokens()
     allocator = SlotAllocator(cache)  # type: ignore[arg-type]
-    allocator.assign([turn([1]) for _ in range(COUNT)])
-    for index in reversed(range(COUNT)):
-        allocator.end(allocator.busy[index])
-    allocator.assign([turn([1])])
-    assert list(allocator.busy) == [COUNT - 1]
-    allocator.forget()
-    allocator.assign([turn([2]) for _ in range(3)])
-    assert list(allocator.busy) == [COUNT - 1, 0, 1, 2]
+    prompts = [[number] * 9 for number in range(COUNT)]
+    allocator.assign([turn(ids) for ids in prompts])
+    slots = dict(allocator.busy)
+    for slot in slots.values():
+        read(cache, slot, 9)
+    for index in (0, 2, 3):
+        allocator.end(slots[index])
+    allocator.assign([])  # of six slots, three run: 1, 4 and 5
+    assert sorted(allocator.busy) == [0, 1, 2]
+    assert all(cache.held[slot.index][:9] == slot.ids[:9] for slot in slots.values())
+    # What an ended turn has left is found where it is now.
+    allocator.assign([turn([*prompts[2], 7])])
+    assert slots[2].turn is not None
+    assert slots[2].read == 9
+    assert max(allocator.busy) <= 4  # one hole is not worth a move
+    assert cache.held[slots[2].index][:9] == prompts[2]
+
+
+def test_one_turn_stays_where_its_conversation_was() -> None:
+    cache = Tokens()
+    allocator = SlotAllocator(cache)  # type: ignore[arg-type]
+    allocator.assign([turn([number] * 9) for number in range(COUNT)])
+    for slot in list(allocator.busy.values()):
+        read(cache, slot, 9)
+        allocator.end(slot)
+    allocator.assign([turn([4] * 10)])
+    assert list(allocator.busy) == [4]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_contents_of_slots_move_all_at_once(routed: bool) -> None:
+    model = make_model(0)
+    routing = RoutingShape(layers=2, top_k=1, experts=4) if routed else None
+    cache = slot_batcher.RaggedCache(
+        model.config, torch.float32, running=8, max_context=128, routing=routing
+    )
+    held = [*cache.keys, *cache.values]
+    for tensor in held:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in held]
+    if cache.routes is not None:
+        cache.routes[:] = np.arange(len(cache.routes)).reshape(-1, 1, 1, 1)
+    moves = {0: (1, 100), 1: (0, 5), 2: (1, 7), 5: (3, 65), 3: (6, 64)}
+    cache.move(moves)
+    for was, now in zip(before, held, strict=True):
+        for target, (source, tokens) in moves.items():
+            assert torch.equal(now[target, :, :tokens], was[source, :, :tokens])
+        for slot in (4, 6, 7):
+            assert torch.equal(now[slot], was[slot])
+    if cache.routes is not None:
+        for target, (source, tokens) in moves.items():
+            assert (cache.routes[target, :tokens] == source).all()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +174,8 @@ def test_slots_of_a_version_are_neighbours() -> None:
     [
         ([3, 4, 5, 6], slice(3, 7)),
         ([3, 4, 6, 7], slice(3, 8)),
-        ([0, 2, 5, 7], torch.tensor([0, 2, 5, 7])),
+        ([0, 3, 7], torch.tensor([0, 3, 7])),
+        ([0, 2, 5, 7], slice(0, 8)),
     ],
 )
 def test_keys_are_copied_only_of_turns_far_apart(
@@ -137,7 +187,7 @@ def test_keys_are_copied_only_of_turns_far_apart(
     [members] = cache.padded_runs
     assert type(members.slots) is type(where)
     assert str(members.slots) == str(where)
-    assert members.rows == slice(0, 4)
+    assert members.rows == slice(0, len(slots))
     assert members.k == 16
 
 
