@@ -47,7 +47,7 @@ async def run(cluster: Cluster, text: str, steps: int) -> list[list[TaskChoice]]
 
 
 async def finish(cluster: Cluster, job_id: str, steps: int) -> list[list[TaskChoice]]:
-    job = await cluster.wait(job_id, seconds=40)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, steps, POLICIES)
     audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
@@ -127,5 +127,5 @@ async def test_metrics_say_what_was_chosen(cluster: Cluster) -> None:
 
 async def test_workers_of_another_release_are_named(cluster: Cluster) -> None:
     job_id = await cluster.submit(curriculum_yaml())
-    job = await cluster.wait(job_id, seconds=20)
+    job = await cluster.wait(job_id)
     assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "tasks_differ")

@@ -197,7 +197,7 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     await cluster.start_orchestrator()
     sets = {"gsm8k": {"queries": 8, "samples": 2, "every": 1}, "one": {"queries": 1}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, pipeline__steps=2))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
 
     async with AsyncClient(cluster.settings.address) as client:
@@ -272,7 +272,7 @@ async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster
         await asyncio.sleep(pause)
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
-    job = await cluster.wait(job_id, seconds=40)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
     of = {r.step: r.values["evaluation/version/solver"] for r in rows if _evaluates(r)}

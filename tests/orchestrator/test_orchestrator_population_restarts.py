@@ -31,7 +31,7 @@ async def versions(cluster: Cluster, job_id: str) -> list[tuple[int, int, bool]]
 async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game(pipeline__steps=3, population=RESTART))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     (pool,) = (await population(cluster, job_id)).pools
     # All of them come from the first weights; nothing begins again after the last step.
@@ -69,7 +69,7 @@ async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) ->
         pipeline__queries_per_step=4,
         population=section,
     )
-    job = await cluster.wait(job_id := await cluster.submit(text), seconds=60)
+    job = await cluster.wait(job_id := await cluster.submit(text))
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     members = (await population(cluster, job_id)).pools[0].members
     found = {one.member_id: one.parent for one in members if one.iteration}
@@ -92,7 +92,7 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     """Before or after the ledger has moved: the versions are those of an undisturbed job."""
     newer_wins(cluster)
     quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
-    assert (await cluster.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
     stuck = asyncio.Event()
     restart = WeightVersions.restart
 
@@ -109,7 +109,7 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     await cluster.stop_orchestrator()
     monkeypatch.setattr(WeightVersions, "restart", restart)
     await cluster.start_orchestrator()
-    job = await cluster.wait(troubled, seconds=60)
+    job = await cluster.wait(troubled)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     assert await versions(cluster, troubled) == await versions(cluster, quiet)
     found, expected = [await population(cluster, one) for one in (troubled, quiet)]
@@ -120,5 +120,5 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
 async def test_first_weights_that_are_gone_are_named(cluster: Cluster) -> None:
     newer_wins(cluster)
     cluster.trainers[0].script.lose_first = True
-    job = await cluster.wait(await cluster.submit(game(population=RESTART)), seconds=60)
+    job = await cluster.wait(await cluster.submit(game(population=RESTART)))
     assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "state_not_found")

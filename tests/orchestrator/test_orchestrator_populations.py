@@ -25,7 +25,7 @@ from troupe.v1 import rollout_pb2 as ro
 async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, ["player"])
     found = await population(cluster, job_id)
@@ -71,7 +71,7 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
 async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
-    await cluster.wait(job_id, seconds=60)
+    await cluster.wait(job_id)
     found = await matches(cluster, job_id)
     assert len(found) == 24 == len({one.trajectory_id for one in found})
     assert found[0].iteration == 2
@@ -110,7 +110,7 @@ async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bo
     section = {"algorithm": "psro", "iteration_steps": 1, "matches": {"least": 6}}
     section |= {"evaluation_slots": 2 if apart else 0, "redraw_steps": 1}
     quiet = await cluster.submit(game("quiet", population=section))
-    assert (await cluster.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
     expected = await population(cluster, quiet)
     cluster.rollouts[0].script.seconds = 0.02
     troubled = await cluster.submit(game("troubled", population=section))
@@ -129,7 +129,7 @@ async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bo
         seen.add((await cluster.job(troubled)).step)
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
-    job = await cluster.wait(troubled, seconds=60)
+    job = await cluster.wait(troubled)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     assert len(seen) > 1, "it was killed in more than one iteration"
     found = await population(cluster, troubled)
@@ -152,7 +152,7 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     cluster.rollouts[0] = second
     second.keys = {}
     newer_wins(cluster)
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(cluster, job_id)
     assert {cell.matches for cell in found.cells} == {4}
@@ -166,7 +166,7 @@ async def test_a_member_whose_weights_are_gone_is_named(cluster: Cluster) -> Non
     job_id = await cluster.submit(text)
     await cluster.until(job_id, lambda job: job.step >= 1)
     shutil.rmtree(cluster.directory / job_id / "members")
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_FAILED
     assert job.problem.kind == "member_gone"
     assert job.problem.value.startswith("player@")
@@ -178,7 +178,7 @@ async def test_a_game_that_is_not_zero_sum_is_told_to_the_solver_of_those(
     newer_wins(cluster, zero_sum=False)
     section = {"iteration_steps": 1, "matches": MATCHES, "meta_solver": "zero_sum_nash"}
     job_id = await cluster.submit(game(population=section))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("not_zero_sum", "population.meta_solver")
 
@@ -189,7 +189,7 @@ async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> 
     stop = {"improvement": 0.0, "patience": 1}
     section = {"iteration_steps": 1, "matches": MATCHES, "stop": stop}
     job_id = await cluster.submit(game(population=section))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED
     # Nobody gains anything: it is over before all steps are.
     assert job.step == 1
@@ -219,7 +219,7 @@ async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluste
         pipeline__queries_per_step=4,
         population=section,
     )
-    job = await cluster.wait(job_id := await cluster.submit(text), seconds=60)
+    job = await cluster.wait(job_id := await cluster.submit(text))
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     members = (await population(cluster, job_id)).pools[0].members
     retired = {m.member_id for m in members if m.state == orch.MEMBER_STATE_RETIRED}
@@ -239,7 +239,7 @@ async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit:
     newer_wins(cluster)
     cluster.rollouts[0].script.fail = fail
     text = game(limits={"step_seconds": 30, "max_failed_fraction": limit})
-    job = await cluster.wait(await cluster.submit(text), seconds=60)
+    job = await cluster.wait(await cluster.submit(text))
     assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "too_many_failed_matches")
     assert "the game broke" in job.problem.message
 
@@ -260,11 +260,11 @@ async def test_a_complete_population_goes_on_where_a_resume_asks_for_more(
 
     cluster.rollouts[0].script.fail = fail
     job_id = await cluster.submit(text(1))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert (job.state, job.step) == (pb.JOB_STATE_FAILED, 1), "it was complete, and not evaluated"
     assert (await population(cluster, job_id)).stopped == "1 iterations are over"
     await cluster.resume(job_id, text(3))
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 3), job.problem
     assert (await population(cluster, job_id)).stopped == "3 iterations are over"
 
@@ -279,7 +279,7 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
     """However a job ends nothing of them is left in memory; their files are."""
     newer_wins(cluster)
     done = await cluster.submit(game())
-    assert (await cluster.wait(done, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(done)).state == pb.JOB_STATE_SUCCEEDED
     assert not published(cluster)
     await cluster.api.GeneratePolicy(
         orch.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]), timeout=20
@@ -288,10 +288,10 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
     cluster.rollouts[0].script.seconds = 0.05
     for end in (cluster.pause, cluster.cancel):
         job_id = await cluster.submit(game(pipeline__steps=50))
-        await cluster.until(job_id, lambda job: job.step >= 1, seconds=60)
+        await cluster.until(job_id, lambda job: job.step >= 1)
         assert published(cluster)
         await end(job_id)
-        await cluster.wait(job_id, (pb.JOB_STATE_PAUSED, pb.JOB_STATE_CANCELLED), seconds=60)
+        await cluster.wait(job_id, (pb.JOB_STATE_PAUSED, pb.JOB_STATE_CANCELLED))
         assert not published(cluster)
         if end == cluster.pause:
             await cluster.cancel(job_id)
@@ -305,7 +305,7 @@ async def test_a_match_that_was_aborted_is_played_again(cluster: Cluster) -> Non
     cluster.rollouts[0].script.linger_seconds = 0.15
     cluster.rollouts[0].script.abort = {"m0x0-t1": 1, "m0x1-t2": 2}
     job_id = await cluster.submit(game())
-    job = await cluster.wait(job_id, seconds=60)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     assert not any(cluster.rollouts[0].script.abort.values())
     assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {4}
@@ -317,20 +317,20 @@ async def test_a_pause_ends_the_last_round_of_matches(cluster: Cluster) -> None:
     newer_wins(cluster)
     section = {"iteration_steps": 2, "matches": {"least": 40}}
     job_id = await cluster.submit(game(pipeline__steps=2, population=section))
-    await cluster.until(job_id, lambda job: job.step == 2, seconds=60)
+    await cluster.until(job_id, lambda job: job.step == 2)
     cluster.rollouts[0].script.seconds = 0.3
     assert (await cluster.pause(job_id)).state == pb.JOB_STATE_PAUSING
-    await cluster.wait(job_id, [pb.JOB_STATE_PAUSED], seconds=60)
+    await cluster.wait(job_id, [pb.JOB_STATE_PAUSED])
     cluster.rollouts[0].script.seconds = 0.0
     await cluster.resume(job_id)
-    assert (await cluster.wait(job_id, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
     assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {40}
 
 
 async def test_pages_of_matches(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
-    await cluster.wait(job_id, seconds=60)
+    await cluster.wait(job_id)
     assert len(await matches(cluster, job_id)) == 24
     for token in ("m0x0-t0", "5:nobody", "-1:m0x0-t0", "9" * 40 + ":x"):
         with pytest.raises(InvalidArgument) as caught:

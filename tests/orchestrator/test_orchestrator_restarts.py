@@ -76,7 +76,7 @@ async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
     redis = Redis.from_url(cluster.settings.redis_url)
     record = JobKeys(job_id).record
     await redis.hset(record, mapping={"epoch": 99, "owner": "elsewhere, process 1"})
-    await cluster.until(job_id, lambda job: not jobs._runners, seconds=5)
+    await cluster.until(job_id, lambda job: not jobs._runners)
     page = await cluster.orchestrator.service._at.shared.log.page(job_id, "")  # type: ignore[union-attr]
     texts = [event.notice.text for event in page]
     assert any("orchestrator (elsewhere, process 1) has taken" in text for text in texts)
@@ -170,7 +170,7 @@ async def test_the_store_may_be_away_in_the_middle_of_a_step(cluster: Cluster, m
         await asyncio.sleep(1.0)
         await cluster.start_store()
         await asyncio.sleep(0.3)
-    job = await cluster.wait(job_id, seconds=30)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, POLICIES)
 

@@ -36,7 +36,7 @@ async def step_rows(cluster: Cluster, job_id: str) -> list[orch.MetricsLogged]:
 
 
 async def finish(cluster: Cluster, job_id: str, steps: int) -> orch.Job:
-    job = await cluster.wait(job_id, seconds=30)
+    job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, steps, POLICIES)
     audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))

@@ -28,7 +28,7 @@ async def sacrifice(
     await first.death()
     for _ in range(2):
         await (await following()).death()
-    return await cluster.wait(job_id, seconds=60)
+    return await cluster.wait(job_id)
 
 
 @pytest.mark.slow

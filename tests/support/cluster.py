@@ -146,14 +146,14 @@ class Cluster:
         return (await self.api.GetJob(orch.GetJobRequest(job_id=job_id))).job
 
     async def wait(
-        self, job_id: str, states: Iterable[int] = ENDED, seconds: float = 20
+        self, job_id: str, states: Iterable[int] = ENDED, seconds: float = 100
     ) -> orch.Job:
         """Wait until the job is in one of `states`."""
         wanted = set(states)
         return await self.until(job_id, lambda job: job.state in wanted, seconds)
 
     async def until(
-        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = 20
+        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = 100
     ) -> orch.Job:
         """Wait until the job is `good`."""
         deadline = time.monotonic() + seconds

@@ -35,6 +35,7 @@ async def test_a_commit_names_the_samples_that_it_was_made_of(stage: TrainingSta
     commit = await trainer.run(0, 0)
     ids = [samples[0].sample_id for _, _, samples in rollouts]
     assert commit.samples_digest == sum(xxh3_64_intdigest(i.encode()) for i in ids) % 2**64
+    await trainer.checkpoint(1)  # the state is written behind the step
     (state,) = (stage.root / "runs" / stage.job_id / "state/solver").glob("v1-*")
     kept = json.loads((state / "state.json").read_text())
     assert (kept["step"], int(kept["samples_digest"], 16)) == (0, commit.samples_digest)
@@ -123,6 +124,7 @@ async def test_deterministic_steps_end_with_the_same_bits(
                 await job.append(query, trajectory, samples, step)
             commit = await trainer.run(step, step)
         checksums.append(commit.weights.checksum)
+        await trainer.checkpoint(3)  # the state is written behind the step
         states = job.root / "runs" / job.job_id / "state/solver"
         (state,) = states.glob("v3-*")
         checksums.append(json.loads((state / "state.json").read_text())["optimizer"])
@@ -193,6 +195,7 @@ async def test_state_that_is_ahead_of_the_store_is_refused(stage: TrainingStage)
     await one.bind(spec)
     await stage.play(stage.first_model(spec))
     weights = (await one.run(0, 0)).weights
+    await one.checkpoint(1)  # the state is written behind the step
     _tamper(stage, 1, step=4)
     await two.bind(spec, version=1, checksum=weights.checksum)
     await stage.open(1, version=1)

@@ -69,6 +69,7 @@ async def test_a_death_leaves_one_version_everywhere(
     assert again.metrics["samples"] == 8
     after = await _step(stage, trainer, 1)
     assert [first, again.weights.checksum, after.weights.checksum] == undisturbed
+    await trainer.checkpoint(2)  # the state is written behind the step
     # Nothing half written, nothing too many.
     states = stage.root / "runs" / stage.job_id / "state/solver"
     assert sorted(path.name.split("-")[0] for path in states.iterdir()) == ["v1", "v2"]

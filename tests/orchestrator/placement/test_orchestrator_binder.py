@@ -49,7 +49,7 @@ async def audited(cluster: Cluster, job_id: str) -> None:
 async def test_policies_share_one_slot_and_all_of_them_train(house: Cluster) -> None:
     trainer = await house.add_trainer(TrainerScript(slots=1))
     job_id = await house.submit(job())
-    ended = await house.wait(job_id, seconds=40)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
     # One comes while another leaves, whose call may be the later of the two.
@@ -74,7 +74,7 @@ async def test_the_binder_knows_what_the_last_swap_of_a_policy_cost(
     decide = binding.decide
     monkeypatch.setattr(binding, "decide", recorded)
     await house.add_trainer(TrainerScript(slots=1))
-    ended = await house.wait(await house.submit(job()), seconds=40)
+    ended = await house.wait(await house.submit(job()))
     assert ended.state == SUCCEEDED, ended.problem
     # The trainer says 0.25 s of each suspension and of each resumption.
     assert all(0.0 in costs for costs in seen.values())
@@ -84,7 +84,7 @@ async def test_the_binder_knows_what_the_last_swap_of_a_policy_cost(
 async def test_two_trainers_of_two_slots_hold_all_and_nobody_moves(house: Cluster) -> None:
     trainers = [await house.add_trainer(TrainerScript(slots=2)) for _ in range(2)]
     job_id = await house.submit(job())
-    ended = await house.wait(job_id, seconds=40)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert sum(one.calls["Suspend"] for one in trainers) == 0
     assert sum(one.calls["Bind"] for one in trainers) == 3
@@ -94,7 +94,7 @@ async def test_two_trainers_of_two_slots_hold_all_and_nobody_moves(house: Cluste
 async def test_a_suspended_state_that_is_gone_costs_nothing_but_a_load(house: Cluster) -> None:
     trainer = await house.add_trainer(TrainerScript(slots=1, lose_suspended=True))
     job_id = await house.submit(job())
-    ended = await house.wait(job_id, seconds=40)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert not trainer.script.lose_suspended
     assert trainer.calls["Bind"] > 3
@@ -107,7 +107,7 @@ async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
     monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 1000.0)
     trainer = await house.add_trainer(TrainerScript(slots=1, lose_gang=True))
     job_id = await house.submit(job())
-    ended = await house.wait(job_id, seconds=40)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert not trainer.script.lose_gang
     await audited(house, job_id)
@@ -119,7 +119,7 @@ async def test_a_policy_that_could_not_be_suspended_is_asked_again(
     monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 0.5)
     trainer = await house.add_trainer(TrainerScript(slots=1, full_suspensions=2))
     job_id = await house.submit(job())
-    ended = await house.wait(job_id, seconds=15)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert not trainer.script.full_suspensions
     await audited(house, job_id)
@@ -133,7 +133,7 @@ async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cl
             await asyncio.sleep(0.02)
     await house.add_trainer(TrainerScript(slots=1))
     await trainer.down()
-    ended = await house.wait(job_id, seconds=60)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
     await audited(house, job_id)
@@ -151,7 +151,7 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
             while sum(one.calls["Suspend"] for one in trainers) < 4:  # noqa: ASYNC110 - another's
                 await asyncio.sleep(0.02)
         await house.cancel(job_id)
-    ended = await house.wait(job_id, seconds=40)
+    ended = await house.wait(job_id)
     assert ended.state == (pb.JOB_STATE_CANCELLED if cancelled else SUCCEEDED), ended.problem
     assert [one.traces for one in trainers] == [set(), set()]
 
@@ -174,7 +174,7 @@ async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) 
     """Its end is told by a heartbeat: nothing else happens that has the binder look again."""
     trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}))
     second = await one_that_waits_for_another(house, trainer)
-    ended = await house.wait(second, seconds=10)
+    ended = await house.wait(second)
     assert ended.state == SUCCEEDED, ended.problem
 
 
@@ -182,7 +182,7 @@ async def test_a_trainer_that_was_deaf_when_a_job_ended_is_asked_again(house: Cl
     """Also if no other job begins: one waits already."""
     trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}, deaf_releases=1))
     second = await one_that_waits_for_another(house, trainer)
-    ended = await house.wait(second, seconds=15)
+    ended = await house.wait(second)
     assert ended.state == SUCCEEDED, ended.problem
     assert trainer.calls["Release"] >= 2
 
@@ -195,7 +195,7 @@ async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
     async with asyncio.timeout(10):
         while not (await house.api.GetCluster(orch.GetClusterRequest())).bindings:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    ended = await house.wait(await house.submit(job()), seconds=20)
+    ended = await house.wait(await house.submit(job()))
     assert ended.state == SUCCEEDED, ended.problem
     assert not trainer.fetched
 
@@ -213,7 +213,7 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
     for _ in range(2):
         await house.add_trainer(TrainerScript(slots=1, bind_error=refusal))
     job_id = await house.submit(job_yaml(policies=("alice",)))
-    ended = await house.wait(job_id, seconds=15)
+    ended = await house.wait(job_id)
     assert ended.state == pb.JOB_STATE_FAILED
     assert ended.problem.kind == "policy_too_large"
     assert ended.problem.field == "policies.alice.model"
@@ -230,7 +230,7 @@ async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
     Nobody has to load the policy to find out."""
     trainer = await house.add_trainer(TrainerScript(memory=80 << 30))
     large = job_yaml(policies=("alice",), **{"policies.alice.trainer.gang": gang})
-    ended = await house.wait(await house.submit(large), seconds=30)
+    ended = await house.wait(await house.submit(large))
     if fits:
         assert ended.state == SUCCEEDED, ended.problem
         return
@@ -260,7 +260,7 @@ async def test_activation_checkpointing_is_decided_by_what_the_worker_has_room_f
     trainer = await house.add_trainer(script)
     values = {"policies.alice.trainer.gang": 8, field: wish}
     job_id = await house.submit(job_yaml(policies=("alice",), **values))
-    ended = await house.wait(job_id, seconds=30)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     bound = JobSpec.model_validate_json(trainer.binds[0].spec_json)
     assert bound.policies["alice"].trainer.activation_checkpointing == sent
@@ -276,7 +276,7 @@ async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> Non
     first = await house.add_trainer(TrainerScript(slots=1, bind_error=small))
     second = await house.add_trainer(TrainerScript(slots=1))
     job_id = await house.submit(job_yaml(policies=("alice",)))
-    ended = await house.wait(job_id, seconds=30)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert first.calls["Bind"] <= 1
     assert second.calls["Bind"] == 1
@@ -316,7 +316,7 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
                 view = await cluster.api.GetCluster(orch.GetClusterRequest())
                 await asyncio.sleep(0.02)
         again = await cluster.add_trainer(TrainerScript(slots=3))
-        ended = await cluster.wait(job_id, seconds=30)
+        ended = await cluster.wait(job_id)
         assert ended.state == SUCCEEDED, ended.problem
         assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
         assert again.calls["Bind"] == len(POLICIES)
@@ -344,7 +344,7 @@ async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path:
         job_id = await cluster.submit(job())
         await wants(1)
         await cluster.add_trainer(TrainerScript(slots=3))
-        assert (await cluster.wait(job_id, seconds=30)).state == SUCCEEDED
+        assert (await cluster.wait(job_id)).state == SUCCEEDED
         await wants(0)
     finally:
         await cluster.close()

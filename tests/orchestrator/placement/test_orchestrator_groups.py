@@ -65,7 +65,7 @@ async def test_a_member_that_is_lost_is_replaced_and_its_gang_is_led_on(house: C
     await asyncio.sleep(1.0)
     assert (await house.job(job_id)).state == pb.JOB_STATE_RUNNING
     third = await house.add_trainer(script)
-    ended = await house.wait(job_id, seconds=30)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     binds = [*leader.binds[1:], *third.binds]
     assert {address for one in binds for address in one.hosts.members} <= {
@@ -82,7 +82,7 @@ async def test_a_leader_that_is_lost_is_replaced(house: Cluster) -> None:
     job_id = await house.submit(job(4))
     leader = await leader_of(trainers)
     await leader.down()
-    ended = await house.wait(job_id, seconds=30)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     late = [one for trainer in trainers if trainer is not leader for one in trainer.binds]
     left = {one.settings.address for one in trainers if one is not leader}
@@ -94,7 +94,7 @@ async def test_a_leader_that_is_lost_is_replaced(house: Cluster) -> None:
 async def test_a_gang_larger_than_all_trainers_together_is_refused(house: Cluster) -> None:
     for _ in range(3):
         await house.add_trainer(TrainerScript(ranks=2))
-    ended = await house.wait(await house.submit(job(8)), seconds=15)
+    ended = await house.wait(await house.submit(job(8)))
     assert ended.state == pb.JOB_STATE_FAILED
     assert ended.problem.kind == "gang_too_large"
     assert ended.problem.field == "policies.alice.trainer.gang"
@@ -111,7 +111,7 @@ async def test_an_orchestrator_that_starts_again_leaves_a_gang_where_it_is(house
     leader = await leader_of(trainers)
     await house.stop_orchestrator()
     await house.start_orchestrator()
-    ended = await house.wait(job_id, seconds=30)
+    ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
     assert [one for one in trainers if one.binds] == [leader]
     await audited(house, job_id)
