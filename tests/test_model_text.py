@@ -18,7 +18,7 @@ from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.interface import Observation
 from troupe.workflow.errors import IllegalMoveError
 from troupe.workflow.messages import PARSERS, canonical, parse_messages
-from troupe.workflow.trying.setting import ByteTokenizer
+from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]

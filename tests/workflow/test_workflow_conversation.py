@@ -10,7 +10,7 @@ from tests.workflow.stage import CHARACTERS, CHATML, END, THINKING, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError
 from troupe.workflow.conversation import ChatTokenizer, ConversationMemory
 from troupe.workflow.messages import parse_messages
-from troupe.workflow.trying.setting import ByteTokenizer
+from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 USER = ("user", "what is 3+4?")
 

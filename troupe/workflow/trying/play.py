@@ -20,7 +20,7 @@ from troupe.workflow.samples import GroupBy, SampleRow, metrics_of, rows_of
 from troupe.workflow.tools import Tools
 from troupe.workflow.trying.functions import Function, LocalFunctions
 from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
-from troupe.workflow.trying.setting import END_ID, ByteTokenizer
+from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 
 # Longer than any agent's name in a job.
 _NAME_CHARS: Final = 200

@@ -1,19 +1,15 @@
-"""Loads the workflow that `troupe workflow try` plays: of a job, of a file or of a module; the
-tokenizer that it has where no model is at hand (`ByteTokenizer`)."""
+"""Loads the workflow that `troupe workflow try` plays: of a job, of a file or of a module."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
-import re
-import string
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.functions import declaration_of
@@ -37,6 +33,7 @@ from troupe.workflow.loading import (
 )
 from troupe.workflow.messages import parser_of
 from troupe.workflow.samples import GroupBy
+from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 
 JOB_SUFFIXES = (".yaml", ".yml", ".json")
 _REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:attribute`."
@@ -297,76 +294,3 @@ def _only_workflow(module: str, file: str) -> str:
             else "Write `async def workflow(query, agents, tools): ...`.",
         )
     return names[0]
-
-
-SPECIALS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|other|>")
-END_ID: Final = 0
-_FIRST_BYTE: Final = len(SPECIALS)
-_SPECIAL: Final = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")")
-
-
-class ByteTokenizer:
-    """One id per byte of UTF-8, with a chat template and the part of a Hugging Face tokenizer's
-    interface that `ChatTokenizer` uses."""
-
-    chat_template = "<|role|>content<|end|>..."
-    all_special_ids = tuple(range(_FIRST_BYTE))
-    eos_token_id = END_ID
-
-    def get_vocab(self) -> dict[str, int]:
-        """Ids of the special tokens and of the characters of random texts."""
-        readable = string.ascii_lowercase + string.digits + " "
-        return {
-            **{token: i for i, token in enumerate(SPECIALS)},
-            **{c: ord(c) + _FIRST_BYTE for c in readable},
-        }
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; special tokens are never added."""
-        ids: list[int] = []
-        for part in _SPECIAL.split(text):
-            if part in SPECIALS:
-                ids.append(SPECIALS.index(part))
-            else:
-                ids += [byte + _FIRST_BYTE for byte in part.encode("utf-8", "surrogatepass")]
-        return ids
-
-    def __call__(
-        self, texts: Sequence[str], add_special_tokens: bool = False
-    ) -> dict[str, list[list[int]]]:
-        """Ids of several texts."""
-        return {"input_ids": [self.encode(text) for text in texts]}
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        parts: list[str] = []
-        run = bytearray()
-        for i in [*ids, None]:
-            if i is not None and i >= _FIRST_BYTE:
-                run.append((i - _FIRST_BYTE) % 256)
-                continue
-            parts.append(run.decode("utf-8", "replace"))
-            run.clear()
-            if i is not None and not skip_special_tokens:
-                parts.append(SPECIALS[i])
-        return "".join(parts)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **_: Any,
-    ) -> str:
-        """The conversation as text, ready for the next reply; tools and calls of them as JSON."""
-        offered = "".join(f"{json.dumps(tool)}\n" for tool in tools or ())
-        text = f"{_marker('system')}{offered}{SPECIALS[END_ID]}" if offered else ""
-        for message in messages:
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            made = "".join(f"\n<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
-            text += f"{_marker(message['role'])}{message['content']}{made}{SPECIALS[END_ID]}"
-        return text + _marker("assistant") if add_generation_prompt else text
-
-
-def _marker(role: str) -> str:
-    return f"<|{role}|>" if f"<|{role}|>" in SPECIALS[1:] else f"<|other|>{role}: "
