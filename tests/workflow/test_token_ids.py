@@ -4,6 +4,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -42,6 +43,25 @@ def test_parts_are_joined_in_order(parts: list[tuple[int, ...]]) -> None:
     if len(parts) > 1:
         assert TokenIds.of(parts[0]) + parts[1] == parts[0] + parts[1]
         assert parts[0] + TokenIds.of(parts[1]) == parts[0] + parts[1]
+
+
+@given(
+    st.lists(ids.filter(bool), min_size=1, max_size=4),
+    st.sets(st.sampled_from(["digest", "json", "range"])),
+)
+def test_ids_that_extend_others_say_of_themselves_what_the_same_ids_would(
+    parts: list[tuple[int, ...]], known: set[str]
+) -> None:
+    grown = TokenIds.of(parts[0])
+    for part in parts[1:]:
+        # Some are asked of the shorter ids, others first of the longer ones.
+        for name in known:
+            getattr(grown, name)
+        before, grown = grown, grown + part
+        assert orjson.loads(before.json) == list(before)
+    anew = TokenIds.of(tuple(grown))
+    assert (grown.digest, grown.range) == (anew.digest, anew.range)
+    assert orjson.loads(grown.json) == orjson.loads(anew.json) == list(anew)
 
 
 @given(ids)

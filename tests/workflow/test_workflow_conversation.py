@@ -140,8 +140,26 @@ def test_a_template_that_raises_or_hides_replies_is_named() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         refuses.first_ids((USER,))
     hides = make_chat(CHATML.replace("{{ m.content }}", "{{ m.content | length }}"))
-    with pytest.raises(ChatTemplateError, match="does not show an earlier reply"):
-        hides.suffix_ids((USER, ("assistant", "7"), USER), 1, None)
+    for twice in (hides, make_chat(CHATML.replace("{{ m.content }}", "{{ m.content * 2 }}"))):
+        with pytest.raises(ChatTemplateError, match="does not show an earlier reply"):
+            twice.suffix_ids((USER, ("assistant", "7"), USER), 1, None)
+
+
+def test_messages_with_the_placeholders_first_character_are_rendered_as_they_are() -> None:
+    chat, odd = make_chat(), ("user", "\x02 \x02troupe \x02")
+    suffix = chat.suffix_ids((odd, ("assistant", "7"), odd), 1, None)
+    shown = chat.transcript(chat.encode(odd[1]))
+    assert chat.transcript(suffix) == (
+        f"<|im_end|>\n<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "seven ", "8"]), max_size=6))
+def test_special_tokens_are_what_tells_a_text_from_its_transcript(words: list[str]) -> None:
+    chat = make_chat()
+    ids = chat.encode("".join(words))
+    assert chat.text_and_transcript(ids) == (chat.text(ids), chat.transcript(ids))
+    assert chat.text(ids) == "".join(word for word in words if not word.startswith("<|"))
 
 
 @pytest.mark.parametrize(

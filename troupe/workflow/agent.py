@@ -645,19 +645,19 @@ def _parse(
     cut = cut_at(generation, strings, tokenizer)
     stopped = cut is None and generation.finish_reason == "stop"
     if cut is not None:
-        generation, text = cut
-    else:
-        text = tokenizer.text(generation.token_ids, stopped=stopped)
-    text = utf8_text(text)
+        generation = cut[0]
+    ids = generation.token_ids[: len(generation.token_ids) - stopped]
+    text, transcript = tokenizer.text_and_transcript(ids)
+    same = text is transcript
+    text = utf8_text(text if cut is None else cut[1])
     if reading is None:
         return _ParsedTurn(generation, stopped, text, text)
     parse = role.parser
     thinking = parse.opens_thought(tokenizer.transcript(turn.prompt_ids[-_LAST_IDS:]))
-    ids = generation.token_ids[: len(generation.token_ids) - stopped]
     # Tags may be special tokens, which `text` lacks; without such tags `text` is parsed.
-    transcript = utf8_text(tokenizer.transcript(ids))
     if cut is not None:
         transcript = transcript[: first_of(strings, transcript)]
+    transcript = text if same else utf8_text(transcript)
     reply = parse(transcript, reading.tools, thinking=thinking)
     if reply == (transcript, (), ""):
         return _ParsedTurn(generation, stopped, text, text)

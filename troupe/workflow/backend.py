@@ -29,19 +29,25 @@ class TokenIds(Sequence[int]):
 
     It reads like a tuple of ints, and equals one with the same ids. A prompt of 20,000 tokens is
     hashed, checked, sent and stored at every turn of a conversation: as an array each of these
-    costs microseconds, as a tuple of Python's ints up to a millisecond.
+    costs microseconds, as a tuple of Python's ints up to a millisecond. Ids that extend others
+    (`joined`) reuse what is known of those: their hash, range and JSON text are made of what is
+    new.
     """
 
-    __slots__ = ("_digest", "array")
+    __slots__ = ("_hasher", "_json", "_range", "array")
 
     array: IntArray
-    _digest: int | None
+    # xxh3 of all ids; lowest and highest id; JSON text of the first ids, with their number.
+    _hasher: Any
+    _range: tuple[int, int] | None
+    _json: tuple[bytes, int]
 
     def __init__(self, array: IntArray) -> None:
         """`array`: one-dimensional, and never changed from now on."""
         array.flags.writeable = False
         self.array = array
-        self._digest = None
+        self._hasher = self._range = None
+        self._json = b"", 0
 
     @classmethod
     def of(cls, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
@@ -64,21 +70,49 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def joined(cls, parts: Iterable[Sequence[int]]) -> TokenIds:
-        """The ids of all parts, one after another."""
-        arrays = [cls.of(part).array for part in parts if len(part)]
-        return cls(np.concatenate(arrays)) if arrays else EMPTY
+        """The ids of all parts, one after another. The JSON text of the first part goes over to
+        the result: of a growing conversation there is one."""
+        given = [cls.of(part) for part in parts if len(part)]
+        if len(given) < 2:
+            return given[0] if given else EMPTY
+        first = given[0]
+        whole = cls(np.concatenate([part.array for part in given]))
+        new = whole.array[len(first) :]
+        if first._hasher is not None:
+            whole._hasher = first._hasher.copy()
+            whole._hasher.update(new.astype("<i8"))
+        if first._range is not None:
+            low, high = first._range
+            whole._range = min(low, int(new.min())), max(high, int(new.max()))
+        whole._json, first._json = first._json, (b"", 0)
+        return whole
 
     @property
     def digest(self) -> int:
         """64-bit hash of the ids (xxh3 of each as eight bytes, little-endian)."""
-        if self._digest is None:
-            self._digest = xxhash.xxh3_64_intdigest(self.array.astype("<i8").tobytes())
-        return self._digest
+        if self._hasher is None:
+            self._hasher = xxhash.xxh3_64(self.array.astype("<i8").data)
+        found: int = self._hasher.intdigest()
+        return found
 
     @property
     def range(self) -> tuple[int, int]:
         """The lowest and the highest id. There must be some."""
-        return int(self.array.min()), int(self.array.max())
+        if self._range is None:
+            self._range = int(self.array.min()), int(self.array.max())
+        return self._range
+
+    @property
+    def json(self) -> bytes:
+        """The ids as a JSON array. It is kept: about five bytes for each id."""
+        text, known = self._json
+        if known < len(self):
+            import orjson  # comes with what serves engines
+
+            new = orjson.dumps(self.array[known:], option=orjson.OPT_SERIALIZE_NUMPY)
+            text = b"".join((memoryview(text)[:-1], b",", memoryview(new)[1:])) if known else new
+            self._json = text, len(self)
+        return text or b"[]"
 
     def __len__(self) -> int:
         return len(self.array)

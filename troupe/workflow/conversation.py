@@ -28,6 +28,7 @@ PLAIN: Final = Rendering()
 
 # Placeholder of the last reply while a template is rendered; the new text comes after it.
 _REPLY = "\x02troupe-reply\x03"
+_REPLY_BEGINS = _REPLY[0]
 
 # Texts between all special tokens, on which a tokenizer is tried.
 _TRIED_TEXT = "Troupe: 3 agents,\n\tcaf\u00e9 \u2192 \u4e2d\u6587  isn't it? "
@@ -105,8 +106,8 @@ class ChatTokenizer:
 
         def compute() -> TokenIds:
             held = (*messages[:reply], ("assistant", _REPLY), *messages[reply + 1 :])
-            before, found, suffix = self._render(held, rendering).partition(_REPLY)
-            if not found or _REPLY in before + suffix:
+            suffix = _after_reply(self._render(held, rendering))
+            if suffix is None:
                 raise ChatTemplateError(
                     "the chat template does not show an earlier reply as it was",
                     field="tokenizer.chat_template",
@@ -152,6 +153,13 @@ class ChatTokenizer:
     def transcript(self, ids: Sequence[int]) -> str:
         """Text of `ids` with special tokens shown."""
         return self._decode(ids)
+
+    def text_and_transcript(self, ids: Sequence[int]) -> tuple[str, str]:
+        """Text of `ids` without special tokens, and with them: one string where there are none."""
+        transcript = self._decode(ids)
+        if self._backend is not None and self._specials.isdisjoint(ids):
+            return transcript, transcript
+        return self._decode(ids, skip_special_tokens=True), transcript
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token of a reply, special ones shown. A character that several tokens
@@ -208,6 +216,12 @@ class ChatTokenizer:
         return backend if same else None
 
     @cached_property
+    def _specials(self) -> frozenset[int]:
+        """Ids that the Rust tokenizer leaves out of a text without special tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @cached_property
     def _boundary(self) -> re.Pattern[str] | None:
         """Tokens before which a text may be cut: a tokenizer splits it there first, and reads what
         lies between for itself. None where their neighbours matter."""
@@ -233,7 +247,8 @@ class ChatTokenizer:
         return TokenIds.joined((*parts, self._encode_whole(text[done:])))
 
     def _segment_ids(self, text: str) -> TokenIds:
-        return self._cached(_key_of(text), lambda: TokenIds.of(self._encode_whole(text)))
+        key = _key_of("segment", (("", text),))
+        return self._cached(key, lambda: TokenIds.of(self._encode_whole(text)))
 
     def _encode_whole(self, text: str) -> Sequence[int]:
         found: Sequence[int]
@@ -298,16 +313,25 @@ class ChatTokenizer:
 
 def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
     """A hash of messages, and of what else is asked `about` them: as key of a cache, since
-    conversations would need more memory than their ids."""
-    hashed = xxhash.xxh3_128(repr(about).encode("utf-8", "surrogatepass"))
-    for messages in parts:
-        hashed.update(b"%d messages" % len(messages))
-        for message in messages:
-            content = message[1].encode("utf-8", "surrogatepass")
-            others = repr((message[0], len(content), message[2:]))
-            hashed.update(others.encode("utf-8", "surrogatepass"))
-            hashed.update(content)
-    return hashed.digest()
+    conversations would need more memory than their ids.
+
+    Of contents it takes Python's keyed 64-bit hash, which a string computes once: a conversation
+    that goes on is not read from its beginning at every turn.
+    """
+    whole = [about, *([(m[0], len(m[1]), hash(m[1]), m[2:]) for m in part] for part in parts)]
+    return xxhash.xxh3_128_digest(repr(whole).encode("utf-8", "surrogatepass"))
+
+
+def _after_reply(rendered: str) -> str | None:
+    """What follows the reply's placeholder; None unless it is there once. It begins with a
+    character that conversations hardly have: looking for that one is many times as fast."""
+    found, at = None, -1
+    while (at := rendered.find(_REPLY_BEGINS, at + 1)) >= 0:
+        if rendered.startswith(_REPLY, at):
+            if found is not None:
+                return None
+            found = at + len(_REPLY)
+    return None if found is None else rendered[found:]
 
 
 _THOUGHT = "</think>"

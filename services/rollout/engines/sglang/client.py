@@ -144,7 +144,7 @@ class SglangClient:
         """
         body: Json = {
             "rid": rid,
-            "input_ids": TokenIds.of(input_ids).array,
+            "input_ids": orjson.Fragment(TokenIds.of(input_ids).json),
             "sampling_params": sampling,
             "return_logprob": True,
         }
