@@ -1,14 +1,16 @@
-"""`python -m benchmarks.twin [--quick] [--json] [--only PART]`
+"""`python -m benchmarks.twin [--quick] [--json] [--only PART] [--compiled]`
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
 benchmarks.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
 decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, malib, mechanisms,
-control or speed. The last line of stdout is the JSON object.
+control or speed. `--compiled`: run the same sources compiled by mypyc. The last line of stdout is
+the JSON object.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +21,7 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import control, flexmarl, malib, mechanisms, rollart
+from benchmarks.twin import compiled, control, flexmarl, malib, mechanisms, rollart
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
@@ -40,10 +42,13 @@ _PARTS: Final = (
 
 def main() -> None:
     """Run the parts that are asked for."""
-    args = options_of(__doc__, None, parts=_PARTS)
+    flags = {"compiled": "the twin and the live router compiled by mypyc, with the same results"}
+    args = options_of(__doc__, None, parts=_PARTS, flags=flags)
+    if args.compiled and not compiled.is_compiled():
+        compiled.run_compiled("benchmarks.twin", sys.argv[1:])
     parts = [args.only] if args.only else list(_PARTS)
     console = Console(stderr=args.json, width=None if args.json else 140)
-    found: dict[str, Any] = {"quick": args.quick}
+    found: dict[str, Any] = {"quick": args.quick, "compiled": compiled.is_compiled()}
     if "live" in parts:
         found["live"] = beside_live(console, quick=args.quick)
     if "flexmarl" in parts:

@@ -383,17 +383,19 @@ def classes_for(
 MOST_LEFT: Final = 16
 
 
-@dataclass(eq=False, slots=True)
 class WaitingTurn(Generic[T]):
     """A queued turn. `since`: number of turns that had been served when it arrived."""
 
-    item: T
-    group: str
-    since: int
-    number: int
-    patience: int
-    key: int = 0
-    waits: bool = True
+    __slots__ = ("group", "item", "key", "number", "patience", "since", "waits")
+
+    def __init__(self, item: T, group: str, since: int, number: int, patience: int) -> None:
+        self.item = item
+        self.group = group
+        self.since = since
+        self.number = number
+        self.patience = patience
+        self.key = 0
+        self.waits = True
 
 
 class TurnQueue(Generic[T]):

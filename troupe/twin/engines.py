@@ -44,11 +44,11 @@ class TwinEnvironment(simpy.Environment):
 
     def run_to(self, done: simpy.Event) -> None:
         """Run until an event is processed. Raises RuntimeError if it never is."""
-        queue = self._queue
-        while done.callbacks is not None:
+        queue: list[Any] = self._queue
+        while not done.processed:
             if not queue:
                 raise RuntimeError("nothing is left to happen, and the run has not ended")
-            entry: Any = queue[0][3]
+            entry = queue[0][3]
             if type(entry) is tuple:
                 self._now = heapq.heappop(queue)[0]
                 entry[0](entry[1])
