@@ -505,7 +505,8 @@ class _Table:
     def _ways(self, policy: Policy) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
         """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
         others must leave. Those of fewest workers come first; of as many the group that has its
-        state, then workers that no other policy computes on, then the group with least load."""
+        state, then workers that no other policy computes on, then the group whose leader, which
+        holds all that the others hold, has least load."""
         plans = list(self._plans.values())
         if not self._kinds:
             for plan in plans:
@@ -514,7 +515,7 @@ class _Table:
         held = {one.bound for some in kinds for one in (*some[0].held, *some[0].taken)}
         groups = sorted(
             (group for group in held if self._plans.keys() >= set(group)),
-            key=lambda group: (not policy.near.issuperset(group), self._load(group), group),
+            key=lambda one: (not policy.near.issuperset(one), self._plans[one[0]].load, one),
         )
         near = sum(policy.near.issuperset(group) for group in groups)
         leading = self._options(policy, kinds, leads=True)
@@ -561,10 +562,6 @@ class _Table:
                 options += self._options(policy, self._alike(policy, members[1:]), group=group)
                 if sum(len(one.plans) for one in options) == count:
                     yield max(one.price for one in options), partial(list, members)
-
-    def _load(self, group: Group) -> float:
-        """The load of a group's busiest worker."""
-        return max(self._plans[name].load for name in group)
 
     def _alike(self, policy: Policy, plans: Iterable[WorkerPlan]) -> list[list[WorkerPlan]]:
         """Workers in sets, each of which is the same to `policy`, in the order of their ids."""
