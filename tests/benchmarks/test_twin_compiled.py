@@ -49,9 +49,15 @@ def _outcomes_in(environment: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_compiled_runs_end_as_interpreted_ones() -> None:
+    try:
+        ready = compiled.environment()
+    except SystemExit as error:
+        if "install" in str(error):  # no compiler, or no mypyc
+            pytest.skip(str(error))
+        raise
     root = str(Path(__file__).parents[2])
     interpreted = _outcomes_in({**os.environ, "PYTHONPATH": root})
-    machine_code = _outcomes_in(compiled.environment())
+    machine_code = _outcomes_in(ready)
     assert interpreted.pop("twin").endswith(".py")
     assert not machine_code.pop("twin").endswith(".py")
     for name, steps in interpreted.items():
