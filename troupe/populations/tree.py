@@ -260,7 +260,7 @@ class _Walk:
 
 
 Plans = Sequence[Array]
-"""One plan [s] per seat, as `SequenceForm.plan` makes them."""
+"""Plans of all seats, one [s] for each, as `SequenceForm.plan` makes them."""
 Seatings = Sequence[Sequence[int]]
 
 

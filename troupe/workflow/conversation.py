@@ -323,8 +323,9 @@ def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
 
 
 def _after_reply(rendered: str) -> str | None:
-    """What follows the reply's placeholder; None unless it is there once. It begins with a
-    character that conversations hardly have: looking for that one is many times as fast."""
+    """Text of a rendered conversation behind the reply's placeholder; None unless that is there
+    once. The placeholder begins with a character that conversations hardly have: looking for that
+    character is many times as fast."""
     found, at = None, -1
     while (at := rendered.find(_REPLY_BEGINS, at + 1)) >= 0:
         if rendered.startswith(_REPLY, at):

@@ -487,7 +487,7 @@ class _Streams:
             yield
 
     def compute(self) -> None:
-        """What follows on the main stream needs what was copied in."""
+        """Makes the main stream wait until the state has been copied in."""
         if self._there:
             self._main.wait_stream(self._in)
 
