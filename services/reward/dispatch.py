@@ -21,8 +21,9 @@ from services.reward.call import CallOutcome, WorkerSlot
 from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction, quantile
 from services.reward.host import FunctionHost
-from services.reward.queues import CORES, PendingInvocation, Queues
+from services.reward.queues import CORES, OWN_HOST, PendingInvocation, Queues
 from services.reward.quota import Budget, QuotaManager
+from services.reward.resources import PLENTY
 from troupe.scheduling.elastic import DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
 from troupe.v1 import reward_pb2 as pb
@@ -141,7 +142,9 @@ class Dispatcher:
             cold = min(host.cold, startable)
             startable -= cold
             views.append(host.view(cold + own_slots, functions, plenty=with_cores))
-        queue = [one.action(with_cores=with_cores) for one in first.values()]
+        largest = self._most_cores(self.hosts) if with_cores else 0
+        own = self._most_cores([OWN_HOST]) if with_cores else 0
+        queue = [one.action(largest if one.slot is None else own) for one in first.values()]
         grants = decide_over(views, queue, now, _BOUNDS, shared=units, quotas=units)
         begun = 0
         for grant in grants:
@@ -151,6 +154,11 @@ class Dispatcher:
                 begun += 1
         self._request_quotas([one for one in first.values() if one.chunk is None], budget)
         return begun < len(grants)
+
+    def _most_cores(self, names: Iterable[str]) -> int:
+        """Cores of the largest of these hosts."""
+        hosts = (self.hosts[name] for name in names if name in self.hosts)
+        return max((PLENTY if one.cores is None else one.total_cores for one in hosts), default=1)
 
     def refused(self, function: RegisteredFunction, seconds: float) -> None:
         """Pause the function's quota: the interface behind it takes no calls for so long."""

@@ -55,7 +55,7 @@ class PendingInvocation:
     # Splits what it prints into lines; None until it prints.
     lines: LineSplitter | None = None
     # `action()` as it was computed last, with what it was computed from.
-    _cached: tuple[SpeedUp, bool, Action] | None = None
+    _cached: tuple[SpeedUp, int, Action] | None = None
 
     @property
     def job(self) -> str:
@@ -67,18 +67,25 @@ class PendingInvocation:
         """Worker-seconds, times cores, that it is expected to take."""
         return cost(self.function, self.call)
 
-    def action(self, *, with_cores: bool) -> Action:
-        """The invocation as the scheduler sees it, by what is known of its function so far."""
+    def action(self, most_cores: int) -> Action:
+        """The invocation as the scheduler sees it, by what is known of its function so far.
+
+        `most_cores`: of the largest host that it may run on; 0: no host hands out cores.
+        """
         function, cached = self.function, self._cached
-        if cached is not None and cached[0] is function.curve and cached[1] == with_cores:
+        if cached is not None and cached[0] is function.curve and cached[1] == most_cores:
             return cached[2]
         elastic = None
         needs = {WORKERS: 1, **function.needs}
-        if with_cores and function.elastic:
+        if most_cores and function.elastic:
             elastic = function.curve.elastic(
-                CORES, function.levels, self.rank[1], lowest=self.call.estimated_seconds
+                CORES,
+                function.levels,
+                self.rank[1],
+                lowest=self.call.estimated_seconds,
+                most=most_cores,
             )
-        elif with_cores:
+        elif most_cores:
             needs[CORES] = function.cores
         action = Action(
             self.invocation_id,
@@ -89,7 +96,7 @@ class PendingInvocation:
             function=function.key,
             host=None if self.slot is None else OWN_HOST,
         )
-        self._cached = (function.curve, with_cores, action)
+        self._cached = (function.curve, most_cores, action)
         return action
 
 

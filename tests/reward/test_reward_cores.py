@@ -137,6 +137,19 @@ async def test_a_call_runs_on_the_cores_that_it_was_given(backend: str) -> None:
 
 
 @two_cores
+@pytest.mark.parametrize("parallel", [0.0, 1.0])
+async def test_calls_that_could_use_more_cores_than_there_are_all_end(parallel: float) -> None:
+    """While all runs had one number of cores, one call in eight explores another one: never one
+    that no host has, for which it and all behind it would wait for ever."""
+    async with client_of(reward_workers=2, reward_cores=2) as client:
+        await client.register("its_cores", max_cores=8, parallel_fraction=parallel)
+        for _ in range(3):
+            calls = (client.invoke("its_cores") for _ in range(40))
+            done = await asyncio.wait_for(asyncio.gather(*calls), 60)
+            assert {one.cores for one in done} <= {1, 2}
+
+
+@two_cores
 async def test_the_speed_up_of_a_function_is_learned() -> None:
     async with client_of(reward_workers=2, reward_cores=2) as client:
         # It says that it scales, so it gets both; now and then what was never seen is tried.

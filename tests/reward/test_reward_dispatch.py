@@ -152,13 +152,13 @@ def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
     told = PendingInvocation(
         "a", function, FunctionCall("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0)
     )
-    seen = told.action(with_cores=True)
-    assert told.action(with_cores=True) is seen
+    seen = told.action(8)
+    assert told.action(8) is seen
     assert seen.elastic is not None
     assert seen.elastic.seconds[0] == pytest.approx(8.0)
-    assert told.action(with_cores=False).elastic is None
+    assert told.action(0).elastic is None
     function.curve = function.curve.observed(1, 2.0)
-    assert told.action(with_cores=True) is not seen
+    assert told.action(8) is not seen
 
 
 async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:

@@ -172,6 +172,8 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
         curve = curve.observed(1, 10.0)
     assert curve.offered(levels) == (4,)
     assert curve.offered((1, 2)) == (2,)
+    # A level that no host has is not explored.
+    assert curve.offered((1, 2), most=1) == (1, 2)
 
 
 def test_noise_is_not_taken_for_a_shape() -> None:

@@ -3,6 +3,7 @@ its runs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -71,12 +72,16 @@ class SpeedUp:
         squared = self._x * self._x
         return self._n * self._xx - squared > _SPREAD * squared
 
-    def offered(self, levels: Sequence[int], nth: int = 0) -> tuple[int, ...]:
-        """The levels (ascending) that the next run may have; `nth` counts the calls.
+    def offered(
+        self, levels: Sequence[int], nth: int = 0, *, most: int = sys.maxsize
+    ) -> tuple[int, ...]:
+        """The levels (ascending) that the next run may have; `nth` counts the calls. `most`: units
+        of the largest host that it may run on.
 
         All of them, unless all runs had one level: then the other levels are known only by a
         declaration, which would choose that level again. So one call in `_EVERY` explores another
         level: not every waiting call, and not the most distant level, which could take very long.
+        A level that no host has is not explored: the call would wait for ever, and all behind it.
         """
         if not self._n or self.explored or (nth * _MIXER >> 16) % _EVERY:
             return tuple(levels)
@@ -84,7 +89,8 @@ class SpeedUp:
         lower = max((m for m in levels if m <= seen / _APART), default=levels[0])
         higher = min((m for m in levels if m >= seen * _APART), default=levels[-1])
         # Fewer cores take nothing from others; more only where there are no fewer.
-        return (lower if lower <= seen / 2 or higher <= seen else higher,)
+        chosen = lower if lower <= seen / 2 or higher <= seen else higher
+        return (chosen,) if chosen <= most else tuple(levels)
 
     @property
     def line(self) -> tuple[float, float]:
@@ -130,11 +136,18 @@ class SpeedUp:
         return tuple(max(_LEAST_SECONDS, serial + parallel / level) for level in levels)
 
     def elastic(
-        self, resource: str, levels: tuple[int, ...], nth: int = 0, *, lowest: float = 0.0
+        self,
+        resource: str,
+        levels: tuple[int, ...],
+        nth: int = 0,
+        *,
+        lowest: float = 0.0,
+        most: int = sys.maxsize,
     ) -> Elastic:
         """The `Elastic` of the `nth` call: all of `levels`, or the one to explore. `lowest`: known
-        seconds of this call at the lowest level; 0: as others."""
-        known = _elastic(self, resource, self.offered(levels, nth))
+        seconds of this call at the lowest level; 0: as others. `most`: units of the largest host
+        that it may run on."""
+        known = _elastic(self, resource, self.offered(levels, nth, most=most))
         if not lowest:
             return known
         scale = lowest / self.seconds(levels[:1])[0]
