@@ -14,6 +14,8 @@ store is in the way. The last line is one JSON object:
   conversation of several turns, on simulated engines: what the process needs beside its engine.
 - `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server
   in a process of its own: short conversations, and prompts of 20,000 tokens with answers of 200.
+  The same with `_busy`: without what the process also takes when it has no turns
+  (`idle_cpu_ms_per_s`), which a service that is full divides by ten times as many turns.
 """
 
 from __future__ import annotations
@@ -153,11 +155,15 @@ async def measure(
         )
     for shape in plan.shapes if only in (None, "turns") else ():
         cost = await turns.cost_of(directory, shape)
-        found[f"turn_cpu_ms_{shape.name}"] = round(cost.cpu_ms, 2)
+        found |= {
+            f"turn_cpu_ms_{shape.name}": round(cost.cpu_ms, 2),
+            f"turn_cpu_ms_{shape.name}_busy": round(cost.busy_cpu_ms, 2),
+            "idle_cpu_ms_per_s": round(cost.idle * 1e3, 1),
+        }
         table.add_row(
             f"CPU of the service per turn, {cost.prompt:,.0f} + {shape.answer} tokens",
             f"SGLang, paced; {cost.turns / cost.seconds:.0f} turns/s",
-            f"{cost.cpu_ms:.2f} ms",
+            f"{cost.cpu_ms:.2f} ms, {cost.busy_cpu_ms:.2f} without {cost.idle * 1e3:.0f} ms/s idle",
         )
     console.print(table)
     load = os.getloadavg()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -25,6 +26,9 @@ from troupe.v1 import rollout_pb2_grpc as grpc_pb
 
 _START_SECONDS: Final = 300.0
 _RUN_SECONDS: Final = 600.0
+_IDLE_SECONDS: Final = 10.0
+# After turns: the last events, and connections that close.
+_SETTLE_SECONDS: Final = 4.0
 # Evaluations need no experience store, and nobody listens to heartbeats.
 _NOBODY: Final = "127.0.0.1:9"
 
@@ -108,7 +112,7 @@ async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run
     request = pb.RunQueriesRequest(request_id=new_id("run"), job_id=JOB, step=0, tickets=tickets)
     found = Run()
     in_flight = 0
-    cpu = process.cpu_times()
+    cpu = _cpu_seconds(process)
     began = time.perf_counter()
     async for event in stub.RunQueries(request, timeout=_RUN_SECONDS):
         if event.state == common.TRAJECTORY_STATE_RUNNING:
@@ -127,6 +131,18 @@ async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run
         found.prompt_tokens += event.metrics["prompt_tokens"]
         found.added += [v for name, v in event.metrics.items() if name.startswith("added_")]
     found.seconds = time.perf_counter() - began
-    now = process.cpu_times()
-    found.cpu_seconds = now.user + now.system - cpu.user - cpu.system
+    found.cpu_seconds = _cpu_seconds(process) - cpu
     return found
+
+
+async def idle_rate(process: psutil.Process) -> float:
+    """CPU seconds per second of a service that has engines and runs no trajectory."""
+    await asyncio.sleep(_SETTLE_SECONDS)
+    cpu, began = _cpu_seconds(process), time.perf_counter()
+    await asyncio.sleep(_IDLE_SECONDS)
+    return (_cpu_seconds(process) - cpu) / (time.perf_counter() - began)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system

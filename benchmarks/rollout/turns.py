@@ -57,14 +57,25 @@ SHAPES: Final = (SHORT, LONG)
 
 @dataclass(frozen=True)
 class TurnCost:
-    """What the turns of one shape took. `prompt`: tokens of a turn's prompt, the mean."""
+    """What the turns of one shape took. `prompt`: tokens of a turn's prompt, the mean. `idle`: CPU
+    seconds per second of the same process without turns."""
 
     shape: TurnShape
     turns: float
     prompt: float
-    cpu_ms: float
+    cpu_seconds: float
+    idle: float
     seconds: float
-    most_rss: int
+
+    @property
+    def cpu_ms(self) -> float:
+        """Milliseconds of CPU per turn, with what the process does anyhow."""
+        return self.cpu_seconds / self.turns * 1e3
+
+    @property
+    def busy_cpu_ms(self) -> float:
+        """Milliseconds of CPU per turn without what the process does anyhow."""
+        return (self.cpu_seconds - self.idle * self.seconds) / self.turns * 1e3
 
 
 def save_language(directory: Path) -> int:
@@ -161,11 +172,7 @@ async def cost_of(directory: Path, shape: TurnShape, *, step_seconds: float = 0.
         async with served.prepared(address, directory, job) as stub:
             await served.run(stub, process, 900_000, max(1, count // 4))  # warm
             run = await served.run(stub, process, 0, count)
+            idle = await served.idle_rate(process)
     return TurnCost(
-        shape,
-        run.turns,
-        run.prompt_tokens / run.turns,
-        run.cpu_seconds / run.turns * 1e3,
-        run.seconds,
-        run.most_rss,
+        shape, run.turns, run.prompt_tokens / run.turns, run.cpu_seconds, idle, run.seconds
     )

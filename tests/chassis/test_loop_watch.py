@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
+from services.chassis import telemetry as module
 from services.chassis.telemetry import LoopWatch, Telemetry
 
 
@@ -49,3 +52,29 @@ async def test_a_blocking_call_and_one_that_computes_are_told_apart() -> None:
     seen = looks(telemetry)
     await asyncio.sleep(0.1)
     assert looks(telemetry) == seen
+
+
+async def test_a_loop_that_computes_is_looked_at_more_often_than_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_IDLE_LOOK_SECONDS", 3600.0)
+    telemetry = Telemetry()
+    watch = LoopWatch(telemetry)
+    watch.start()
+
+    async def compute() -> None:
+        while True:
+            began = time.thread_time()
+            while time.thread_time() - began < 0.01:
+                pass
+            await asyncio.sleep(0)
+
+    computing = asyncio.create_task(compute())
+    await until_looked(telemetry, 5)
+    computing.cancel()
+    while watch._interval < 3600.0:  # noqa: ASYNC110 - until the look that finds it idle
+        await asyncio.sleep(0.01)
+    seen = looks(telemetry)
+    await asyncio.sleep(0.2)
+    assert looks(telemetry) == seen
+    watch.stop()
