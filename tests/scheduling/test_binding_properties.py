@@ -311,7 +311,9 @@ def test_judging_alike_workers_together_decides_what_judging_each_does(
     workers = [*workers, *(new for new, _ in more)]
     found = decide(RULES, policies, workers, now)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding._Table, "_alike", lambda _, __, plans: [[plan] for plan in plans])
+        patch.setattr(
+            binding._Table, "_split", lambda _, __, kinds: [[one] for some in kinds for one in some]
+        )
         assert decide(RULES, policies, workers, now) == found
 
 

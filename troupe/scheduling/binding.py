@@ -22,17 +22,20 @@ are due, and is called again when something has changed. Its rules:
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 # Ids of the workers of a group, the leader first. Empty: a group that is yet to be formed, to which
 # a worker would lend its devices.
 Group = tuple[str, ...]
 # A policy with work stays bound for so many times what its last swap cost.
 _SWAP_PAYS = 2.0
+_id_of: Callable[[WorkerPlan], str] = attrgetter("worker.worker_id")
 
 
 @dataclass(eq=False)
@@ -40,18 +43,15 @@ class WorkerPlan:
     """One worker while a plan is made."""
 
     worker: RankWorker
+    # Name of its host, or one of its own.
+    host: str
     held: list[Policy] = field(default_factory=list)
     # Policies for which places are taken or kept free in this plan, bound as they will be.
     taken: list[Policy] = field(default_factory=list)
     # Policies bound in this plan.
     coming: list[Policy] = field(default_factory=list)
-    # A number that it shares with those of the same likeness.
-    kind: int = 0
-
-    @cached_property
-    def host(self) -> str:
-        """Name of its host, or one of its own."""
-        return self.worker.host or f" {self.worker.worker_id}"
+    # Its likeness when who is here changed the last time.
+    kind: Hashable = None
 
     def likeness(self) -> Hashable:
         """What decides which policies may be bound here and at what price, but for what they say of
@@ -64,22 +64,21 @@ class WorkerPlan:
         size = one.slots, one.memory, one.device, one.load, one.devices, one.lends
         return (size, len(self.held), *others)
 
-    def free(self, policy: Policy, gone: Iterable[str], group: Group) -> bool:
+    def free(self, policy: Policy, gone: Container[str], group: Group) -> bool:
         """Whether `policy`, bound to `group`, has a slot and memory here once the policies `gone`
         have left."""
-        worker, names = self.worker, set(gone)
-        others = [one for one in self.held if one.policy not in names] + self.taken
+        worker = self.worker
+        others = [one for one in self.held if one.policy not in gone] + self.taken
         if worker.slots and len(others) >= worker.slots:
             return False
-        if any(one.bound != group and not self._leads(one.bound, group) for one in others):
-            return False
+        # Policies whose groups this worker leads take turns on it.
+        leader = group[:1] if group[:1] == (worker.worker_id,) else None
+        for one in others:
+            if one.bound != group and one.bound[:1] != leader:
+                return False
         return worker.has_room([*others, policy])
 
-    def _leads(self, *groups: Group) -> bool:
-        """Whether this worker leads all of these groups."""
-        return all(group[:1] == (self.worker.worker_id,) for group in groups)
-
-    def can_take_over(self, policy: Policy, gone: Iterable[str]) -> bool:
+    def can_take_over(self, policy: Policy, gone: Container[str]) -> bool:
         """Whether `policy` may be bound here alone while `gone` still leave: its state is
         prefetched and has room."""
         here = self.worker.worker_id
@@ -136,7 +135,7 @@ class RankWorker:
     def needed(self, policies: Iterable[Policy]) -> int:
         """Bytes on each device that `policies` need together: their states, each base once, and
         what one of them needs while it computes, since they take turns."""
-        size, working = 0, 0
+        size = working = 0
         bases: dict[str, int] = {}
         for one in policies:
             size += one.size
@@ -345,11 +344,10 @@ def _suits(policy: Policy, worker: RankWorker) -> bool:
     return policy.device in ("", worker.device) and worker.worker_id not in policy.barred
 
 
-def _wanted(policies: Iterable[Policy], workers: Iterable[RankWorker]) -> int:
+def _wanted(policies: Iterable[Policy], workers: Sequence[RankWorker]) -> int:
     active = [one for one in policies if one.wanted or one.work]
     if not active:
         return 0
-    workers = list(workers)
     # Workers with unbounded slots count one slot per policy: more of them are of use.
     slots = min((max(1, worker.slots) for worker in workers), default=1)
     devices = max((worker.devices for worker in workers), default=1)
@@ -357,8 +355,7 @@ def _wanted(policies: Iterable[Policy], workers: Iterable[RankWorker]) -> int:
     return max(max(needed), -(-sum(needed) // slots))
 
 
-@dataclass(frozen=True, slots=True)
-class _RankOption:
+class _RankOption(NamedTuple):
     """Alike workers that a policy could be bound to, in the order of their ids."""
 
     price: float
@@ -374,11 +371,15 @@ class _RankOption:
 
     def rank(self) -> tuple[float, ...]:
         """Sort key, best first."""
-        return self.price, self.harm, self.far, self.load
+        return self[:4]
 
     def order(self) -> tuple[tuple[float, ...], str]:
         """The same, with the first worker's id."""
         return self.rank(), self.worker.worker_id
+
+
+# A way of placing a policy: its price, 0: free now, more: others must leave; what chooses workers.
+_Way = tuple[float, Callable[[], list[WorkerPlan]]]
 
 
 class _Table:
@@ -396,7 +397,8 @@ class _Table:
         # Rank by age; the oldest is 0.
         self._rank = {name: rank for rank, name in enumerate(self._policies)}
         self._plans = {
-            one.worker_id: WorkerPlan(one) for one in sorted(workers, key=lambda w: w.worker_id)
+            one.worker_id: WorkerPlan(one, one.host or f" {one.worker_id}")
+            for one in sorted(workers, key=lambda one: one.worker_id)
         }
         if len(self._policies) != len(policies) or len(self._plans) != len(workers):
             raise ValueError("two policies or two workers of one name")
@@ -404,11 +406,13 @@ class _Table:
             for worker_id in one.bound:
                 if worker_id in self._plans:
                     self._plans[worker_id].held.append(one)
-        # By likeness; empty until a policy waits.
-        self._kinds: dict[Hashable, int] = {}
+        # Workers of each kind, in the order of their ids; empty until a policy waits.
+        self._alike: dict[Hashable, list[WorkerPlan]] = {}
+        # Workers of which the policy to be placed says something that it does not say of most.
+        self._named: frozenset[WorkerPlan] = frozenset()
         self.moves: list[Move] = []
-        # Policies suspended in this plan, with the policy that each makes room for.
-        self._suspended: dict[str, str] = {}
+        # Policies that are leaving, or were suspended in this plan.
+        self._gone = {one.policy for one in policies if one.leaving}
         # Workers that are kept free for each waiting policy.
         self._going: dict[str, tuple[str, ...]] = {}
 
@@ -425,23 +429,21 @@ class _Table:
     def place(self) -> None:
         """Bind policies with work, the oldest first, and suspend others to make room."""
         for policy in self._waiting(with_work=True):
-            best, workers = math.inf, None
-            for price, way in self._ways(policy):
-                if price < best:
-                    best, workers = price, way
-                if price == 0:
-                    break
-            if workers is None:
+            if (found := self._best(policy, below=1) or self._best(policy)) is None:
                 continue  # too few workers: nothing is kept from the others
+            price, workers = found
             chosen = workers()
-            if best == 0:
+            if price == 0:
                 self._bind(policy, chosen)
                 continue
             # Keep free what is free, what others are leaving, and what others are told to leave.
-            group = self._existing(chosen)
-            for plan in chosen:
-                self._make_room(policy, plan, group or _as_leader(plan, plan is chosen[0]))
-            if len(chosen) == 1 and chosen[0].can_take_over(policy, self._gone(chosen[0])):
+            first, names = chosen[0], tuple(map(_id_of, chosen))
+            groups = [one.bound for one in (*first.held, *first.taken)]
+            group = names if len(names) > 1 and names in groups else ()
+            self._make_room(policy, first, group or (first.worker.worker_id,))
+            for plan in chosen[1:]:
+                self._make_room(policy, plan, group)
+            if len(chosen) == 1 and first.can_take_over(policy, self._gone):
                 self._bind(policy, chosen)
                 continue
             self._going[policy.policy] = self._take(policy, chosen)
@@ -449,8 +451,8 @@ class _Table:
     def fill(self) -> None:
         """Bind policies with an open step but no work yet to places that would stay empty."""
         for policy in self._waiting(with_work=False):
-            if ready := next((way for price, way in self._ways(policy) if price == 0), None):
-                self._bind(policy, ready())
+            if free := self._best(policy, below=1):
+                self._bind(policy, free[1]())
 
     def prefetch(self) -> None:
         """Prefetch the states of the policies that come next: one per worker."""
@@ -477,11 +479,8 @@ class _Table:
         """When time alone changes the plan: a quantum or an idle time ends."""
         times = [self._released_at(one) for one in self._policies.values() if self._idle(one)]
         if self._going:
-            times += [
-                self._left_alone_until(one)
-                for one in self._policies.values()
-                if one.bound and one.work and not one.leaving
-            ]
+            bound = [one for one in self._policies.values() if one.bound and not one.leaving]
+            times += [self._left_alone_until(one) for one in bound if one.work]
         return min((time for time in times if time > self._now), default=math.inf)
 
     def _left_alone_until(self, policy: Policy) -> float:
@@ -493,119 +492,115 @@ class _Table:
 
     def _idle(self, policy: Policy) -> bool:
         resting = policy.bound or policy.near
-        return bool(resting) and not (
-            policy.wanted
-            or policy.work
-            or policy.busy
-            or policy.leaving
-            or policy.accumulating
-            or policy.policy in self._suspended
-        )
+        active = policy.wanted or policy.work or policy.busy or policy.accumulating
+        return bool(resting) and not active and policy.policy not in self._gone
 
-    def _ways(self, policy: Policy) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
-        """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
-        others must leave. Those of fewest workers come first; of as many the group that has its
-        state, then workers that no other policy computes on, then the group whose leader, which
-        holds all that the others hold, has least load."""
-        plans = list(self._plans.values())
-        if not self._kinds:
-            for plan in plans:
-                self._classify(plan)
-        kinds = self._alike(policy, plans)
-        held = {one.bound for some in kinds for one in (*some[0].held, *some[0].taken)}
+    def _best(self, policy: Policy, below: float = math.inf) -> _Way | None:
+        """The way of placing `policy` at the lowest price; None: there is none `below` a price (1:
+        free now). Of equals that of fewest workers; of as many the group that has its state, then
+        workers that no other policy computes on, then the group whose leader, which holds all that
+        the others hold, has least load."""
+        if not self._alike:
+            self._classify(self._plans.values())
+        stays = {
+            one.policy
+            for one in self._policies.values()
+            if below <= 1 or (self._price(policy, one) == math.inf and one.policy not in self._gone)
+        }
+        held, leading, lending = set[Group](), list[_RankOption](), list[_RankOption]()
+        self._named = self._named_by(policy)
+        for some in self._split(policy, self._alike.values()):
+            plan = some[0]
+            held.update(one.bound for one in (*plan.held, *plan.taken))
+            left = len(plan.taken) + sum(one.policy in stays for one in plan.held)
+            if 0 < plan.worker.slots <= left:
+                continue
+            if one := self._option(policy, some, (plan.worker.worker_id,), below):
+                leading.append(one)
+            # One that lends its devices to a new group holds nothing else.
+            if not left and plan.worker.lends and (one := self._option(policy, some, (), below)):
+                lending.append(one)
+        leading.sort(key=_RankOption.order)
+        lending.sort(key=_RankOption.order)
         groups = sorted(
-            (group for group in held if self._plans.keys() >= set(group)),
+            (group for group in held if len(group) > 1 and self._plans.keys() >= set(group)),
             key=lambda one: (not policy.near.issuperset(one), self._plans[one[0]].load, one),
         )
         near = sum(policy.near.issuperset(group) for group in groups)
-        leading = self._options(policy, kinds, leads=True)
-        lending = self._options(policy, (some for some in kinds if some[0].worker.lends))
-        for count in range(1, min(policy.ranks, len(plans)) + 1):
+        best: _Way | None = None
+        for count in range(1, min(policy.ranks, len(self._plans)) + 1):
             if policy.ranks % count:
                 continue
             leaders, lenders = (
                 [one for one in options if one.worker.devices * count >= policy.ranks]
                 for options in (leading, lending)
             )
-            if count == 1:
-                if leaders:
-                    yield leaders[0].price, partial(list, leaders[0].plans[:1])
-                continue
-            yield from self._shared(policy, groups[:near], count)
-            leaders = [one for one in leaders if one.worker.lends]
-            for device in sorted({one.worker.device for one in (*lenders, *leaders)}):
-                options = [one for one in lenders if one.worker.device == device]
-                if (price := _price(options, count)) < math.inf:
-                    yield price, partial(_cheapest, policy, options, count)
-                # One that leads needs not be empty.
-                prices = {one.plans[0]: one.price for one in options}
-                for one in leaders:
-                    leader = one.plans[0]
-                    if one.worker.device != device or one.price >= prices.get(leader, math.inf):
-                        continue
-                    others = _without(leader, options)
-                    if (price := _price(others, count - 1)) < math.inf:
-                        rest = partial(_cheapest, policy, others, count - 1, leader)
-                        yield max(one.price, price), rest
-                        break
-            yield from self._shared(policy, groups[near:], count)
+            for price, way in chain(
+                self._shared(policy, groups[:near], count, below),
+                _formed(policy, leaders, lenders, count),
+                self._shared(policy, groups[near:], count, below),
+            ):
+                if price < below:
+                    best, below = (price, way), price
+                if price == 0:
+                    return best
+        return best
 
     def _shared(
-        self, policy: Policy, groups: Iterable[Group], count: int
-    ) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
-        """The ways (`_ways`) of joining a group of `count` workers that other policies have."""
+        self, policy: Policy, groups: Iterable[Group], count: int, below: float
+    ) -> Iterator[_Way]:
+        """The ways (`_best`) of joining a group of `count` workers that other policies have."""
         for group in (one for one in groups if len(one) == count):
             members = [self._plans[name] for name in group]
             if any(one.worker.devices * count < policy.ranks for one in members):
                 continue
-            if options := self._options(policy, [members[:1]], group=group):
-                options += self._options(policy, self._alike(policy, members[1:]), group=group)
-                if sum(len(one.plans) for one in options) == count:
-                    yield max(one.price for one in options), partial(list, members)
+            price, lenders = 0.0, _by_kind(members[1:]).values()
+            for some in chain([members[:1]], self._split(policy, lenders)):
+                if (option := self._option(policy, some, group, below)) is None:
+                    break
+                price = max(price, option.price)
+            else:
+                yield price, partial(list, members)
 
-    def _alike(self, policy: Policy, plans: Iterable[WorkerPlan]) -> list[list[WorkerPlan]]:
-        """Workers in sets, each of which is the same to `policy`, in the order of their ids."""
+    def _named_by(self, policy: Policy) -> frozenset[WorkerPlan]:
         named = policy.near | policy.prefetched | policy.barred
-        found: dict[Hashable, list[WorkerPlan]] = {}
-        for plan in plans:
-            here = plan.worker.worker_id
-            kind: Hashable = plan.kind, policy.working.get(here)
-            if here in named:
-                kind = kind, here in policy.barred, here in policy.prefetched
-            found.setdefault(kind, []).append(plan)
-        return list(found.values())
+        if policy.working and self._plans:
+            ((usual, _),) = Counter(map(policy.working.get, self._plans)).most_common(1)
+            named |= {one for one in self._plans if policy.working.get(one) != usual}
+        return frozenset(self._plans[one] for one in self._plans.keys() & named)
 
-    def _options(
-        self,
-        policy: Policy,
-        kinds: Iterable[list[WorkerPlan]],
-        *,
-        leads: bool = False,
-        group: Group = (),
-    ) -> list[_RankOption]:
-        """Those of `kinds` (sets of alike workers) that `policy` could be bound to as one of
-        `group`, best first, each with a price (`_ways`). `leads`: as the leader of a new group, or
-        alone."""
-        found = []
+    def _split(
+        self, policy: Policy, kinds: Iterable[list[WorkerPlan]]
+    ) -> Iterator[list[WorkerPlan]]:
+        """Workers in sets, each of which is the same to `policy`, from those that are alike."""
         for plans in kinds:
-            plan = plans[0]
-            if not _suits(policy, plan.worker):
+            if self._named.isdisjoint(plans):
+                yield plans
                 continue
-            place = group or _as_leader(plan, leads)
-            free = plan.free(policy, (), place)
-            if (who := [] if free else self._leavers(policy, plan, place)) is None:
-                continue
-            worker_id = plan.worker.worker_id
-            price = 0.0 if free else max(map(self._price_of(policy), who), default=1)
-            far = 0 if worker_id in policy.prefetched else 1 if worker_id in policy.near else 2
-            found.append(_RankOption(price, self._harm(price, who), far, plan.load, plans))
-        return sorted(found, key=_RankOption.order)
+            found: dict[Hashable, list[WorkerPlan]] = {}
+            for plan in plans:
+                here, said = plan.worker.worker_id, None
+                if plan in self._named:
+                    states = here in policy.near, here in policy.prefetched, here in policy.barred
+                    said = *states, policy.working.get(here)
+                found.setdefault(said, []).append(plan)
+            yield from found.values()
 
-    def _existing(self, chosen: Sequence[WorkerPlan]) -> Group:
-        """The group that `chosen` are already; empty if they are none."""
-        names = tuple(plan.worker.worker_id for plan in chosen)
-        there = [one.bound for one in (*chosen[0].held, *chosen[0].taken)]
-        return names if len(names) > 1 and names in there else ()
+    def _option(
+        self, policy: Policy, plans: list[WorkerPlan], group: Group, below: float
+    ) -> _RankOption | None:
+        """Alike workers with the price (`_best`) of binding `policy` to one of them as one of
+        `group`; None: it cannot be bound there `below` a price."""
+        plan, price, who = plans[0], 0.0, list[Policy]()
+        if not _suits(policy, plan.worker):
+            return None
+        if not plan.free(policy, (), group):
+            if below <= 1 or (leavers := self._leavers(policy, plan, group)) is None:
+                return None
+            who, price = leavers, max((self._price(policy, one) for one in leavers), default=1)
+        worker_id = plan.worker.worker_id
+        far = 0 if worker_id in policy.prefetched else 1 if worker_id in policy.near else 2
+        return _RankOption(price, self._harm(price, who), far, plan.load, plans)
 
     def _harm(self, price: float, who: Sequence[Policy]) -> float:
         """Orders two ways to make room at the same price."""
@@ -623,44 +618,35 @@ class _Table:
         """Policies that must leave for `policy` besides those that leave already: as few as
         possible, those without work first, then those with the youngest work. None: that is not
         enough."""
-        gone = self._gone(plan)
+        gone = self._gone.intersection(one.policy for one in plan.held)
         if plan.free(policy, gone, group):
             return []
-        price = self._price_of(policy)
+        price = partial(self._price, policy)
         victims = sorted(
             (one for one in plan.held if one.policy not in gone and price(one) < math.inf),
             key=lambda one: (price(one), one.accumulating, -self._rank[one.policy]),
         )
         for count, victim in enumerate(victims, 1):
-            gone.append(victim.policy)
+            gone.add(victim.policy)
             if plan.free(policy, gone, group):
                 return victims[:count]
         return None
 
-    def _gone(self, plan: WorkerPlan) -> list[str]:
-        """Policies that are leaving, or were suspended in this plan."""
-        return [one.policy for one in plan.held if one.leaving or one.policy in self._suspended]
-
-    def _price_of(self, policy: Policy) -> Callable[[Policy], float]:
-        """Price at which another policy leaves for `policy`. 2: at once, without work; 3: at once,
-        with younger work; 4: after its quantum, or when it can be suspended; inf: never."""
-
-        def price(one: Policy) -> float:
-            if one.work and _age(one) < _age(policy):
-                return math.inf
-            if one.busy:
-                return 4
-            if not one.work:
-                return 2
-            return 3 if self._now >= self._left_alone_until(one) else 4
-
-        return price
+    def _price(self, policy: Policy, one: Policy) -> float:
+        """Price at which `one` leaves for `policy`. 2: at once, without work; 3: at once, with
+        younger work; 4: after its quantum, or when it can be suspended; inf: never."""
+        if one.work and self._rank[one.policy] < self._rank[policy.policy]:
+            return math.inf
+        if one.busy:
+            return 4
+        if not one.work:
+            return 2
+        return 3 if self._now >= self._left_alone_until(one) else 4
 
     def _make_room(self, policy: Policy, plan: WorkerPlan, group: Group) -> None:
-        price = self._price_of(policy)
         for victim in self._leavers(policy, plan, group) or ():
-            if price(victim) < 4:
-                self._suspended[victim.policy] = policy.policy
+            if self._price(policy, victim) < 4:
+                self._gone.add(victim.policy)
                 self.moves.append(Suspend(victim.policy, policy.policy))
 
     def _bind(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> None:
@@ -670,20 +656,54 @@ class _Table:
 
     def _take(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> tuple[str, ...]:
         """Take a place for `policy` on each of `chosen`; their ids."""
-        names = tuple(plan.worker.worker_id for plan in chosen)
+        names = tuple(map(_id_of, chosen))
         there = replace(policy, bound=names)
+        moved = set(chosen)
+        for kind in {plan.kind for plan in chosen}:
+            if rest := [plan for plan in self._alike.pop(kind) if plan not in moved]:
+                self._alike[kind] = rest
         for plan in chosen:
             plan.taken.append(there)
-            self._classify(plan)
+        self._classify(chosen)
         return names
 
-    def _classify(self, plan: WorkerPlan) -> None:
-        plan.kind = self._kinds.setdefault(plan.likeness(), len(self._kinds))
+    def _classify(self, plans: Iterable[WorkerPlan]) -> None:
+        """Put `plans` to those that they are like."""
+        for plan in plans:
+            plan.kind = plan.likeness()
+        for kind, some in _by_kind(plans).items():
+            self._alike[kind] = sorted([*self._alike.get(kind, ()), *some], key=_id_of)
 
 
-def _as_leader(plan: WorkerPlan, leads: bool) -> Group:
-    """The group of a policy that `plan` would hold alone or lead; else of one it would lend to."""
-    return (plan.worker.worker_id,) if leads else ()
+def _by_kind(plans: Iterable[WorkerPlan]) -> dict[Hashable, list[WorkerPlan]]:
+    found: dict[Hashable, list[WorkerPlan]] = {}
+    for plan in plans:
+        found.setdefault(plan.kind, []).append(plan)
+    return found
+
+
+def _formed(
+    policy: Policy, leaders: Sequence[_RankOption], lenders: Sequence[_RankOption], count: int
+) -> Iterator[_Way]:
+    """The ways (`_Table._best`) of forming a new group of `count` workers."""
+    if count == 1:
+        yield from ((one.price, partial(list, one.plans[:1])) for one in leaders[:1])
+        return
+    leaders = [one for one in leaders if one.worker.lends]
+    for device in sorted({one.worker.device for one in (*lenders, *leaders)}):
+        options = [one for one in lenders if one.worker.device == device]
+        yield _price(options, count), partial(_cheapest, policy, options, count)
+        # One that leads needs not be empty.
+        prices = {one.plans[0]: one.price for one in options}
+        for one in leaders:
+            leader = one.plans[0]
+            if one.worker.device != device or one.price >= prices.get(leader, math.inf):
+                continue
+            others = _without(leader, options) if leader in prices else options
+            if (price := _price(others, count - 1)) < math.inf:
+                rest = partial(_cheapest, policy, others, count - 1, leader)
+                yield max(one.price, price), rest
+                break
 
 
 def _price(options: Sequence[_RankOption], count: int) -> float:
@@ -697,7 +717,7 @@ def _price(options: Sequence[_RankOption], count: int) -> float:
 
 def _without(leader: WorkerPlan, options: Iterable[_RankOption]) -> list[_RankOption]:
     """All of `options` but one worker, which is the first of its kind."""
-    rest = [replace(one, plans=one.plans[1:]) if one.plans[0] is leader else one for one in options]
+    rest = [one._replace(plans=one.plans[1:]) if one.plans[0] is leader else one for one in options]
     return sorted((one for one in rest if one.plans), key=_RankOption.order)
 
 
@@ -717,10 +737,10 @@ def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[W
     whole, then the one that the rest fits best. Workers of a host are neighbours; the first leads.
     """
     near = [plan for plan in plans if plan.worker.worker_id in policy.near][:count]
-    chosen, taken = list(near), {plan.worker.worker_id for plan in near}
+    chosen, taken = list(near), set(near)
     left: dict[str, list[WorkerPlan]] = {}
     for plan in plans:
-        if plan.worker.worker_id not in taken:
+        if plan not in taken:
             left.setdefault(plan.host, []).append(plan)
     for host in dict.fromkeys(plan.host for plan in near):
         chosen += left.pop(host, [])[: count - len(chosen)]
@@ -734,10 +754,6 @@ def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[W
         chosen += some
     ranks = {host: rank for rank, host in enumerate(dict.fromkeys(plan.host for plan in chosen))}
     return sorted(chosen, key=lambda plan: ranks[plan.host])
-
-
-def _id_of(plan: WorkerPlan) -> str:
-    return plan.worker.worker_id
 
 
 def _age(policy: Policy) -> tuple[float, float, str]:
