@@ -116,12 +116,7 @@ class Fleet:
         }
 
     def add(
-        self,
-        engine_id: str,
-        *,
-        limit: int,
-        device_class: str = "",
-        rates: Rates | None = None,
+        self, engine_id: str, *, limit: int, device_class: str = "", rates: Rates | None = None
     ) -> None:
         """Add an engine that may run `limit` turns at once. Raises `ValueError` for a known id."""
         if engine_id in self._members:
@@ -420,24 +415,14 @@ class TurnQueue(Generic[T]):
         return (entry.item for key, _, entry in self._heap if entry.waits and key == entry.key)
 
     def push(
-        self,
-        item: T,
-        *,
-        group: str = "",
-        left: int = 0,
-        places: int = 1,
-        since: int | None = None,
+        self, item: T, *, group: str = "", left: int = 0, places: int = 1, since: int | None = None
     ) -> WaitingTurn[T]:
         """Queue `item`. `left`: trajectories of its group that have not ended; `places`: turns that
         all engines may run at once; `since`: the clock at the first arrival, for a turn that comes
         back."""
         self._count += 1
         entry = WaitingTurn(
-            item,
-            group,
-            self.served if since is None else since,
-            self._count,
-            max(1, places),
+            item, group, self.served if since is None else since, self._count, max(1, places)
         )
         entry.key = self._key(entry, left)
         self._waiting += 1

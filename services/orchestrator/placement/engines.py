@@ -16,13 +16,7 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
-from services.orchestrator.errors import (
-    Deadline,
-    RetryBackoff,
-    cancel_all,
-    is_transient,
-    run_all,
-)
+from services.orchestrator.errors import Deadline, RetryBackoff, cancel_all, is_transient, run_all
 from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
 from services.orchestrator.placement.shared_servers import SharedServers
 from services.orchestrator.placement.workers import WorkerHandle

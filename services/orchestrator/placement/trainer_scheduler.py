@@ -249,10 +249,7 @@ class TableWatch:
     """
 
     def __init__(
-        self,
-        experience: ExperienceStoreAsyncStub,
-        job_id: str,
-        on_status: Callable[[], None],
+        self, experience: ExperienceStoreAsyncStub, job_id: str, on_status: Callable[[], None]
     ) -> None:
         self._experience = experience
         self._on_status = on_status

@@ -238,11 +238,7 @@ def _gains(option: Elastic, spare: int) -> Row | None:
 
 
 def waiting_seconds(
-    waiting: Sequence[Elastic],
-    free: int,
-    releases: Iterable[tuple[float, int]],
-    *,
-    beyond: int = 0,
+    waiting: Sequence[Elastic], free: int, releases: Iterable[tuple[float, int]], *, beyond: int = 0
 ) -> float:
     """Sum of the times, from now, at which `waiting` end, in seconds.
 
