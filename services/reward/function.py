@@ -38,6 +38,7 @@ from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
     from services.reward.dispatch import InvocationChunk
+    from services.reward.queues import PendingInvocation
 
 REWARD: Final = "reward"
 _KINDS: Final = ("", REWARD, "tool")
@@ -152,6 +153,8 @@ class RegisteredFunction:
     # Queued calls, and the chunks that workers run.
     queued: int = 0
     chunks: set[InvocationChunk] = field(default_factory=set)
+    # The call that runs, or is to run, with a number of cores that no call had yet.
+    exploring: PendingInvocation | None = None
     # Cores that its calls hold now.
     cores_held: int = 0
     run_seconds: float = 0.0

@@ -78,13 +78,17 @@ class PendingInvocation:
         elastic = None
         needs = {WORKERS: 1, **function.needs}
         if most_cores and function.elastic:
+            first = function.exploring
             elastic = function.curve.elastic(
                 CORES,
                 function.levels,
                 self.rank[1],
                 lowest=self.call.estimated_seconds,
                 most=most_cores,
+                explore=first is None or first is self or first.done.done(),
             )
+            if len(elastic.levels) < len(function.levels):
+                function.exploring = self
         elif most_cores:
             needs[CORES] = function.cores
         action = Action(

@@ -161,6 +161,43 @@ def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
     assert told.action(8) is not seen
 
 
+def test_one_call_of_a_function_explores_at_a_time() -> None:
+    function = RegisteredFunction(
+        pb.FunctionSpec(name="test", cores=1, max_cores=8, parallel_fraction=0.9)
+    )
+    function.curve = function.curve.observed(8, 2.0)
+    loop = asyncio.new_event_loop()
+    calls = [
+        PendingInvocation(
+            f"{nth}", function, FunctionCall("{}"), loop.create_future(), 0.0, (0.0, nth)
+        )
+        for nth in range(64)
+    ]
+
+    def exploring() -> list[str]:
+        found = []
+        for one in calls:
+            elastic = one.action(8).elastic
+            assert elastic is not None
+            if len(elastic.levels) < 8:
+                found.append(one.invocation_id)
+        return found
+
+    (first,) = exploring()
+    assert exploring() == [first]
+    function.curve = function.curve.observed(8, 2.0)  # others have ended meanwhile
+    assert exploring() == [first]
+    done = next(one for one in calls if one.invocation_id == first)
+    done.done.cancel()  # it is not wanted any more, and has said nothing
+    calls.remove(done)
+    function.curve = function.curve.observed(8, 2.0)
+    (second,) = exploring()
+    assert second != first
+    function.curve = function.curve.observed(1, 12.0)
+    assert exploring() == []
+    loop.close()
+
+
 async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
     class Counting(FragilePlace):
         given: list[int] = []  # noqa: RUF012

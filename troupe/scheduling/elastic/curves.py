@@ -14,7 +14,7 @@ _LEAST_SECONDS = 1e-6
 # Below this variance of 1/m, relative to its squared mean, the runs had one level and say nothing
 # about the shape. Runs at another level are forgotten after about a hundred.
 _SPREAD = 1e-3
-# While the shape is unknown, one in so many calls explores another level,
+# While the shape is unknown, one in so many calls explores another level, one at a time,
 _EVERY = 8
 # chosen by multiplicative hashing, since a function may only ever see every second call,
 _MIXER = 2654435761
@@ -73,17 +73,18 @@ class SpeedUp:
         return self._n * self._xx - squared > _SPREAD * squared
 
     def offered(
-        self, levels: Sequence[int], nth: int = 0, *, most: int = sys.maxsize
+        self, levels: Sequence[int], nth: int = 0, *, most: int = sys.maxsize, explore: bool = True
     ) -> tuple[int, ...]:
         """The levels (ascending) that the next run may have; `nth` counts the calls. `most`: units
-        of the largest host that it may run on.
+        of the largest host that it may run on. `explore`: no other call explores now.
 
         All of them, unless all runs had one level: then the other levels are known only by a
         declaration, which would choose that level again. So one call in `_EVERY` explores another
         level: not every waiting call, and not the most distant level, which could take very long.
         A level that no host has is not explored: the call would wait for ever, and all behind it.
+        Nor do several calls explore at once: one says enough, and each may take many times longer.
         """
-        if not self._n or self.explored or (nth * _MIXER >> 16) % _EVERY:
+        if not (explore and self._n) or self.explored or (nth * _MIXER >> 16) % _EVERY:
             return tuple(levels)
         seen = round(self._n / self._x, 6)
         lower = max((m for m in levels if m <= seen / _APART), default=levels[0])
@@ -143,11 +144,13 @@ class SpeedUp:
         *,
         lowest: float = 0.0,
         most: int = sys.maxsize,
+        explore: bool = True,
     ) -> Elastic:
         """The `Elastic` of the `nth` call: all of `levels`, or the one to explore. `lowest`: known
-        seconds of this call at the lowest level; 0: as others. `most`: units of the largest host
-        that it may run on."""
-        known = _elastic(self, resource, self.offered(levels, nth, most=most))
+        seconds of this call at the lowest level; 0: as others. `most` and `explore` as in
+        `offered`."""
+        offered = self.offered(levels, nth, most=most, explore=explore)
+        known = _elastic(self, resource, offered)
         if not lowest:
             return known
         scale = lowest / self.seconds(levels[:1])[0]
