@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.actions.served import Ran, Reward
-from testbed.simulator.trace import REWARD, SHELL, TESTS, CodingLaw, Trajectory
+from testbed.simulator.trace import SHELL, TESTS, CodingLaw, Trajectory
 from troupe.rpc import new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
+from troupe.twin.actions import REWARD
 
 
 @dataclass(frozen=True)

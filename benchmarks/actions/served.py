@@ -19,9 +19,10 @@ import psutil
 from benchmarks.actions.functions import PACED_DIR
 from benchmarks.actions.real_time import go_ahead
 from benchmarks.command import end, scratch
-from testbed.simulator.trace import SHELL, SimulatedAction
+from testbed.simulator.trace import SHELL
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
+from troupe.twin.actions import SimulatedAction
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import simpy
 
 from benchmarks.command import quantile
-from testbed.simulator.actions import CORES, ElasticPool, Learned
 from testbed.simulator.models import Dedicated, ServedModel, SharedPool
-from testbed.simulator.pods import Pods
 from testbed.simulator.rollout import BatchResult, ask, play
 from testbed.simulator.trace import (
-    REWARD,
     TESTS,
     CodingLaw,
     ServiceRequest,
@@ -30,6 +27,7 @@ from testbed.simulator.trace import (
 )
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
+from troupe.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods
 
 HOSTS, HOST_CORES = 15, 256
 # What a pod of the baseline reserves, and what its test runner uses of that.

@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import compiled, control, flexmarl, malib, mechanisms, rollart
+from benchmarks.twin import compiled, control, flexmarl, malib, mechanisms, rollart, tangram
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
@@ -310,7 +310,43 @@ def acted(console: Console, *, quick: bool = False) -> dict[str, Any]:
     console.print(table)
     each, shared = simulated.pools((8, 12, 36), 2 if quick else 10, TeacherLaw(busy=0.03), 1)
     least = simulated.enough(each, shared)
-    return {**gains, "gpus_for_equal_latency": None if least is None else least.gpus}
+    gpus = None if least is None else least.gpus
+    return {**gains, "gpus_for_equal_latency": gpus, **coding_steps(console, quick=quick)}
+
+
+def coding_steps(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """Steps of a job of coding agents, by batch and by what their actions run on."""
+    table = Table(title="Steps of coding agents, seconds of which rollout; mean action; engines")
+    for column in ("batch", "hosts of cores", "actions", "step", "rollout", "action", "busy"):
+        table.add_column(column, justify="left" if column == "actions" else "right")
+    found: dict[str, dict[str, float]] = {"step_pods_over_elastic": {}, "step_by_hosts": {}}
+    for batch in (128,) if quick else (256, 768, tangram.BATCH):
+        last = batch == tangram.BATCH
+        rows = [(kind, simulated.HOSTS) for kind in tangram.POOLS]
+        rows += [("elastic", hosts) for hosts in (8, 4, 3)] if last else []
+        ran: dict[tuple[str, int], tangram.CodingStep] = {}
+        for kind, hosts in rows:
+            one = ran[kind, hosts] = tangram.step(kind, batch, hosts)
+            table.add_row(
+                f"{batch:,}",
+                "" if kind == "enough" else f"{hosts}",
+                tangram.POOLS[kind],
+                f"{one.seconds:,.0f}",
+                f"{one.rollout:,.0f}",
+                f"{one.act:.2f}",
+                f"{one.engines:.0%}",
+            )
+        best = ran["elastic", simulated.HOSTS].seconds
+        pods = ran["pods", simulated.HOSTS].seconds
+        found["step_pods_over_elastic"][f"{batch}"] = round(pods / best, 2)
+        if last:
+            found["step_by_hosts"] = {
+                f"{hosts}": round(one.seconds / best, 3)
+                for (kind, hosts), one in ran.items()
+                if kind == "elastic"
+            }
+    console.print(table)
+    return found
 
 
 def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:

@@ -28,6 +28,7 @@ MODULES: Final = (
     "troupe/twin/batch.py",
     "troupe/twin/workload.py",
     "troupe/twin/engines.py",
+    "troupe/twin/job.py",
     "troupe/twin/cluster.py",
 )
 _OPTIONS: Final = ("--ignore-missing-imports", "--follow-imports=silent")

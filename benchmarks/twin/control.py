@@ -15,7 +15,8 @@ from typing import Final
 from benchmarks.scale import CLUSTERS, QUESTION, REPLY, TOKENS_PER_GPU
 from benchmarks.twin import mechanisms
 from benchmarks.twin.speed import GPUS, large_job
-from troupe.twin.cluster import Twin, TwinJob
+from troupe.twin.cluster import Twin
+from troupe.twin.job import TwinJob
 
 # docs/benchmarks/scale.md, 2026-11-26, without the paced engines: CPU seconds per 1,000 turns of
 # 2,000 conversations on two workers, and the largest of each column, of runs on a busy machine.

@@ -12,8 +12,9 @@ from typing import Final
 
 from troupe.scheduling.balancing import BalancingRules
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import ControlPlane, EngineFleet, Twin, TwinJob, TwinMeans, TwinPolicy
+from troupe.twin.cluster import Twin, TwinMeans
 from troupe.twin.costs import DEVICES, engine_rates, model_shape, trainer_rates
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, TeamWorkload
 
 AGENTS: Final = ("planner", "coder", "critic", "searcher", "writer")

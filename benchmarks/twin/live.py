@@ -19,8 +19,8 @@ from benchmarks.workloads.tokenizer import save_tokenizer
 from testbed.simulated_engine import draw_response
 from troupe.job import SimulatedSpec
 from troupe.scheduling.admission import seed_of
-from troupe.twin.cluster import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.costs import EngineRates, TrainerRates
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.trainers import single_rank_workers
 from troupe.twin.workload import Replayed, TwinTrajectory, TwinTurn
 from troupe.workflow.agent import Role

@@ -12,7 +12,8 @@ from typing import Final
 
 from benchmarks.twin import rollart
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import Twin, TwinJob
+from troupe.twin.cluster import Twin
+from troupe.twin.job import TwinJob
 
 MECHANISMS: Final = {
     "micro_batch": "gradients while the step rolls out (`mode`)",

@@ -16,10 +16,11 @@ from typing import Final
 
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.routing import Rates
-from troupe.twin.cluster import ControlPlane, EngineFleet, Twin, TwinJob, TwinMeans, TwinPolicy
+from troupe.twin.cluster import Twin, TwinMeans
 from troupe.twin.costs import DEVICES, EngineRates, engine_rates, model_shape, trainer_rates
 from troupe.twin.engines import RoutingRules
 from troupe.twin.faults import NodeFaults
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, MixedWorkload, TeamWorkload, TwinTrajectory, TwinTurn
 
 PUBLISHED: Final = {"sync": 2.05, "one_off": 1.35, "areal": 1.31}

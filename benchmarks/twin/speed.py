@@ -15,8 +15,9 @@ from troupe.devices import Device
 from troupe.scheduling import admission, balancing, binding
 from troupe.scheduling.devices import DeviceHost, DeviceRequest, plan
 from troupe.scheduling.routing import Fleet, TurnQueue, Work
-from troupe.twin.cluster import ControlPlane, EngineFleet, Twin, TwinJob, TwinPolicy
+from troupe.twin.cluster import Twin
 from troupe.twin.costs import DEVICES, engine_rates, model_shape, trainer_rates
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, TeamWorkload
 
 GPUS: Final = 3000

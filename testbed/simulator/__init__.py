@@ -1,14 +1,9 @@
-"""A discrete-event twin of a cluster: the decisions of `troupe.scheduling`, in simulated time.
+"""Traces of agents' actions, and model services, in simulated time.
 
-What decides here is what decides in the services; what is modelled is the world around it: hosts,
-tools, model services, trajectories. simpy holds the clock and the queue of events.
+Trajectories play a trace against the pools of `troupe.twin.actions`, whose decisions are those of
+the services (`troupe.scheduling.elastic`); simpy holds the clock and the queue of events.
 
-    actions    the elastic pool: hosts that actions run on, as `troupe.scheduling.elastic` says
-    pods       what it is measured against: a reservation for every trajectory's life
     models     model services on GPUs: dedicated, or evicted and restored in a shared pool
     trace      seeded workloads: what trajectories do, and how long it takes
-    rollout    trajectories that play a trace against any of these
-
-Whatever can be waited for is a simpy process or event, so that engines and trainers can be added
-beside these and meet them in one environment.
+    rollout    trajectories that play a trace against a pool, calls that play one against services
 """

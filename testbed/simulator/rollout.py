@@ -9,10 +9,9 @@ from typing import Any
 
 import simpy
 
-from testbed.simulator.actions import ElasticPool
 from testbed.simulator.models import Dedicated, SharedPool
-from testbed.simulator.pods import Pods
 from testbed.simulator.trace import ServiceRequest, Trajectory
+from troupe.twin.actions import ActionPool, ElasticPool, Pods
 
 
 @dataclass
@@ -41,12 +40,10 @@ def play(
     trajectories: Sequence[Trajectory],
     make: Callable[[simpy.Environment], ElasticPool | Pods],
     *,
-    stateful: bool = True,
     held_by: int = 1,
 ) -> BatchResult:
-    """All trajectories begin at once. With `stateful` what a trajectory runs stays on the host of
-    its first action, where its files are. `held_by`: a pod is kept until all of so many
-    neighbouring trajectories have ended, as where the group of a query is rewarded together.
+    """All trajectories begin at once. `held_by`: the place of a trajectory (its pod) is kept until
+    all of so many neighbouring ones have ended, as where the group of a query is rewarded together.
 
     Raises ValueError where there are fewer pods than a group needs at once.
     """
@@ -59,13 +56,10 @@ def play(
     env, played = simpy.Environment(), BatchResult()
     pool = make(env)
     for index, trajectory in enumerate(trajectories):
-        if isinstance(pool, Pods):
-            group = groups[index // held_by]
-            env.process(_in_a_pod(env, pool, trajectory, played, group))
-        else:
-            env.process(_elastic(env, pool, (f"{index}", trajectory), played, stateful))
+        group = groups[index // held_by]
+        env.process(_one(env, pool, (f"{index}", trajectory), played, group))
     env.run()
-    if isinstance(pool, Pods) and any(len(one.pods) < one.size for one in groups):
+    if any(len(one.places) < one.size for one in groups):
         raise ValueError(f"held_by = {held_by}: fewer pods than trajectories that keep them")
     played.seconds = float(env.now)
     played.waited, played.core_seconds = pool.waited, pool.core_seconds
@@ -74,50 +68,34 @@ def play(
 
 @dataclass
 class _Group:
-    """Trajectories that free their pods together: how many, and the pods of those that ended."""
+    """Trajectories that free their places together: how many, and the places of those that
+    ended."""
 
     size: int
-    pods: list[Any] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list)
 
 
-def _elastic(
+def _one(
     env: simpy.Environment,
-    pool: ElasticPool,
+    pool: ActionPool,
     named: tuple[str, Trajectory],
-    played: BatchResult,
-    stateful: bool,
-) -> Generator[simpy.Event, Any, None]:
-    name, trajectory = named
-    home = pool.settle() if stateful else None
-    for turn in trajectory:
-        yield env.timeout(turn.think)
-        asked = env.now
-        yield from pool.run(turn.call, home, name)
-        played.acts.append(env.now - asked)
-    if home is not None:
-        pool.leave(home)
-
-
-def _in_a_pod(
-    env: simpy.Environment,
-    pods: Pods,
-    trajectory: Trajectory,
     played: BatchResult,
     group: _Group,
 ) -> Generator[simpy.Event, Any, None]:
+    name, trajectory = named
     asked = env.now
-    pod = yield from pods.reserve()
+    place = yield from pool.enter()
     waited = env.now - asked
     for turn in trajectory:
         yield env.timeout(turn.think)
         asked = env.now
-        yield from pods.run(turn.call)
+        yield from pool.run(turn.call, place, name)
         played.acts.append(waited + env.now - asked)
         waited = 0.0
-    group.pods.append(pod)
-    if len(group.pods) == group.size:
-        for held in group.pods:
-            pods.release(held)
+    group.places.append(place)
+    if len(group.places) == group.size:
+        for held in group.places:
+            pool.leave(held)
 
 
 def ask(

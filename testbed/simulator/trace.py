@@ -17,28 +17,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from troupe.twin.actions import REWARD, SimulatedAction
+
 Rng: TypeAlias = np.random.Generator
 
-SHELL, TESTS, REWARD = "shell", "tests", "reward"
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedAction:
-    """One action as it will turn out: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
-    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
-
-    function: str
-    cores: int
-    max_cores: int
-    serial: float
-    parallel: float
-    query: str = ""
-    content: str = ""
-
-    def seconds(self, cores: int) -> float:
-        """Seconds of the action with `cores` cores."""
-        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
+SHELL, TESTS = "shell", "tests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +89,18 @@ class CodingLaw:
 Trajectory: TypeAlias = Sequence[SimulatedTurn]
 
 
-def coding(count: int, law: CodingLaw, seed: int, epoch: int = 0) -> list[Trajectory]:
-    """`count` trajectories, those of a query one after another; the last turn of each is its
-    reward. With another `epoch` others of the same queries."""
+def coding(
+    count: int, law: CodingLaw, seed: int, epoch: int = 0, first: int = 0
+) -> list[Trajectory]:
+    """`count` trajectories from the `first` on, those of a query one after another; the last turn
+    of each is its reward. With another `epoch` others of the same queries."""
     return [
         _trajectory(
             law,
             np.random.default_rng((seed, index, epoch) if epoch else (seed, index)),
             _Query(law, seed, index),
         )
-        for index in range(count)
+        for index in range(first, first + count)
     ]
 
 

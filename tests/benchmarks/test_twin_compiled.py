@@ -13,7 +13,8 @@ import pytest
 from benchmarks.twin import compiled, flexmarl, mechanisms, rollart
 from benchmarks.twin.speed import large_job
 from troupe.twin import cluster
-from troupe.twin.cluster import Twin, TwinJob
+from troupe.twin.cluster import Twin
+from troupe.twin.job import TwinJob
 
 
 def jobs() -> dict[str, TwinJob]:

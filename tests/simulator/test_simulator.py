@@ -12,17 +12,13 @@ import pytest
 import simpy
 
 from benchmarks.actions.simulated import least
-from testbed.simulator.actions import CORES, ElasticPool, Learned
 from testbed.simulator.models import Dedicated, ServedModel, SharedPool
-from testbed.simulator.pods import Pods
 from testbed.simulator.rollout import BatchResult, ask, play
 from testbed.simulator.trace import (
-    REWARD,
     SHELL,
     TESTS,
     CodingLaw,
     ServiceRequest,
-    SimulatedAction,
     SimulatedTurn,
     TeacherLaw,
     Trajectory,
@@ -31,6 +27,7 @@ from testbed.simulator.trace import (
 )
 from troupe.scheduling.elastic import Discipline, Placed, decide_over
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
+from troupe.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods, SimulatedAction
 
 LAW = CodingLaw(turns=4.0)
 GUESSES = {TESTS: 0.9, REWARD: 0.9}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.costs import EngineRates, TrainerRates
+from troupe.twin.job import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, TeamWorkload, TwinTrajectory, TwinTurn
 
 ENGINE = EngineRates(10_000.0, 0.02, 0.0005, load_seconds=0.5, start_seconds=2.0)

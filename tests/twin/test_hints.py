@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.twin.jobs import ENGINE, TRAINER, two_policies
-from troupe.twin.cluster import EngineFleet, Twin, TwinJob, TwinPolicy, TwinRun, _Playing
+from troupe.twin.cluster import Twin, TwinRun, _Playing
 from troupe.twin.costs import TrainerRates
 from troupe.twin.hints import (
     IDLE_ENGINES,
@@ -19,6 +19,7 @@ from troupe.twin.hints import (
     split_hint,
     split_metrics,
 )
+from troupe.twin.job import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.profile import EngineSpeed
 
 SPEED = EngineSpeed(

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.twin import flexmarl, mechanisms, rollart
-from troupe.twin.cluster import Twin, TwinJob
+from troupe.twin.cluster import Twin
+from troupe.twin.job import TwinJob
 
 
 def _small(features: rollart.Features, **more: bool) -> TwinJob:

@@ -14,7 +14,7 @@ from tests.twin.jobs import ENGINE, TRAINER, constant, team, two_policies
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.balancing import BalancingRules
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import EngineFleet, Twin, TwinJob, TwinPolicy, TwinRun
+from troupe.twin.cluster import Twin, TwinRun
 from troupe.twin.costs import (
     DEVICES,
     active_parameters,
@@ -25,6 +25,7 @@ from troupe.twin.costs import (
     trainer_rates,
 )
 from troupe.twin.faults import NodeFaults
+from troupe.twin.job import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, Replayed, TwinTrajectory, TwinTurn
 
 

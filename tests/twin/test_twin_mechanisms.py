@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.twin.jobs import ENGINE, TRAINER, constant, team, two_policies
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.cluster import EngineFleet, Twin, TwinJob, TwinPolicy
+from troupe.twin.cluster import Twin
 from troupe.twin.costs import EngineRates
 from troupe.twin.faults import NodeFaults
+from troupe.twin.job import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import MixedWorkload
 
 

@@ -141,6 +141,8 @@ class ElasticPool:
         self._told = told
         self._stateful = stateful
         self._decide = decide
+        # Function -> its action with a number of cores that none had yet.
+        self._exploring: dict[str, str] = {}
         self._levels: dict[tuple[int, int], tuple[int, ...]] = {}
         # In the order of `turn`.
         self._queue: list[Action] = []
@@ -212,14 +214,20 @@ class ElasticPool:
             return
         del self._waiting[action.action_id]
         self._queue.remove(action)
+        self._explored(action)
         self._kinds[action.kind] -= 1
         self._pump()
+
+    def _explored(self, action: Action) -> None:
+        if self._exploring.get(action.function) == action.action_id:
+            del self._exploring[action.function]
 
     def _free(self, placed: Placed) -> None:
         machine = self._machines[placed.host]
         del machine.running[placed.action.action_id]
         for resource, amount in placed.holds.items():
             machine.free[resource] += amount
+        self._explored(placed.action)
         self._pump()
 
     def _action(self, call: SimulatedAction, host: str | None, trajectory: str) -> Action:
@@ -239,7 +247,15 @@ class ElasticPool:
         if highest > lowest:
             levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
             known = seconds if seconds != average else 0.0
-            elastic, needs = curve.elastic(CORES, levels, self._count, lowest=known), {}
+            hosts = self._machines.values() if host is None else [self._machines[host]]
+            most = max(machine.capacity[CORES] for machine in hosts)
+            explore = function not in self._exploring
+            elastic = curve.elastic(
+                CORES, levels, self._count, lowest=known, most=most, explore=explore
+            )
+            if len(elastic.levels) < len(levels):
+                self._exploring[function] = action_id
+            needs = {}
         return Action(action_id, now, needs, elastic, seconds, 1, function, host, place)
 
     def _curve(self, call: SimulatedAction) -> SpeedUp:

@@ -7,120 +7,31 @@ workers as `troupe.scheduling.admission` says; `services/orchestrator/pipeline` 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import simpy
 
 from troupe.scheduling import admission
-from troupe.scheduling.balancing import BalancingRules
-from troupe.scheduling.binding import BindingRules, RankWorker
-from troupe.scheduling.routing import Rates
+from troupe.scheduling.binding import RankWorker
+from troupe.twin.actions import ActionPool, SimulatedAction
 from troupe.twin.batch import BusyClock
-from troupe.twin.costs import EngineRates, TrainerRates
 from troupe.twin.engines import (
     EngineWatch,
     RoutedTurn,
-    RoutingRules,
     TwinBalancer,
     TwinEngine,
     TwinEnvironment,
     TwinRouter,
 )
-from troupe.twin.faults import NodeFaults, start_faults
+from troupe.twin.faults import start_faults
+from troupe.twin.job import TwinJob, check
 from troupe.twin.trainers import StepTable, TrainingPool
-from troupe.twin.workload import TwinTrajectory, Workload
+from troupe.twin.workload import TwinTrajectory
 
-Mode: TypeAlias = Literal["serial", "sync", "micro_batch", "async"]
 TwinSpan: TypeAlias = tuple[str, str, float, float, float]
 _EAGER = frozenset({"micro_batch", "async"})
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFleet:
-    """Engines of one policy and device class on each rollout worker."""
-
-    count: int
-    rates: EngineRates
-    limit: int = 64
-    """Turns that one engine runs at once."""
-    devices: int = 1
-    """Devices of one engine (tensor parallel)."""
-    device_class: str = ""
-    known_rates: Rates | None = None
-    """Its speed as the router knows it; None: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class TwinPolicy:
-    """One policy: its engines, and the gang that trains it."""
-
-    engines: tuple[EngineFleet, ...]
-    trainer: TrainerRates
-    ranks: int = 1
-    state_bytes: int = 0
-    """Bytes of its training state on each device of its gang."""
-    trained: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ControlPlane:
-    """Seconds that the services themselves add; see `docs/benchmarks/twin.md` for their origin."""
-
-    turn: float = 0.0
-    """To a turn: workflow, tokenizer, messages between services."""
-    trajectory: float = 0.0
-    """From the end of one trajectory to the start of the next in its place: rows, events."""
-    claim: float = 0.0
-    """To a micro-batch: claiming and fetching its rows."""
-    commit: float = 0.0
-    """From an optimizer step to its version being told to engines."""
-    step: float = 0.0
-    """From the last commit of a step to the first turn of the next one."""
-
-
-@dataclass(frozen=True)
-class TwinJob:
-    """A job and its cluster, as the twin runs them."""
-
-    policies: Mapping[str, TwinPolicy]
-    workload: Workload
-    trainers: Sequence[RankWorker]
-    mode: Mode = "micro_batch"
-    alpha: int = 1
-    queries_per_step: int = 64
-    micro_batch: int = 16
-    in_flight: int = 1024
-    spare: int = 0
-    """Queries that run besides those that the step wants (`pipeline.over_sampling`)."""
-    redundant: int = 0
-    """Of each query's trajectories, so many are surplus: its group is complete without them
-    (`pipeline.redundant_trajectories`)."""
-    whole_batches: bool = False
-    """Whether a step's trajectories begin only when all of the step before have ended (one-step
-    off-policy in mode `async`)."""
-    rollout_workers: int = 1
-    """Processes that run trajectories, each with the engines of `policies` in front of it."""
-    routing: RoutingRules = field(default_factory=RoutingRules)
-    balancing: BalancingRules | None = None
-    """None: engines stay with their policies."""
-    balancing_heartbeat: float = 1.0
-    balancing_minimum: int = 1
-    binding: BindingRules = field(default_factory=BindingRules)
-    switch_seconds: float = 0.0
-    """Colocated: from rollout to training and back, each."""
-    share_prefixes: bool = False
-    """Whether the trainer computes what turns of a conversation share once."""
-    prefix_cache: bool = True
-    control: ControlPlane = ControlPlane()
-    faults: NodeFaults | None = None
-    spans: bool = False
-    """Whether every busy time is kept, for pictures."""
-    barrier: bool = False
-    """Whether environments advance as a batch: no trajectory begins its next turn before all of
-    its wave have ended theirs (what trajectory-level rollout is measured against)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +57,10 @@ class TwinStep:
     """Mean of the trajectories of this step, in versions."""
     exposed: float
     """Seconds in which engines drew nothing for new weights, all engines together."""
+    actions: int = 0
+    """Ended in the pool of actions."""
+    action_seconds: float = 0.0
+    """Of all of them, from being asked for to their ends; waits for a pod are part of them."""
 
 
 @dataclass
@@ -246,7 +161,18 @@ class _Step:
 class _Playing:
     """One trajectory while it runs."""
 
-    __slots__ = ("at", "gone", "group", "key", "previous", "trajectory", "twin")
+    __slots__ = (
+        "acting",
+        "at",
+        "gone",
+        "group",
+        "key",
+        "place",
+        "previous",
+        "trajectory",
+        "twin",
+        "waited",
+    )
 
     def __init__(
         self, twin: Twin, group: _QueryGroup, key: str, trajectory: TwinTrajectory
@@ -258,10 +184,51 @@ class _Playing:
         self.at = 0
         self.previous: dict[str, str | None] = {}
         self.gone = False
+        # In the pool of actions: what runs or waits there, the trajectory's own place, and the
+        # seconds that it waited for it.
+        self.acting: simpy.Process | None = None
+        self.place: Any = None
+        self.waited = 0.0
 
     def begin(self, seconds: float) -> None:
         """Reset the environment, then take the first turn."""
+        pool = self.twin.actions
+        if pool is not None and self.place is None:
+            self.acting = self.twin.env.process(self._enter(pool, seconds))
+        else:
+            self.twin.after(seconds + self.trajectory.before, self._next)
+
+    def _enter(self, pool: ActionPool, seconds: float) -> Generator[simpy.Event, Any, None]:
+        asked = self.twin.env.now
+        try:
+            self.place = yield from pool.enter()
+        except simpy.Interrupt:
+            return
+        self.acting = None
+        self.waited = self.twin.env.now - asked
         self.twin.after(seconds + self.trajectory.before, self._next)
+
+    def _act(
+        self, pool: ActionPool, call: SimulatedAction, seconds: float
+    ) -> Generator[simpy.Event, Any, None]:
+        """Runs an action; `seconds` later the trajectory goes on."""
+        twin = self.twin
+        asked = twin.env.now
+        try:
+            yield from pool.run(call, self.place, self.key)
+        except simpy.Interrupt:
+            return
+        self.acting = None
+        twin.acted(self.waited + twin.env.now - asked)
+        self.waited = 0.0
+        twin.after(seconds, self.advance)
+
+    def leave(self, pool: ActionPool) -> None:
+        """Ends what runs in the pool and frees the trajectory's place."""
+        if self.acting is not None:
+            self.acting.interrupt()
+        if self.place is not None:
+            pool.leave(self.place)
 
     def _next(self, _: simpy.Event | None = None) -> None:
         if self.gone:
@@ -285,7 +252,9 @@ class _Playing:
         self.at += 1
         seconds = turn.after + self.twin.control_turn
         twin = self.twin
-        if twin.barrier is not None:
+        if turn.call is not None and twin.actions is not None:
+            self.acting = twin.env.process(self._act(twin.actions, turn.call, seconds))
+        elif twin.barrier is not None:
             twin.barrier.arrive(self, seconds)
         else:
             twin.after(seconds, self.advance)
@@ -342,7 +311,7 @@ class Twin:
     def __init__(self, job: TwinJob) -> None:
         """Raises ValueError for a job that cannot run: no engine or trainer for a policy, numbers
         out of range."""
-        _check(job)
+        check(job)
         self._job = job
         self.env = TwinEnvironment()
         self.control_turn = job.control.turn
@@ -374,6 +343,8 @@ class Twin:
             len(router.engines) for routers in self.routers for router in routers.values()
         )
         self.barrier = _Barrier(self.env) if job.barrier else None
+        self.actions = job.actions(self.env) if job.actions is not None else None
+        self._acts, self._act_seconds = 0, 0.0
         self._serving = set(range(job.rollout_workers))
         # One version after another.
         self._updating = {one: simpy.Resource(self.env) for one in self._trained}
@@ -412,6 +383,11 @@ class Twin:
             return
         self.env.call(self.env.now + seconds, call)
 
+    def acted(self, seconds: float) -> None:
+        """An action has ended, so many seconds after it was asked for."""
+        self._acts += 1
+        self._act_seconds += seconds
+
     def trajectory_ended(self, one: _Playing) -> None:
         """A trajectory has ended: its rows, its group, and what may start now."""
         group = one.group
@@ -432,6 +408,8 @@ class Twin:
 
     def _leave(self, one: _Playing) -> None:
         one.gone = True
+        if self.actions is not None:
+            one.leave(self.actions)
         self._in_flight -= 1
         del self._running[one.group.worker][id(one)]
         if self.barrier is not None:
@@ -598,6 +576,8 @@ class Twin:
                 trajectories=self._ended_trajectories,
                 staleness=sum(step.stale) / len(step.stale) if step.stale else 0.0,
                 exposed=self._watch.exposed_seconds,
+                actions=self._acts,
+                action_seconds=self._act_seconds,
             )
         )
         self._open.remove(step)
@@ -741,39 +721,3 @@ class Twin:
     def restore_trainer(self, trainer: RankWorker) -> None:
         """A lost trainer worker is back."""
         self._pool.join(trainer)
-
-
-def _check(job: TwinJob) -> None:
-    """Raises ValueError naming the field that is wrong."""
-    if not job.policies:
-        raise ValueError("policies: a job needs at least one")
-    for name, policy in job.policies.items():
-        if not sum(fleet.count for fleet in policy.engines):
-            raise ValueError(
-                f"policies.{name}.engines: a policy needs an engine per rollout worker"
-            )
-        for fleet in policy.engines:
-            if not 0 < fleet.rates.prefill_tokens_per_second < math.inf:
-                raise ValueError(
-                    f"policies.{name}.prefill_tokens_per_second = "
-                    f"{fleet.rates.prefill_tokens_per_second}: must be above 0"
-                )
-            if fleet.rates.decode_seconds <= 0 and fleet.rates.decode_seconds_per_turn <= 0:
-                raise ValueError(f"policies.{name}.decode_seconds: must be above 0")
-        if policy.trained and not 0 < policy.trainer.backward_tokens_per_second < math.inf:
-            raise ValueError(
-                f"policies.{name}.backward_tokens_per_second = "
-                f"{policy.trainer.backward_tokens_per_second}: must be above 0"
-            )
-    if any(policy.trained for policy in job.policies.values()) and not job.trainers:
-        raise ValueError("trainers: a job that trains needs at least one")
-    for field_name in ("queries_per_step", "micro_batch", "in_flight", "rollout_workers"):
-        if getattr(job, field_name) < 1:
-            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 1")
-    for field_name in ("alpha", "spare", "redundant"):
-        if getattr(job, field_name) < 0:
-            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 0")
-    if job.redundant >= (size := len(job.workload(0))):
-        raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")
-    if job.faults is not None and job.faults.mtbf_seconds <= 0:
-        raise ValueError(f"faults.mtbf_seconds = {job.faults.mtbf_seconds}: must be above 0")

@@ -22,16 +22,9 @@ from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.devices import DeviceHost, DeviceRequest
 from troupe.scheduling.devices import plan as place
 from troupe.scheduling.memory import ModelShape
-from troupe.twin.cluster import (
-    ControlPlane,
-    EngineFleet,
-    Twin,
-    TwinJob,
-    TwinMeans,
-    TwinPolicy,
-    TwinRun,
-)
+from troupe.twin.cluster import Twin, TwinMeans, TwinRun
 from troupe.twin.costs import DeviceCosts, known_shape
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.job_rates import JobRates
 from troupe.twin.profile import JobProfile
 from troupe.twin.trainers import single_rank_workers

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from troupe.twin.actions import SimulatedAction
+
 
 class TwinTurn(NamedTuple):
     """One turn: `policy` reads `prompt` tokens, of which the first `shared` are those of its
     previous turn in the trajectory, and draws `response` tokens; `after` seconds pass before the
-    next turn (tools, environment)."""
+    next turn (tools, environment), once `call` has ended in the job's pool of actions."""
 
     policy: str
     prompt: int
@@ -24,6 +26,7 @@ class TwinTurn(NamedTuple):
     after: float = 0.0
     shared: int = 0
     domain: str = ""
+    call: SimulatedAction | None = None
 
 
 class TwinTrajectory(NamedTuple):

@@ -1,0 +1,154 @@
+"""A job and its cluster, as the twin runs them.
+
+Engines and trainers of each policy, what trajectories do, the pipeline mode and its bounds, and
+which mechanisms the job has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import simpy
+
+from troupe.scheduling.balancing import BalancingRules
+from troupe.scheduling.binding import BindingRules, RankWorker
+from troupe.scheduling.routing import Rates
+from troupe.twin.actions import ActionPool
+from troupe.twin.costs import EngineRates, TrainerRates
+from troupe.twin.engines import RoutingRules
+from troupe.twin.faults import NodeFaults
+from troupe.twin.workload import Workload
+
+Mode: TypeAlias = Literal["serial", "sync", "micro_batch", "async"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFleet:
+    """Engines of one policy and device class on each rollout worker."""
+
+    count: int
+    rates: EngineRates
+    limit: int = 64
+    """Turns that one engine runs at once."""
+    devices: int = 1
+    """Devices of one engine (tensor parallel)."""
+    device_class: str = ""
+    known_rates: Rates | None = None
+    """Its speed as the router knows it; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinPolicy:
+    """One policy: its engines, and the gang that trains it."""
+
+    engines: tuple[EngineFleet, ...]
+    trainer: TrainerRates
+    ranks: int = 1
+    state_bytes: int = 0
+    """Bytes of its training state on each device of its gang."""
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """Seconds that the services themselves add; see `docs/benchmarks/twin.md` for their origin."""
+
+    turn: float = 0.0
+    """To a turn: workflow, tokenizer, messages between services."""
+    trajectory: float = 0.0
+    """From the end of one trajectory to the start of the next in its place: rows, events."""
+    claim: float = 0.0
+    """To a micro-batch: claiming and fetching its rows."""
+    commit: float = 0.0
+    """From an optimizer step to its version being told to engines."""
+    step: float = 0.0
+    """From the last commit of a step to the first turn of the next one."""
+
+
+@dataclass(frozen=True)
+class TwinJob:
+    """A job and its cluster, as the twin runs them."""
+
+    policies: Mapping[str, TwinPolicy]
+    workload: Workload
+    trainers: Sequence[RankWorker]
+    mode: Mode = "micro_batch"
+    alpha: int = 1
+    queries_per_step: int = 64
+    micro_batch: int = 16
+    in_flight: int = 1024
+    spare: int = 0
+    """Queries that run besides those that the step wants (`pipeline.over_sampling`)."""
+    redundant: int = 0
+    """Of each query's trajectories, so many are surplus: its group is complete without them
+    (`pipeline.redundant_trajectories`)."""
+    whole_batches: bool = False
+    """Whether a step's trajectories begin only when all of the step before have ended (one-step
+    off-policy in mode `async`)."""
+    rollout_workers: int = 1
+    """Processes that run trajectories, each with the engines of `policies` in front of it."""
+    routing: RoutingRules = field(default_factory=RoutingRules)
+    balancing: BalancingRules | None = None
+    """None: engines stay with their policies."""
+    balancing_heartbeat: float = 1.0
+    balancing_minimum: int = 1
+    binding: BindingRules = field(default_factory=BindingRules)
+    switch_seconds: float = 0.0
+    """Colocated: from rollout to training and back, each."""
+    share_prefixes: bool = False
+    """Whether the trainer computes what turns of a conversation share once."""
+    prefix_cache: bool = True
+    control: ControlPlane = ControlPlane()
+    faults: NodeFaults | None = None
+    spans: bool = False
+    """Whether every busy time is kept, for pictures."""
+    barrier: bool = False
+    """Whether environments advance as a batch: no trajectory begins its next turn before all of
+    its wave have ended theirs (what trajectory-level rollout is measured against)."""
+    actions: Callable[[simpy.Environment], ActionPool] | None = None
+    """Makes the pool that turns' calls run in."""
+
+
+def check(job: TwinJob) -> None:
+    """Raises ValueError naming the field that is wrong."""
+    if not job.policies:
+        raise ValueError("policies: a job needs at least one")
+    for name, policy in job.policies.items():
+        if not sum(fleet.count for fleet in policy.engines):
+            raise ValueError(
+                f"policies.{name}.engines: a policy needs an engine per rollout worker"
+            )
+        for fleet in policy.engines:
+            if not 0 < fleet.rates.prefill_tokens_per_second < math.inf:
+                raise ValueError(
+                    f"policies.{name}.prefill_tokens_per_second = "
+                    f"{fleet.rates.prefill_tokens_per_second}: must be above 0"
+                )
+            if fleet.rates.decode_seconds <= 0 and fleet.rates.decode_seconds_per_turn <= 0:
+                raise ValueError(f"policies.{name}.decode_seconds: must be above 0")
+        if policy.trained and not 0 < policy.trainer.backward_tokens_per_second < math.inf:
+            raise ValueError(
+                f"policies.{name}.backward_tokens_per_second = "
+                f"{policy.trainer.backward_tokens_per_second}: must be above 0"
+            )
+    if any(policy.trained for policy in job.policies.values()) and not job.trainers:
+        raise ValueError("trainers: a job that trains needs at least one")
+    for field_name in ("queries_per_step", "micro_batch", "in_flight", "rollout_workers"):
+        if getattr(job, field_name) < 1:
+            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 1")
+    for field_name in ("alpha", "spare", "redundant"):
+        if getattr(job, field_name) < 0:
+            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 0")
+    first = job.workload(0)
+    if job.redundant >= (size := len(first)):
+        raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")
+    calls = any(turn.call is not None for one in first for turn in one.turns)
+    if calls and job.actions is None:
+        raise ValueError("actions: turns call actions, which run in no pool")
+    if calls and job.barrier:
+        raise ValueError("barrier: environments that advance as a batch do not take turns' calls")
+    if job.faults is not None and job.faults.mtbf_seconds <= 0:
+        raise ValueError(f"faults.mtbf_seconds = {job.faults.mtbf_seconds}: must be above 0")
