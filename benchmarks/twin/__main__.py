@@ -21,7 +21,16 @@ from rich.table import Table
 from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import compiled, control, flexmarl, malib, mechanisms, rollart, tangram
+from benchmarks.twin import (
+    compiled,
+    control,
+    flexmarl,
+    malib,
+    mechanisms,
+    rollart,
+    rollart_rows,
+    tangram,
+)
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
 from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
@@ -145,18 +154,18 @@ def published(console: Console, *, quick: bool = False) -> dict[str, float]:
 def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
     """RollArt's rows and mechanisms beside what the twin gives."""
     steps = 1 if quick else 4
-    means = rollart.rows(steps)
+    means = rollart_rows.rows(steps)
     best = means["rollart"].seconds
     table = Table(title="RollArt: seconds per step, and over the last row")
     for column in ("", "twin", "ratio", "published", "engines", "exposed per version", "staleness"):
         table.add_column(column, justify="right" if column else "left")
     found: dict[str, Any] = {}
     for row, one in means.items():
-        told = rollart.PUBLISHED.get(row)
+        told = rollart_rows.PUBLISHED.get(row)
         if told is not None:
             found[f"over_{row}"] = round(one.seconds / best, 3)
         table.add_row(
-            rollart.ROWS[row],
+            rollart_rows.ROWS[row],
             f"{one.seconds:.1f}",
             f"{one.seconds / best:.2f}",
             f"{told or 1:.2f}",
@@ -169,8 +178,12 @@ def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
     sigmas = (1, 10) if quick else (1, 3, 10)
     found["trajectory_level"] = {f"{s}": round(rollart.environments(s), 2) for s in sigmas}
     if not quick:
-        single = rollart.one_class(steps)
-        found["affinity"] = {name: round(one / best, 3) for name, one in single.items()}
+        fleets = {"affinity": rollart.one_class(steps)}
+        fleets["affinity_published_fleets"] = rollart_rows.affinity(steps)
+        for key, taken in fleets.items():
+            mapped = taken.pop("both")
+            found[key] = {name: round(one / mapped, 3) for name, one in taken.items()}
+        found["alpha_6"] = round(best / rollart_rows.bound(6, steps), 3)
         spare = rollart.redundancy()
         found["redundancy"] = round(spare[0] / spare[2], 3)
     large, steps = large_job(100 if quick else 400), 4 if quick else 14

@@ -1,10 +1,10 @@
-"""RollArt's tables (arXiv 2512.22560) in the twin: agentic tasks of several kinds on two classes of
-device.
+"""Agentic tasks of several kinds on two classes of device, as RollArt (arXiv 2512.22560) has them:
+what affinity, environments, redundancy and failing hosts are worth or cost in the twin.
+`benchmarks.twin.rollart_rows` has the table of step times.
 
-Published: the ratios, H800 beside H20, models up to 32B, responses whose longest is 5 to 9 times
-the mean, environments of 10 s, alpha 1, 29.7 s of a pull of 32B. What else is needed is assumed
-here, named at each constant. docs/benchmarks/twin.md says which of it was changed after a look at
-results.
+Published: H800 beside H20, models up to 32B, responses whose longest is 5 to 9 times the mean,
+environments of 10 s, alpha 1, 29.7 s of a pull of 32B. What else is needed is assumed here, named
+at each constant. docs/benchmarks/twin.md says which of it was changed after a look at results.
 """
 
 from __future__ import annotations
@@ -23,18 +23,11 @@ from troupe.twin.faults import NodeFaults
 from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, MixedWorkload, TeamWorkload, TwinTrajectory, TwinTurn
 
-PUBLISHED: Final = {"sync": 2.05, "one_off": 1.35, "areal": 1.31}
-ROWS: Final = {
-    "sync": "Sync+: rollout, then training",
-    "one_off": "One-off: batch k trains while batch k + 1 rolls out",
-    "areal": "AReaL-like: steps overlap, alpha 1",
-    "rollart": "RollArt: affinity and weights fetched beside serving, too",
-}
+# Seconds of a pull of 32B, and what is exposed of it.
 PULL: Final = (29.7, 9.6)
 
 MODEL: Final = "Qwen3-32B"
-# Devices (assumed): engines of four on 24 H800 and 48 H20. 24 more H800 train: chosen, so that
-# overlapping training with rollout is worth about as much as published (Sync+ over One-off).
+# Devices (assumed): engines of four on 24 H800 and 48 H20; 24 more H800 train.
 _TENSOR: Final = 4
 _GENERATING: Final = {"H800": 6, "H20": 12}
 _TRAINING_HOSTS: Final = 3
@@ -42,7 +35,7 @@ _TRAINING_HOSTS: Final = 3
 _PRICE: Final = 2.85
 _QUERIES: Final = 64
 _GROUP: Final = 8
-_CONTEXT: Final = 8000.0
+CONTEXT: Final = 8000.0
 _LIMIT: Final = 64
 # By kind of task, prefill-heavy ones with short replies, and one that is all decoding (assumed):
 # turns, tokens that are new in a prompt, tokens of a reply, seconds of an environment's step.
@@ -87,7 +80,7 @@ def _rates(device: str, *, fetched: bool) -> EngineRates:
     What is exposed of a fetched pull is copying from host memory to the devices.
     """
     shape, costs = model_shape(MODEL), DEVICES[device]
-    rates = engine_rates(shape, costs, tensor_parallel=_TENSOR, context=_CONTEXT)
+    rates = engine_rates(shape, costs, tensor_parallel=_TENSOR, context=CONTEXT)
     copy = 2 * shape.parameters / (_TENSOR * costs.host_link * 0.5)
     if fetched:
         return replace(rates, load_seconds=copy, fetch_seconds=PULL[0])
@@ -111,9 +104,18 @@ class Features:
     fetched: bool = True
 
 
+def engine_fleet(device: str, count: int, features: Features) -> EngineFleet:
+    """Engines of the model on one class of device."""
+    rates = _rates(device, fetched=features.fetched)
+    if not features.affinity:
+        return EngineFleet(count, rates, _LIMIT, _TENSOR)
+    return EngineFleet(count, rates, _LIMIT, _TENSOR, device, _known(rates))
+
+
+# Rows of the table of step times. Between whole batches all engines load at once.
 FEATURES: Final = {
-    "sync": Features("sync", 0, affinity=False, fetched=False),
-    "one_off": Features(whole_batches=True, affinity=False, fetched=False),
+    "sync": Features("sync", 0, whole_batches=True, affinity=False, fetched=False),
+    "one_off": Features(whole_batches=True, affinity=False),
     "areal": Features(affinity=False, fetched=False),
     "rollart": Features(),
 }
@@ -128,15 +130,11 @@ def job(
 ) -> TwinJob:
     """A job with these mechanisms. `share`: of queries that are all decoding; `fleet`: engines of
     each class; `disturbed`: environments stall and break."""
-    fleets = []
-    for device, count in (fleet or _GENERATING).items():
-        rates = _rates(device, fetched=features.fetched)
-        known = _known(rates) if features.affinity else None
-        fleets.append(
-            EngineFleet(count, rates, _LIMIT, _TENSOR, device if features.affinity else "", known)
-        )
+    fleets = [
+        engine_fleet(device, count, features) for device, count in (fleet or _GENERATING).items()
+    ]
     ranks = 8 * _TRAINING_HOSTS
-    trainer = trainer_rates(model_shape(MODEL), DEVICES["H800"], ranks=ranks, context=_CONTEXT)
+    trainer = trainer_rates(model_shape(MODEL), DEVICES["H800"], ranks=ranks, context=CONTEXT)
     by_domain = [(kind, "H800") for kind in _SHORT] + [(kind, "H20") for kind in _LONG]
     routing = RoutingRules(by_domain=tuple(by_domain)) if features.affinity else RoutingRules()
     return TwinJob(
@@ -166,17 +164,13 @@ def run(one: TwinJob, steps: int = 4) -> TwinMeans:
     return Twin(one).run(first + steps + after).means(first, after)
 
 
-def rows(steps: int = 4) -> dict[str, TwinMeans]:
-    """The table of step times."""
-    return {row: run(job(FEATURES[row]), steps) for row in ROWS}
-
-
 def one_class(steps: int = 4) -> dict[str, float]:
-    """Seconds per step with RollArt's other mechanisms: both classes without affinity, and as many
-    engines of one class as cost the same."""
+    """Seconds per step with all mechanisms, without affinity, and on as many engines of one class
+    as cost the same."""
     full = FEATURES["rollart"]
     h800, h20 = _GENERATING["H800"], _GENERATING["H20"]
     jobs = {
+        "both": job(full),
         "both, no affinity": job(replace(full, affinity=False)),
         "H800 only": job(full, fleet={"H800": round(h800 + h20 / _PRICE)}),
         "H20 only": job(full, fleet={"H20": round(h20 + h800 * _PRICE)}),

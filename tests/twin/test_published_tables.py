@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.twin import flexmarl, mechanisms, rollart
+from benchmarks.twin import flexmarl, mechanisms, rollart, rollart_rows
 from troupe.twin.cluster import Twin
 from troupe.twin.job import TwinJob
 
@@ -56,6 +56,37 @@ def test_weights_fetched_beside_serving_expose_less() -> None:
     )
     assert blocked.exposed > rollart.PULL[0]
     assert fetched.exposed < rollart.PULL[0] / 10
+
+
+def test_rows_of_rollart_have_the_published_devices_and_batch() -> None:
+    for row, features in rollart.FEATURES.items():
+        job = rollart_rows.job(features)
+        devices = {
+            fleet.device_class: fleet.count * fleet.devices
+            for fleet in job.policies["agent"].engines
+        }
+        # 128 H800 for the baselines, 96 H800 and 32 H20 for RollArt; 32 H800 of both train.
+        assert devices == ({"H800": 64, "H20": 32} if row == "rollart" else {"": 96})
+        assert sum(one.devices for one in job.trainers) == 32
+        drawn = [one for query in range(job.queries_per_step) for one in job.workload(query)]
+        assert len(drawn) == 512
+        turns = [turn for one in drawn for turn in one.turns]
+        assert max(turn.prompt + turn.response for turn in turns) <= 32_768
+        for kind in ("software", "shop", "lake", "mathematics", "game"):
+            few = kind in ("mathematics", "game")
+            lengths = [len(one.turns) for one in drawn if one.turns[0].domain == kind]
+            assert 512 / 5 - 16 <= len(lengths) <= 512 / 5 + 16
+            assert max(lengths) <= 5 if few else 10 < max(lengths) <= 100
+
+
+def test_rows_of_rollart_come_in_the_published_order() -> None:
+    seconds = {}
+    for row, features in rollart.FEATURES.items():
+        job = rollart_rows.job(features)
+        seconds[row] = rollart.run(job, 2).seconds
+    assert sorted(seconds, key=seconds.__getitem__) == ["rollart", "areal", "one_off", "sync"]
+    for row, told in rollart_rows.PUBLISHED.items():
+        assert seconds[row] / seconds["rollart"] == pytest.approx(told, rel=0.15)
 
 
 def test_affinity_sends_kinds_of_tasks_to_their_classes() -> None:

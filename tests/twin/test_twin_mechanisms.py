@@ -92,6 +92,16 @@ def test_whole_batches_overlap_training_but_not_each_other() -> None:
     assert seconds[0] > seconds[1] > seconds[2]
 
 
+def test_whole_batches_load_what_was_fetched_between_them() -> None:
+    """No turn runs then, so that none is read again."""
+    for load, fetch in ((1.0, 3.0), (4.0, 0.0)):
+        rates = dataclasses.replace(ENGINE, load_seconds=load, fetch_seconds=fetch)
+        job = _one_policy(rates, mode="async", whole_batches=True, queries_per_step=200)
+        assert Twin(job).run(5).means(1).exposed == pytest.approx(load)
+        overlapping = dataclasses.replace(job, whole_batches=False)
+        assert Twin(overlapping).run(5).means(1).exposed > 1.01 * load
+
+
 def test_what_is_fetched_beside_serving_is_not_exposed() -> None:
     def exposed(load: float, fetch: float) -> float:
         rates = dataclasses.replace(ENGINE, load_seconds=load, fetch_seconds=fetch)

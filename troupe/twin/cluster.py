@@ -544,10 +544,16 @@ class Twin:
             yield self.env.timeout(self._job.control.commit)
         self._committed[policy] = step.number + 1
         step.committed[policy].succeed()
-        env = self.env
+        env, newest, whole = self.env, self._open[-1], self._job.whole_batches
+        # Between whole batches all engines load at once, what they fetched beside serving.
+        fetched = whole and not newest.rolled_out.processed
+        if fetched:
+            fetches = (one.rates.fetch_seconds for one in self._job.policies[policy].engines)
+            yield newest.rolled_out & env.timeout(max(fetches))
         with self._updating[policy].request() as turn:
             yield turn
-            yield env.all_of([env.process(one[policy].update(env)) for one in self.routers])
+            updates = (one[policy].update(env, fetched, whole) for one in self.routers)
+            yield env.all_of([env.process(one) for one in updates])
         self._served[policy] = step.number + 1
         news, self._news = self._news, self.env.event()
         news.succeed()

@@ -178,10 +178,10 @@ class TwinEngine:
         if self._batch.admit(turn, read, want.response - turn.drawn, now):
             self._reschedule()
 
-    def update(self) -> Generator[simpy.Event, Any, None]:
+    def update(self, *, fetched: bool = False) -> Generator[simpy.Event, Any, None]:
         """Fetch new weights beside serving, then load them: nothing is drawn meanwhile, and kept
-        turns are read again."""
-        if self.rates.fetch_seconds:
+        turns are read again. `fetched`: they are there already."""
+        if self.rates.fetch_seconds and not fetched:
             yield self._env.timeout(self.rates.fetch_seconds)
         self._tick(self._env.now)
         self.serving = False
@@ -401,8 +401,11 @@ class TwinRouter:
                 self.fleet.set_limit(engine_id, limit.now)
         self.wake()
 
-    def update(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
-        """Bring all engines to new weights, in waves that leave the policy serving."""
+    def update(
+        self, env: simpy.Environment, fetched: bool = False, at_once: bool = False
+    ) -> Generator[simpy.Event, Any, None]:
+        """Bring all engines to new weights, in waves that leave the policy serving or `at_once`.
+        `fetched`: all have fetched them."""
         todo = {one.engine_id: one for one in self._engines.values()}
         while todo := {name: one for name, one in todo.items() if one.alive}:
             wave = next_wave(
@@ -411,7 +414,9 @@ class TwinRouter:
                     for name, one in (self._engines | todo).items()
                 ]
             )
-            yield env.all_of([env.process(todo.pop(name).update()) for name in wave])
+            if at_once:
+                wave = tuple(todo)
+            yield env.all_of([env.process(todo.pop(name).update(fetched=fetched)) for name in wave])
 
     def regroup(self, group: str, left: int) -> None:
         """Raise the priority of a query's turns: only `left` of its trajectories remain."""

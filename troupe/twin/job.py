@@ -86,8 +86,8 @@ class TwinJob:
     """Of each query's trajectories, so many are surplus: its group is complete without them
     (`pipeline.redundant_trajectories`)."""
     whole_batches: bool = False
-    """Whether a step's trajectories begin only when all of the step before have ended (one-step
-    off-policy in mode `async`)."""
+    """Whether a step's trajectories begin only when all of the step before have ended, and end with
+    the weights that they began with (one-step off-policy in mode `async`)."""
     rollout_workers: int = 1
     """Processes that run trajectories, each with the engines of `policies` in front of it."""
     routing: RoutingRules = field(default_factory=RoutingRules)
