@@ -33,6 +33,8 @@ MODULES: Final = (
 )
 _OPTIONS: Final = ("--ignore-missing-imports", "--follow-imports=silent")
 _BUILD_SECONDS: Final = 1800.0
+# Begins the names of builds that another process may be making.
+_UNFINISHED: Final = "new-"
 
 
 def is_compiled() -> bool:
@@ -43,7 +45,8 @@ def is_compiled() -> bool:
 
 def environment(cache: Path = CACHE) -> dict[str, str]:
     """The environment of a Python process, to be started with -P, that imports the compiled
-    modules. They are built where no build of these very sources is in `cache`.
+    modules. They are built where no build of these very sources is in `cache`, and the builds of
+    other sources there are removed.
 
     Raises SystemExit, saying what is missing, where they cannot be built.
     """
@@ -92,7 +95,7 @@ def _build(target: Path) -> None:
         flush=True,
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="new-", dir=target.parent) as directory:
+    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=target.parent) as directory:
         place = Path(directory) / "built"
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(_ROOT / "troupe", place / "troupe", ignore=ignored)
@@ -123,3 +126,6 @@ def _build(target: Path) -> None:
         except OSError:  # another process was faster
             if not target.is_dir():
                 raise
+    for old in target.parent.iterdir():
+        if old != target and not old.name.startswith(_UNFINISHED):
+            shutil.rmtree(old, ignore_errors=True)

@@ -74,6 +74,19 @@ def test_without_a_compiler_it_says_what_to_install(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_new_build_replaces_the_old_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what another process is making stays beside it."""
+    for name in ("0123456789abcdef", "new-of-another"):
+        (tmp_path / name / "troupe").mkdir(parents=True)
+    compiler = [sys.executable, "-c", "print('instead of mypyc')"]
+    run = subprocess.run
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run(compiler, **options))
+    built = compiled.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)[0]
+    assert {one.name for one in tmp_path.iterdir()} == {Path(built).name, "new-of-another"}
+    assert (Path(built) / "troupe" / "twin" / "cluster.py").is_file()
+
+
 def test_sources_that_differ_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The build's name depends on what is compiled."""
     before = compiled._key()

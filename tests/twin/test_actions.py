@@ -118,7 +118,7 @@ def test_calls_need_a_pool_and_no_barrier() -> None:
 def test_a_lost_worker_takes_its_actions_along() -> None:
     made = _Watched("elastic", [8, 8])
     twin = Twin(_job(made, rollout_workers=2))
-    twin.env.call(6.0, lambda _: twin.lose_worker(0))
+    twin.env.clock.call(6.0, lambda _: twin.lose_worker(0))
     run = twin.run(2)
     assert run.failures == 1
     assert run.steps[-1].trajectories == 2 * 12 * 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import random
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from troupe.twin.costs import (
     model_shape,
     trainer_rates,
 )
+from troupe.twin.engines import TwinEnvironment
 from troupe.twin.faults import NodeFaults
 from troupe.twin.job import EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.workload import Lengths, Replayed, TwinTrajectory, TwinTurn
@@ -262,3 +265,41 @@ def test_unknown_devices_and_models_are_refused_with_what_is_missing() -> None:
             device_costs("H100", **rates)
     with pytest.raises(InvalidArgument, match="no dimensions"):
         model_shape("Qwen3-9000B")
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    mean=st.floats(1e-3, 1e6),
+    sigma=st.floats(0, 5, exclude_min=True),
+    draws=st.integers(1, 20),
+)
+def test_lognormal_draws_are_those_of_random(
+    seed: int, mean: float, sigma: float, draws: int
+) -> None:
+    rng, reference = random.Random(seed), random.Random(seed)
+    location = math.log(mean) - sigma * sigma / 2
+    for _ in range(draws):
+        assert Lengths(mean, sigma).draw(rng) == reference.lognormvariate(location, sigma)
+        assert rng.getstate() == reference.getstate()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_plain_calls_and_events_happen_in_the_order_of_time_then_of_their_start(
+    starts: list[tuple[int, bool]],
+) -> None:
+    """simpy's own order, which plain calls share."""
+    env, happened = TwinEnvironment(), list[tuple[float, int]]()
+
+    def happen(number: int) -> None:
+        happened.append((env.now, number))
+
+    for number, (seconds, plain) in enumerate(starts):
+        if plain:
+            env.clock.call(float(seconds), happen, number)
+        else:
+            timeout = env.timeout(float(seconds))
+            timeout.callbacks.append(lambda _, number=number: happen(number))
+    env.clock.run_to(env, env.timeout(4.0))
+    assert happened == sorted((float(at), number) for number, (at, _) in enumerate(starts))
+    with pytest.raises(RuntimeError, match="nothing is left to happen"):
+        env.clock.run_to(env, env.event())

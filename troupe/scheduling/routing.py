@@ -21,7 +21,7 @@ import heapq
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 Policy = Literal["least_work", "round_robin", "random_hash"]
@@ -34,11 +34,14 @@ STAY_RATIO: Final = 1.5
 STAY_SLACK_TOKENS: Final = 2048
 
 
-class Work(NamedTuple):
+class Work:
     """Cost of a turn: prompt tokens to read and expected response tokens."""
 
-    prompt_tokens: float
-    response_tokens: float
+    __slots__ = ("prompt_tokens", "response_tokens")
+
+    def __init__(self, prompt_tokens: float, response_tokens: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.response_tokens = response_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +256,10 @@ class Fleet:
     def _least(self, device_class: str, serves: Callable[[str], bool]) -> _Member | None:
         heap = self._heaps[device_class]
         while heap:
-            *_, stamp, engine_id = heap[0]
+            entry = heap[0]
+            engine_id = entry[3]
             member = self._members.get(engine_id)
-            if member is not None and member.stamp == stamp and member.in_flight < member.limit:
+            if member is not None and member.stamp == entry[2] and member.has_room:
                 if serves(engine_id):
                     return member
                 self._aside.add(engine_id)

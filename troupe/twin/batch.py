@@ -35,18 +35,6 @@ class EngineBatch:
     `prefill_tokens_per_second` and hold decoding up meanwhile.
     """
 
-    __slots__ = (
-        "_blocked_until",
-        "_count",
-        "_each",
-        "_heap",
-        "_now",
-        "_prefill",
-        "_step",
-        "_steps",
-        "_turns",
-    )
-
     def __init__(self, pace: EnginePace) -> None:
         self._prefill = pace.prefill_tokens_per_second
         self._step, self._each = pace.decode_seconds, pace.decode_seconds_per_turn
@@ -110,7 +98,7 @@ class EngineBatch:
         ended: list[Any] = []
         while heap and at < now:
             last, _, key = heap[0]
-            step = self._step + self._each * len(heap)
+            step = self._step + self._each * float(len(heap))
             end = at + (last - self._steps) * step
             if end > now:
                 self._steps += (now - at) / step
@@ -124,9 +112,10 @@ class EngineBatch:
 
     def next_end(self) -> float | None:
         """The time when the next turn ends if the batch does not change; None if it is empty."""
-        if not self._heap:
+        heap = self._heap
+        if not heap:
             return None
-        left = (self._heap[0][0] - self._steps) * (self._step + self._each * len(self._heap))
+        left = (heap[0][0] - self._steps) * (self._step + self._each * float(len(heap)))
         blocked = self._blocked_until
         return (blocked if blocked > self._now else self._now) + left
 

@@ -47,8 +47,6 @@ class TwinStep:
     """Busy seconds of all engines together."""
     device_seconds: float
     """Those of trainers' devices, weighted by the devices of each gang's workers."""
-    busiest: float
-    """Busy seconds of the busiest trainer worker."""
     response_tokens: int
     read_tokens: int
     trained_tokens: int
@@ -87,10 +85,9 @@ class TwinRun:
         count = len(steps) - first
         if count < 1:
             raise ValueError(f"first = {first}: of {len(steps)} steps none is left")
-        zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         start, end = (steps[first - 1] if first else zero), steps[-1]
         total = end.at - start.at
-        workers = max(1, len(self.job.trainers))
         devices = max(1, sum(one.devices for one in self.job.trainers))
         return TwinMeans(
             seconds=total / count,
@@ -100,7 +97,6 @@ class TwinRun:
             neither=(end.neither - start.neither) / count,
             engines=(end.engine_seconds - start.engine_seconds) / total / max(1, self.engines),
             trainers=(end.device_seconds - start.device_seconds) / total / devices,
-            busiest_trainer=(end.busiest - start.busiest) / total if workers else 0.0,
             response_tokens_per_second=(end.response_tokens - start.response_tokens) / total,
             trained_tokens_per_second=(end.trained_tokens - start.trained_tokens) / total,
             staleness=sum(one.staleness for one in steps[first:]) / count,
@@ -119,7 +115,6 @@ class TwinMeans:
     neither: float
     engines: float
     trainers: float
-    busiest_trainer: float
     response_tokens_per_second: float
     trained_tokens_per_second: float
     staleness: float
@@ -170,6 +165,7 @@ class _Playing:
         "place",
         "previous",
         "trajectory",
+        "turns",
         "twin",
         "waited",
     )
@@ -181,6 +177,7 @@ class _Playing:
         self.group = group
         self.key = key
         self.trajectory = trajectory
+        self.turns = trajectory.turns
         self.at = 0
         self.previous: dict[str, str | None] = {}
         self.gone = False
@@ -233,7 +230,7 @@ class _Playing:
     def _next(self, _: simpy.Event | None = None) -> None:
         if self.gone:
             return
-        turn = self.trajectory.turns[self.at]
+        turn = self.turns[self.at]
         policy = turn.policy
         wanted = RoutedTurn(
             turn,
@@ -263,7 +260,7 @@ class _Playing:
         """The wait after a turn is over."""
         if self.gone:
             return
-        if self.at < len(self.trajectory.turns):
+        if self.at < len(self.turns):
             self._next()
         elif self.trajectory.fails:
             # The environment broke: the trajectory runs again, in a new one.
@@ -314,6 +311,7 @@ class Twin:
         check(job)
         self._job = job
         self.env = TwinEnvironment()
+        self._time = self.env.clock
         self.control_turn = job.control.turn
         self._clock = BusyClock()
         self._shares = [0.0, 0.0, 0.0, 0.0]
@@ -355,7 +353,7 @@ class Twin:
         self._open: list[_Step] = []
         self._waiting: list[_QueryGroup] = []
         self._running: list[dict[int, _Playing]] = [{} for _ in range(job.rollout_workers)]
-        self._in_flight = self._turn = self._numbers = self._ended_trajectories = 0
+        self._in_flight = self._turn = self._ended_trajectories = 0
         self._waving = False
         self._news = self.env.event()
         self._limit = job.in_flight
@@ -369,7 +367,7 @@ class Twin:
             self.env.process(balancer.run())
         if self._job.faults is not None:
             start_faults(self.env, self, self._job.trainers, self._job.faults)
-        self.env.run_to(done)
+        self._time.run_to(self.env, done)
         run = self._run
         run.moves = sum(one.moves for one in self._balancers)
         run.swaps, run.lost_rows = self._pool.swaps, self._pool.lost_rows
@@ -381,7 +379,7 @@ class Twin:
         if seconds <= 0:
             call()
             return
-        self.env.call(self.env.now + seconds, call)
+        self._time.call(self._time.now + seconds, call)
 
     def acted(self, seconds: float) -> None:
         """An action has ended, so many seconds after it was asked for."""
@@ -431,20 +429,15 @@ class Twin:
     def _move_roster(self, step: _Step) -> None:
         """Close the step's roster when it is due; the surplus leaves."""
         job = self._job
-        progress = (
-            [
-                admission.QueryProgress(one.name, one.complete, one.complete, 1)
-                for one in step.groups.values()
-            ]
-            if job.spare
-            else ()
-        )
         if not job.spare:
             over = all(one.complete for one in step.groups.values())
             move = admission.RosterMove(close=over)
         else:
             move = admission.next_move(
-                progress,
+                [
+                    admission.QueryProgress(one.name, one.complete, one.complete, 1)
+                    for one in step.groups.values()
+                ],
                 wanted=job.queries_per_step,
                 spare=job.spare,
                 max_refills=0,
@@ -575,7 +568,6 @@ class Twin:
                 device_seconds=sum(
                     busy[name] * workers[name].devices for name in busy if name in workers
                 ),
-                busiest=max(busy.values(), default=0.0),
                 response_tokens=self._watch.response_tokens,
                 read_tokens=self._watch.read_tokens,
                 trained_tokens=self._pool.trained_tokens,
@@ -598,8 +590,8 @@ class Twin:
     def _wake(self) -> None:
         if not self._waving and self._waiting:
             self._waving = True
-            at = self.env.now + self._job.control.trajectory
-            self.env.call(at, self._start_wave)
+            at = self._time.now + self._job.control.trajectory
+            self._time.call(at, self._start_wave)
 
     def _start_wave(self, _: simpy.Event) -> None:
         self._waving = False
@@ -667,8 +659,6 @@ class Twin:
                     self.env,
                     list(routers.values()),
                     job.balancing,
-                    heartbeat_seconds=job.balancing_heartbeat,
-                    minimum=job.balancing_minimum,
                     barred=barred,
                 )
             )

@@ -34,49 +34,62 @@ from troupe.twin.costs import EngineRates
 from troupe.twin.workload import TwinTurn
 
 
-class TwinEnvironment(simpy.Environment):
-    """Simulated time: simpy's events and processes, and plain calls, which cost a tenth of them."""
+class TwinClock:
+    """Simulated time and a queue of plain calls, which cost a tenth of simpy's events, in simpy's
+    queue. Unlike a subclass of simpy's environment it can be compiled."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.queue: list[tuple[float, int, int, Any]] = []
+        self.numbers = itertools.count()
 
     def call(self, at: float, function: Callable[[Any], None], argument: Any = None) -> None:
         """Call `function` at a time, in the order of simpy's events of normal priority."""
-        entry: Any = (function, argument)
-        heapq.heappush(self._queue, (at, simpy.events.NORMAL, next(self._eid), entry))
+        heapq.heappush(self.queue, (at, _NORMAL, next(self.numbers), (function, argument)))
 
-    def run_to(self, done: simpy.Event) -> None:
+    def run_to(self, env: simpy.Environment, done: simpy.Event) -> None:
         """Run until an event is processed. Raises RuntimeError if it never is."""
-        queue: list[Any] = self._queue
-        while not done.processed:
-            if not queue:
-                raise RuntimeError("nothing is left to happen, and the run has not ended")
+        queue = self.queue
+        while queue:
             entry = queue[0][3]
             if type(entry) is tuple:
-                self._now = heapq.heappop(queue)[0]
+                self.now = heapq.heappop(queue)[0]
                 entry[0](entry[1])
             else:
-                self.step()
+                env.step()
+                if done.processed:
+                    return
+        raise RuntimeError("nothing is left to happen, and the run has not ended")
+
+
+class TwinEnvironment(simpy.Environment):
+    """simpy's events and processes in the time and the queue of a clock."""
+
+    def __init__(self) -> None:
+        self.clock = TwinClock()
+        super().__init__(0.0)
+        self._queue: Any = self.clock.queue
+        self._eid = self.clock.numbers
+
+    @property
+    def _now(self) -> float:
+        return self.clock.now
+
+    @_now.setter
+    def _now(self, now: float) -> None:
+        self.clock.now = now
 
 
 _NO_WORK: Final = Work(0, 0)
+# Between two looks of a balancer; for an engine's turns before it is taken away.
+_HEARTBEAT_SECONDS: Final = 1.0
+_DRAIN_SECONDS: Final = 10.0
+# simpy's priority of events that are not urgent.
+_NORMAL: Final = 1
 
 
 class RoutedTurn:
     """A turn that wants a place on an engine, or runs on one."""
-
-    __slots__ = (
-        "began",
-        "beside",
-        "cost",
-        "done",
-        "drawn",
-        "engine",
-        "group",
-        "key",
-        "left",
-        "previous",
-        "since",
-        "turn",
-        "work",
-    )
 
     def __init__(
         self,
@@ -141,6 +154,7 @@ class TwinEngine:
         """`known_rates`: what the router knows of its speed. `prefix_cache`: whether it keeps what
         a conversation shares with its previous turn here."""
         self._env = env
+        self._clock = env.clock
         self.engine_id = engine_id
         self.rates = rates
         self.limit = limit
@@ -159,7 +173,7 @@ class TwinEngine:
 
     def admit(self, turn: RoutedTurn) -> None:
         """Run a turn, from the tokens that it has."""
-        now, watch = self._env.now, self._watch
+        now, watch = self._clock.now, self._watch
         self._tick(now)
         if not self.running:
             watch.changed(now)
@@ -183,11 +197,11 @@ class TwinEngine:
         turns are read again. `fetched`: they are there already."""
         if self.rates.fetch_seconds and not fetched:
             yield self._env.timeout(self.rates.fetch_seconds)
-        self._tick(self._env.now)
+        self._tick(self._clock.now)
         self.serving = False
-        self._batch.block(math.inf, self._env.now)
+        self._batch.block(math.inf, self._clock.now)
         yield self._env.timeout(self.rates.load_seconds)
-        now = self._env.now
+        now = self._clock.now
         self._batch.advance(now)
         self._batch.unblock(now)
         kept = sum(one.turn.prompt + self._batch.drawn(one) for one in self.running)
@@ -204,7 +218,7 @@ class TwinEngine:
 
     def take_turns(self) -> list[RoutedTurn]:
         """Remove all running turns, with the tokens that they have."""
-        now = self._env.now
+        now = self._clock.now
         self._tick(now)
         taken = list(self.running)
         for turn in taken:
@@ -215,7 +229,7 @@ class TwinEngine:
 
     def drop(self, turns: Iterable[RoutedTurn]) -> None:
         """Remove running turns without their end."""
-        now = self._env.now
+        now = self._clock.now
         self._tick(now)
         for turn in turns:
             if turn in self.running:
@@ -244,6 +258,7 @@ class TwinEngine:
 
     def _tick(self, now: float) -> None:
         """Advance to now and hand out the turns that have ended."""
+        turn: RoutedTurn
         for turn in self._batch.advance(now):
             if turn not in self.running:  # its query left at the end of another turn
                 continue
@@ -268,11 +283,11 @@ class TwinEngine:
         at = self._batch.next_end()
         if at is None or at == math.inf or at >= self._timer_at:
             return
-        now = self._env.now
+        now = self._clock.now
         # Rounding must not let a timer fire just before its turn ends.
-        at = max(at, now) * (1 + 1e-12)
+        at = (at if at > now else now) * (1 + 1e-12)
         self._timer_at = at
-        self._env.call(at, self._on_timer, at)
+        self._clock.call(at, self._on_timer, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +411,7 @@ class TwinRouter:
         limit = self._limits.get(engine_id)
         if limit is not None and drawn:
             before, beside = limit.now, (turn.beside + len(engine.running) + 1) / 2
-            limit.ended(beside, engine._env.now - turn.began, drawn)
+            limit.ended(beside, engine._clock.now - turn.began, drawn)
             if limit.now != before:
                 self.fleet.set_limit(engine_id, limit.now)
         self.wake()
@@ -527,9 +542,6 @@ class TwinBalancer:
         routers: Sequence[TwinRouter],
         rules: balancing.BalancingRules,
         *,
-        heartbeat_seconds: float = 1.0,
-        drain_seconds: float = 10.0,
-        minimum: int = 1,
         barred: Collection[balancing.Pair] = (),
     ) -> None:
         """`barred`: (source, target) of policies of different models, between which no engine
@@ -537,9 +549,6 @@ class TwinBalancer:
         self._env = env
         self._routers = {one.policy: one for one in routers}
         self._rules = rules
-        self._heartbeat = heartbeat_seconds
-        self._drain = drain_seconds
-        self._minimum = minimum
         self._barred = barred
         self._memory = balancing.Memory()
         self._moving: dict[str, tuple[TwinEngine, str]] = {}
@@ -548,14 +557,13 @@ class TwinBalancer:
     def run(self) -> Generator[simpy.Event, Any, None]:
         """Decides at every heartbeat."""
         while True:
-            yield self._env.timeout(self._heartbeat)
+            yield self._env.timeout(_HEARTBEAT_SECONDS)
             self.look()
 
     def look(self) -> None:
         """Decides once."""
         demands = [
-            balancing.Demand(name, float(router.backlog), self._minimum)
-            for name, router in self._routers.items()
+            balancing.Demand(name, float(router.backlog)) for name, router in self._routers.items()
         ]
         assignments = [
             balancing.EngineAssignment(
@@ -594,7 +602,7 @@ class TwinBalancer:
         source.remove(engine)
         if engine.running:
             engine.drained = self._env.event()
-            yield engine.drained | self._env.timeout(self._drain)
+            yield engine.drained | self._env.timeout(_DRAIN_SECONDS)
             engine.drained = None
             for turn in engine.take_turns():
                 source.release(turn, 0)

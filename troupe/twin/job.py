@@ -93,8 +93,6 @@ class TwinJob:
     routing: RoutingRules = field(default_factory=RoutingRules)
     balancing: BalancingRules | None = None
     """None: engines stay with their policies."""
-    balancing_heartbeat: float = 1.0
-    balancing_minimum: int = 1
     binding: BindingRules = field(default_factory=BindingRules)
     switch_seconds: float = 0.0
     """Colocated: from rollout to training and back, each."""

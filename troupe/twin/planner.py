@@ -263,7 +263,7 @@ def _case(
             longest = max(longest, sum(turn.response for turn in trajectory.turns))
             for turn in trajectory.turns:
                 kept = 0 if spec.policies[turn.policy].simulated else turn.shared
-                _add(turn._replace(shared=kept), decoded, read, rows, contexts, scale)
+                _add(turn, turn.prompt - kept, decoded, read, rows, contexts, scale)
     context = {name: sum(all_) / max(1, len(all_)) for name, all_ in contexts.items()}
     rates = JobRates(spec, costs, shapes, context, profile)
     return _Case(
@@ -273,6 +273,7 @@ def _case(
 
 def _add(
     turn: TwinTurn,
+    new: int,
     decoded: dict[str, float],
     read: dict[str, float],
     rows: dict[str, float],
@@ -280,9 +281,9 @@ def _add(
     scale: float,
 ) -> None:
     decoded[turn.policy] += scale * turn.response
-    read[turn.policy] += scale * (turn.prompt - turn.shared)
+    read[turn.policy] += scale * new
     # The trainer computes what turns of a conversation share once.
-    rows[turn.policy] += scale * (turn.prompt - turn.shared + turn.response)
+    rows[turn.policy] += scale * (new + turn.response)
     contexts[turn.policy].append(turn.prompt + turn.response // 2)
 
 

@@ -10,23 +10,35 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from troupe.twin.actions import SimulatedAction
 
 
-class TwinTurn(NamedTuple):
+class TwinTurn:
     """One turn: `policy` reads `prompt` tokens, of which the first `shared` are those of its
     previous turn in the trajectory, and draws `response` tokens; `after` seconds pass before the
     next turn (tools, environment), once `call` has ended in the job's pool of actions."""
 
-    policy: str
-    prompt: int
-    response: int
-    after: float = 0.0
-    shared: int = 0
-    domain: str = ""
-    call: SimulatedAction | None = None
+    __slots__ = ("after", "call", "domain", "policy", "prompt", "response", "shared")
+
+    def __init__(
+        self,
+        policy: str,
+        prompt: int,
+        response: int,
+        after: float = 0.0,
+        shared: int = 0,
+        domain: str = "",
+        call: SimulatedAction | None = None,
+    ) -> None:
+        self.policy = policy
+        self.prompt = prompt
+        self.response = response
+        self.after = after
+        self.shared = shared
+        self.domain = domain
+        self.call = call
 
 
 class TwinTrajectory(NamedTuple):
@@ -43,6 +55,10 @@ Workload: TypeAlias = Callable[[int], Sequence[TwinTrajectory]]
 """The trajectories of query `index`, one per member of its group."""
 
 
+# Of Kinderman and Monahan's method for normal draws, as in the module `random`.
+_NORMAL_CONSTANT: Final = 4 * math.exp(-0.5) / math.sqrt(2.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """A lognormal law: its mean, and sigma of its logarithm; draws end at `most`."""
@@ -52,11 +68,15 @@ class Lengths:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """One draw."""
+        """One draw of `rng.lognormvariate`, to the last bit, by arithmetic that can be compiled."""
         if self.mean <= 0 or self.sigma <= 0:
             return min(self.mean, self.most)
         location = math.log(self.mean) - self.sigma * self.sigma / 2
-        return min(self.most, rng.lognormvariate(location, self.sigma))
+        while True:
+            first, second = rng.random(), 1.0 - rng.random()
+            normal = _NORMAL_CONSTANT * (first - 0.5) / second
+            if normal * normal / 4.0 <= -math.log(second):
+                return min(self.most, math.exp(location + normal * self.sigma))
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,6 @@ class TeamWorkload:
     history: float = 1.0
     """Part of a turn's prompt and response that the agent's next prompt contains again."""
     own_response: Mapping[str, Lengths] = field(default_factory=dict)
-    own_prompt: Mapping[str, Lengths] = field(default_factory=dict)
     group_spread: float = 0.0
     """Sigma of a factor on all lengths of a query: hard questions are long for all of a group."""
     reset: Lengths = Lengths(0.0)
@@ -108,30 +127,29 @@ class TeamWorkload:
     ) -> TwinTrajectory:
         turns: list[TwinTurn] = []
         kept: dict[str, int] = {}
-        most, wait = self.most_context, self.wait.draw
+        most = self.most_context
         speaks = [
             (
                 agent,
                 1.0 / rank**self.skew if self.skew else 1.0,
-                self.own_prompt.get(agent, self.prompt).draw,
-                self.own_response.get(agent, self.response).draw,
+                self.own_response.get(agent, self.response),
             )
             for rank, agent in enumerate(order, 1)
         ]
         for _ in range(rounds):
-            for agent, chance, prompt, response in speaks:
+            for agent, chance, response in speaks:
                 if chance < 1.0 and rng.random() >= chance:
                     continue
-                new, said = prompt(rng), response(rng) * hard
+                new, said = self.prompt.draw(rng), response.draw(rng) * hard
                 shared = kept.get(agent, 0)
                 room = max(2, most - shared) / 2
                 read = max(1, round(new if new < room else room))
                 drawn = max(1, round(said if said < room else room))
-                turns.append(TwinTurn(agent, shared + read, drawn, wait(rng), shared, self.domain))
+                after = self.wait.draw(rng)
+                turns.append(TwinTurn(agent, shared + read, drawn, after, shared, self.domain))
                 kept[agent] = round(self.history * (shared + read + drawn))
         if self.stalls and rng.random() < self.stalls:
-            at = rng.randrange(len(turns))
-            turns[at] = turns[at]._replace(after=turns[at].after + self.stall_seconds)
+            turns[rng.randrange(len(turns))].after += self.stall_seconds
         fails = bool(self.faults) and rng.random() < self.faults
         return TwinTrajectory(tuple(turns), self.reset.draw(rng), fails)
 
