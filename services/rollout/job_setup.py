@@ -254,6 +254,7 @@ class Preparation:
                 # Whether a turn may consist of what several engines drew: not in deterministic
                 # jobs, nor where all of it must be of one version, which the next may not have.
                 resume=policy.engine.in_flight == "keep" and not spec.pipeline.deterministic,
+                overlapping=spec.pipeline.mode == "async",
             )
         share_servers(job_id, self._worker_id, policies, servers)
         try:

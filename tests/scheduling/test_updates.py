@@ -70,3 +70,16 @@ def test_idle_engines_and_those_that_serve_nothing_load_first() -> None:
         UpdatingEngine("stale", none, False, True, 0),
     ]
     assert next_wave(fleet) == ("stale", "idle")
+
+
+@given(engines=fleets)
+def test_between_steps_that_do_not_overlap_engines_without_turns_load_at_once(
+    engines: list[UpdatingEngine],
+) -> None:
+    wave = next_wave(engines, overlapping=False)
+    if any(one.turns for one in engines):
+        assert wave == next_wave(engines)
+        return
+    taken = {device for one in engines if one.engine_id in wave for device in one.devices}
+    left = [one for one in engines if one.engine_id not in wave]
+    assert all(one.devices & taken for one in left), "it could have loaded, too"

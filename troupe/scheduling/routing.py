@@ -581,15 +581,19 @@ class UpdatingEngine:
     """In flight on it."""
 
 
-def next_wave(engines: Sequence[UpdatingEngine]) -> tuple[str, ...]:
-    """Ids of the waiting engines that load next; empty when none waits.
+def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) -> tuple[str, ...]:
+    """Ids of the waiting engines that load next; empty when none waits. `overlapping`: turns may
+    come at any time, as where a step's trajectories run while the step before is trained.
 
     All `engines` of the policy count, also those that have loaded: what they serve is what goes on.
-    Of S serving ones at least S // 2 go on, a single one excepted. Engines that do not serve load
+    Of S serving ones at least S // 2 go on, a single one excepted; none where no turn runs and, as
+    steps do not overlap, none comes before the update has ended. Engines that do not serve load
     at once, then those with the fewest turns; of engines with a device in common one is in a wave.
     """
     serving = sum(engine.serves for engine in engines)
     room = max(1, serving - max(1, serving // 2))
+    if not overlapping and not any(engine.turns for engine in engines):
+        room = serving
     taken: set[str] = set()
     wave: list[str] = []
     for engine in sorted(engines, key=lambda one: (one.serves, one.turns, one.engine_id)):

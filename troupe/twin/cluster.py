@@ -545,7 +545,11 @@ class Twin:
             yield newest.rolled_out & env.timeout(max(fetches))
         with self._updating[policy].request() as turn:
             yield turn
-            updates = (one[policy].update(env, fetched, whole) for one in self.routers)
+            overlapping = self._job.mode == "async" and not whole
+            updates = (
+                one[policy].update(env, fetched=fetched, overlapping=overlapping)
+                for one in self.routers
+            )
             yield env.all_of([env.process(one) for one in updates])
         self._served[policy] = step.number + 1
         news, self._news = self._news, self.env.event()

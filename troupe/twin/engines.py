@@ -417,20 +417,19 @@ class TwinRouter:
         self.wake()
 
     def update(
-        self, env: simpy.Environment, fetched: bool = False, at_once: bool = False
+        self, env: simpy.Environment, *, fetched: bool = False, overlapping: bool = True
     ) -> Generator[simpy.Event, Any, None]:
-        """Bring all engines to new weights, in waves that leave the policy serving or `at_once`.
-        `fetched`: all have fetched them."""
+        """Bring all engines to new weights, in waves that leave the policy serving where turns run
+        or may come (`overlapping`). `fetched`: all have fetched them."""
         todo = {one.engine_id: one for one in self._engines.values()}
         while todo := {name: one for name, one in todo.items() if one.alive}:
             wave = next_wave(
                 [
                     UpdatingEngine(name, frozenset(), one.serving, name in todo, len(one.running))
                     for name, one in (self._engines | todo).items()
-                ]
+                ],
+                overlapping=overlapping,
             )
-            if at_once:
-                wave = tuple(todo)
             yield env.all_of([env.process(todo.pop(name).update(fetched=fetched)) for name in wave])
 
     def regroup(self, group: str, left: int) -> None:

@@ -29,7 +29,7 @@ _RELEASE_SECONDS = 2.0
 _LATE_SECONDS = 2.0
 
 
-async def roll_out(engines: Iterable[EngineKeeper]) -> float:
+async def roll_out(engines: Iterable[EngineKeeper], *, overlapping: bool = True) -> float:
     """Bring all engines to their target, in waves that leave the policy serving
     (`troupe.scheduling.routing`); returns exposed seconds, summed.
 
@@ -62,7 +62,10 @@ async def roll_out(engines: Iterable[EngineKeeper]) -> float:
             keeper.nudge()
 
     while waiting:
-        wave = next_wave([k.as_updating(waits=name in waiting) for name, k in keepers.items()])
+        wave = next_wave(
+            [k.as_updating(waits=name in waiting) for name, k in keepers.items()],
+            overlapping=overlapping,
+        )
         waiting.difference_update(wave)
         await load(keepers[engine_id] for engine_id in wave)
     if any(keeper.serves_target for keeper in keepers.values()):
@@ -89,8 +92,10 @@ class ServedPolicy:
         *,
         routing: RoutingSpec | None = None,
         resume: bool = True,
+        overlapping: bool = True,
     ) -> None:
-        """`language`: None for a network. `resume`: whether turns of a lost engine keep tokens."""
+        """`language`: None for a network. `resume`: whether turns of a lost engine keep tokens.
+        `overlapping`: whether steps overlap, so that turns come while engines load weights."""
         self.name = name
         self._language = language
         self._target = TargetVersion(ref)
@@ -98,6 +103,7 @@ class ServedPolicy:
         self._start_timeout = spec.start_timeout_seconds
         self._attached = bool(spec.urls)
         self._limit = spec.running_limit
+        self._overlapping = overlapping
         # Attached engines that are still starting although the policy serves.
         self._late: set[asyncio.Task[float]] = set()
         self._keepers: dict[str, EngineKeeper] = {}
@@ -194,14 +200,14 @@ class ServedPolicy:
             former = self._target.ref
             if not self._target.precedes(ref):
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
-                    await roll_out(self._keepers.values())
+                    await roll_out(self._keepers.values(), overlapping=self._overlapping)
                 return 0.0
             # Fetched first: an engine that restarts meanwhile loads the former version.
             if self._keeps_any:
                 await self._fetcher.fetch(ref, former)
             self._target.ref, self._target.rolling = ref, True
             try:
-                return await roll_out(self._keepers.values())
+                return await roll_out(self._keepers.values(), overlapping=self._overlapping)
             except BaseException:
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
                     self._target.ref = former
