@@ -16,16 +16,13 @@ import pytest
 
 from tests.rollout.hand_engines import ask, make
 from tests.support.cluster import Cluster, job_yaml
-from tests.support.decision_log import DecisionLog
+from tests.support.decision_log import ADMISSION, METHODS, DecisionLog
 from troupe.scheduling import admission, balancing, binding
 from troupe.v1 import common_pb2 as pb
 
-ADMISSION = ("plan_queries", "due_wave", "spread_queries", "holding_back", "seed_of", "next_move")
 
-
-def replay(log: DecisionLog, path: Path) -> dict[str, int]:
+def replay(path: Path) -> dict[str, int]:
     """How many decisions of each kind a process with other hashes takes again, and alike."""
-    log.write(path)
     for seed in ("1", "2"):
         ran = subprocess.run(
             [sys.executable, "-m", "tests.support.decision_log", str(path)],
@@ -35,7 +32,7 @@ def replay(log: DecisionLog, path: Path) -> dict[str, int]:
             timeout=120,
             check=True,
         )
-        found = json.loads(ran.stdout)
+        found = json.loads(ran.stdout)[str(path)]
         assert found["differing"] == []
     counts: dict[str, int] = found["counts"]
     return counts
@@ -45,7 +42,7 @@ def replay(log: DecisionLog, path: Path) -> dict[str, int]:
 async def test_admission_binding_and_balancing_are_replayed(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    log = DecisionLog(monkeypatch)
+    log = DecisionLog(monkeypatch.setattr, tmp_path / "log")
     log.watch(admission, *ADMISSION)
     log.watch(binding, "decide", "ready_micro_batches")
     log.watch(balancing, "decide", "succeeded")
@@ -69,7 +66,7 @@ async def test_admission_binding_and_balancing_are_replayed(
         )
     )
     await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED], 60)
-    counts = replay(log, tmp_path / "log")
+    counts = replay(tmp_path / "log")
     wanted = {f"troupe.scheduling.admission.{name}" for name in ADMISSION[:4]}
     wanted |= {"troupe.scheduling.binding.decide", "troupe.scheduling.balancing.decide"}
     assert wanted <= counts.keys()
@@ -80,8 +77,9 @@ async def test_admission_binding_and_balancing_are_replayed(
 async def test_routing_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
-    log, rng = DecisionLog(monkeypatch), random.Random(0)
-    log.watch_fleets()
+    log, rng = DecisionLog(monkeypatch.setattr, tmp_path / "log"), random.Random(0)
+    for cls in METHODS:
+        log.watch_class(cls)
     router, engines = make(count=4, limit=3, policy=policy)
     tasks = [ask(router, f"c{n % 12}/{n}", seconds=30, group=f"q{n % 4}") for n in range(80)]
     while not all(task.done() for task in tasks):
@@ -90,15 +88,16 @@ async def test_routing_is_replayed(
         if held:
             engine, name = rng.choice(held)
             engine.answer(name, tokens=rng.randint(1, 9))
-    counts = replay(log, tmp_path / "log")
-    assert counts["fleet.choose"] >= 80
-    assert counts["fleet.give"] == counts["fleet.take_back"] == 80
+    counts = replay(tmp_path / "log")
+    assert counts["Fleet.choose"] >= 80
+    assert counts["Fleet.give"] == counts["Fleet.take_back"] == 80
+    assert counts["TurnQueue.push"] == counts["TurnQueue.pop"] > 0
 
 
 def test_a_decision_that_depends_on_something_else_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = DecisionLog(monkeypatch)
+    log = DecisionLog(monkeypatch.setattr, tmp_path / "log")
     decide = admission.spread_queries
 
     def spread_queries(sizes: Any, workers: Any, *, turn: int = 0) -> Any:
@@ -109,4 +108,4 @@ def test_a_decision_that_depends_on_something_else_is_found(
     workers = [admission.RolloutWorker(f"w{n}") for n in range(3)]
     admission.spread_queries([2, 2], workers)
     with pytest.raises(AssertionError, match="spread_queries"):
-        replay(log, tmp_path / "log")
+        replay(tmp_path / "log")

@@ -1,127 +1,279 @@
 """A log of the decisions that live services take, and their replay in another process.
 
-`python -m tests.support.decision_log FILE` calls the functions of `troupe.scheduling` again with
+`python -m tests.support.decision_log FILE...` calls the functions of `troupe.scheduling` again with
 what was logged, and prints how many decisions there were of each kind and which differ.
+
+Processes of services are logged by `record_process`, which a `sitecustomize` calls before the
+service imports anything (`sitecustomize_for`).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import io
 import json
+import os
 import pickle
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
+from troupe.scheduling import admission, balancing, binding, durability, elastic, routing, sharing
+from troupe.scheduling.elastic import cells, order
 
-from troupe.scheduling import routing
+ADMISSION = (
+    "plan_queries",
+    "due_wave",
+    "spread_queries",
+    "holding_back",
+    "seed_of",
+    "next_move",
+    "plan_evaluation",
+    "too_old",
+    "groups_that_fit",
+    "too_many_failed",
+)
+FUNCTIONS: dict[ModuleType, tuple[str, ...]] = {
+    admission: ADMISSION,
+    binding: ("decide", "ready_micro_batches", "too_large", "too_many_ranks"),
+    balancing: ("decide", "succeeded", "failed"),
+    sharing: ("keepers", "split_limit"),
+    routing: ("next_wave", "classes_for"),
+    durability: ("is_due", "plan_states"),
+    elastic: ("decide_over",),
+    order: ("workers_to_start", "group_waiters"),
+    cells: ("plan",),
+}
+# Of classes with a state: the methods that change it, or decide by it.
+METHODS: dict[type, tuple[str, ...]] = {
+    routing.Fleet: (
+        "add",
+        "remove",
+        "set_limit",
+        "has_room",
+        "look_again",
+        "choose",
+        "give",
+        "take_back",
+        "wait",
+        "leave",
+    ),
+    routing.TurnQueue: ("push", "regroup", "peek", "pop", "remove"),
+    routing.Profiles: ("observe", "expected", "fitting"),
+    routing.AdaptiveLimit: ("ended", "best"),
+}
+CLASSES = {one.__name__: one for one in METHODS}
+# What queues hold: they compare and keep it, and never look into it.
+HELD = ("WaitingTurn", "PendingTurn")
 
-# Of a fleet of engines: what changes it, and what it decides.
-FLEET = ("add", "remove", "set_limit", "look_again", "choose", "give", "take_back")
+
+class Decision(NamedTuple):
+    """One logged call. `told`: what a callback answered; `number`: that of the object whose method
+    it is; `given`: arguments, pickled before the call; `result`: what it returned, pickled."""
+
+    name: str
+    number: int | None
+    given: bytes
+    told: dict[str, bool] | None
+    result: bytes
 
 
 class DecisionLog:
-    """The calls of functions, and of the fleets that routers make, with what they returned."""
+    """Writes the calls of functions and methods, with what they returned, to a file.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    `patch` sets an attribute, as `setattr` or `MonkeyPatch.setattr` does. Calls within a logged
+    call are not logged: they follow from it.
+    """
+
+    def __init__(self, patch: Callable[[Any, str, Any], None], path: Path) -> None:
         self._patch = patch
-        self.entries: list[bytes] = []
-        self._fleets: dict[int, int] = {}
-        # So that no later fleet gets the id of an earlier one.
-        self._held: list[Any] = []
+        # Unbuffered: a service that is killed leaves all but its last record.
+        self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()
+        self._within = threading.local()
+        # Numbers of objects by id; they are kept, so that no later one gets an id again.
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
 
     def watch(self, module: ModuleType, *names: str) -> None:
         """Log the calls of a module's functions."""
         for name in names:
-            self._patch.setattr(module, name, self._logged(module.__name__, getattr(module, name)))
+            self._patch(module, name, self._logged(module.__name__, getattr(module, name)))
 
-    def watch_fleets(self) -> None:
-        """Log what every fleet that is made from now on is told and asked."""
-        made = routing.Fleet.__init__
+    def watch_class(self, cls: type) -> None:
+        """Log what every object of a class that is made from now on is told and asked."""
+        made = cls.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
-        def init(fleet: Any, *args: Any, **kwargs: Any) -> None:
-            made(fleet, *args, **kwargs)
-            self._held.append(fleet)
-            self._fleets[id(fleet)] = len(self._fleets)
-            self._add("new", id(fleet), (args, kwargs), None, None)
+        def init(this: Any, *args: Any, **kwargs: Any) -> None:
+            made(this, *args, **kwargs)
+            number = self._number(this)
+            self._add(f"{cls.__name__}.new", number, self._dump((args, kwargs)), None, None)
 
-        self._patch.setattr(routing.Fleet, "__init__", init)
-        for name in FLEET:
-            self._patch.setattr(routing.Fleet, name, self._of_fleet(getattr(routing.Fleet, name)))
+        self._patch(cls, "__init__", init)
+        for name in METHODS[cls]:
+            self._patch(cls, name, self._method(cls, getattr(cls, name)))
+
+    def watch_all(self) -> None:
+        """Log all decisions that services take."""
+        for module, names in FUNCTIONS.items():
+            self.watch(module, *names)
+        for cls in METHODS:
+            self.watch_class(cls)
 
     def _logged(self, module: str, function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inner:
+                return function(*args, **kwargs)
             args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
-            before = pickle.dumps((args, kwargs))
-            result = function(*args, **kwargs)
-            self.entries.append(
-                pickle.dumps((f"{module}.{function.__name__}", None, before, None, result))
-            )
+            given = self._dump((args, kwargs))
+            result = self._run(function, *args, **kwargs)
+            self._add(f"{module}.{function.__name__}", None, given, None, result)
             return result
 
         return call
 
-    def _of_fleet(self, method: Any) -> Any:
-        name = method.__name__
-
+    def _method(self, cls: type, method: Any) -> Any:
         @functools.wraps(method)
-        def call(fleet: Any, *args: Any, **kwargs: Any) -> Any:
-            told: dict[str, bool] = {}
-            if name == "choose":
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inner or id(this) not in self._numbers:
+                return method(this, *args, **kwargs)
+            told: dict[str, bool] | None = None
+            logged = args
+            if method.__name__ == "choose":
                 work, serves = args
-
-                def noted(engine_id: str) -> bool:
-                    return told.setdefault(engine_id, serves(engine_id))
-
-                result = method(fleet, work, noted, **kwargs)
-                self._add(name, id(fleet), ((work,), kwargs), told, result)
-                return result
-            result = method(fleet, *args, **kwargs)
-            self._add(name, id(fleet), (args, kwargs), None, result)
+                told, logged = {}, (work,)
+                args = work, lambda one: told.setdefault(one, serves(one))
+            given = self._dump((logged, kwargs))
+            result = self._run(method, this, *args, **kwargs)
+            number, name = self._numbers[id(this)], f"{cls.__name__}.{method.__name__}"
+            self._add(name, number, given, told, (result, getattr(this, "now", None)))
             return result
 
         return call
 
-    def _add(self, name: str, fleet: int, given: Any, told: Any, result: Any) -> None:
-        if fleet in self._fleets:
-            entry = (f"fleet.{name}", self._fleets[fleet], pickle.dumps(given), told, result)
-            self.entries.append(pickle.dumps(entry))
+    @property
+    def _inner(self) -> bool:
+        return getattr(self._within, "call", False)
 
-    def write(self, path: Path) -> None:
-        """Write the log to a file."""
-        path.write_bytes(pickle.dumps(self.entries))
+    def _run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self._within.call = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._within.call = False
+
+    def _number(self, one: Any) -> int:
+        if id(one) not in self._numbers:
+            self._numbers[id(one)] = len(self._kept)
+            self._kept.append(one)
+        return self._numbers[id(one)]
+
+    def _dump(self, value: Any) -> bytes:
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer)
+        pickler.persistent_id = (  # type: ignore[method-assign]
+            lambda one: self._number(one) if type(one).__name__ in HELD else None
+        )
+        pickler.dump(value)
+        return buffer.getvalue()
+
+    def _add(self, name: str, number: int | None, given: bytes, told: Any, result: Any) -> None:
+        entry = Decision(name, number, given, told, self._dump(result))
+        with self._lock:
+            self._file.write(pickle.dumps(tuple(entry)))
+
+
+def sitecustomize_for(directory: Path) -> Path:
+    """A directory for PYTHONPATH with which every process of a service logs its decisions into a
+    file of `directory`."""
+    place = directory / "site"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        "import sys\n"
+        f"if any(one in {SERVICES} for one in sys.orig_argv):\n"
+        "    from tests.support.decision_log import record_process\n"
+        f"    record_process({str(directory)!r})\n"
+    )
+    return place
+
+
+SERVICES = ("services.orchestrator", "services.rollout", "services.reward", "services.trainer")
+
+
+def record_process(directory: str) -> None:
+    """Log the decisions of this process of a service."""
+    service = next(one for one in sys.orig_argv if one in SERVICES)
+    DecisionLog(setattr, Path(directory) / f"{service}-{os.getpid()}.log").watch_all()
+
+
+def entries(path: Path) -> list[Decision]:
+    """The decisions of a log; without the last where its process was killed as it wrote it."""
+    found = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                found.append(Decision(*pickle.load(file)))
+            except (EOFError, pickle.UnpicklingError):
+                return found
+
+
+def write(path: Path, decisions: Sequence[Decision]) -> None:
+    """Write decisions as a log."""
+    path.write_bytes(b"".join(pickle.dumps(tuple(one)) for one in decisions))
+
+
+class Held:
+    """Stands for what a queue held; a turn that waits in the queue of the replay itself, once it
+    was put there."""
+
+
+def load(value: bytes, held: dict[int, Any] | None = None) -> Any:
+    """What was pickled; `held`: by number, what stands for what queues held."""
+    found = {} if held is None else held
+    unpickler = pickle.Unpickler(io.BytesIO(value))
+    unpickler.persistent_load = (  # type: ignore[method-assign]
+        lambda number: found.setdefault(number, Held())
+    )
+    return unpickler.load()
 
 
 def replayed(path: Path) -> dict[str, Any]:
     """The number of decisions of each kind, and what differs from the log."""
-    fleets: dict[int, routing.Fleet] = {}
+    objects: dict[int | None, Any] = {}
+    held: dict[int, Any] = {}
     counts: Counter[str] = Counter()
     differing: list[str] = []
-    for entry in pickle.loads(path.read_bytes()):
-        name, fleet, given, told, result = pickle.loads(entry)
-        args, kwargs = pickle.loads(given)
+    for name, number, given, told, logged in entries(path):
+        args, kwargs = load(given, held)
         counts[name] += 1
-        if name == "fleet.new":
-            fleets[fleet] = routing.Fleet(*args, **kwargs)
+        owner, _, function = name.rpartition(".")
+        if function == "new":
+            objects[number] = CLASSES[owner](*args, **kwargs)
             continue
-        if name == "fleet.choose":
-            found = fleets[fleet].choose(*args, told.__getitem__, **kwargs)
-        elif name.startswith("fleet."):
-            found = getattr(fleets[fleet], name.removeprefix("fleet."))(*args, **kwargs)
-        else:
-            module, _, function = name.rpartition(".")
-            found = getattr(importlib.import_module(module), function)(*args, **kwargs)
-        if found != result:
+        one = objects[number] if number is not None else importlib.import_module(owner)
+        try:
+            callback = () if told is None else (told.__getitem__,)
+            found = getattr(one, function)(*args, *callback, **kwargs)
+        except Exception as error:  # a wrong record
+            differing.append(f"{name}: {error!r}")
+            continue
+        if function == "push":
+            entry, _ = load(logged, marks := dict[int, Any]())
+            held |= {mark: found for mark, stands in marks.items() if stands is entry}
+            continue
+        if number is not None:
+            found = found, getattr(one, "now", None)
+        if found != (result := load(logged, held)):
             differing.append(f"{name}: {result} then, {found} now")
     return {"counts": counts, "differing": differing[:10]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(replayed(Path(sys.argv[1]))))
+    print(json.dumps({path: replayed(Path(path)) for path in sys.argv[1:]}))
