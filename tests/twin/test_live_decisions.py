@@ -20,7 +20,7 @@ from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster, inventory
 from troupe.job import JobSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SCHEDULING = "troupe.scheduling."
 Change = Callable[[Decision], Decision | None]
@@ -87,6 +87,7 @@ async def logs_of_a_paced_job(directory: Path, patch: pytest.MonkeyPatch) -> lis
         rollouts=2,
         panel=False,
         devices="5xH100-80GB",
+        start_seconds=300,
         environment={
             "TROUPE_HEARTBEAT_SECONDS": "0.1",
             "TROUPE_REWARD_CORES": "2",
