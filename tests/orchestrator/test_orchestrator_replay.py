@@ -4,11 +4,7 @@ no clock, no order of a set, no state of the process."""
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +12,9 @@ import pytest
 
 from tests.rollout.hand_engines import ask, make
 from tests.support.cluster import Cluster, job_yaml
-from tests.support.decision_log import ADMISSION, METHODS, DecisionLog
+from tests.support.decision_log import ADMISSION, METHODS, DecisionLog, replay
 from troupe.scheduling import admission, balancing, binding
 from troupe.v1 import common_pb2 as pb
-
-
-def replay(path: Path) -> dict[str, int]:
-    """How many decisions of each kind a process with other hashes takes again, and alike."""
-    for seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.support.decision_log", str(path)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        found = json.loads(ran.stdout)[str(path)]
-        assert found["differing"] == []
-    counts: dict[str, int] = found["counts"]
-    return counts
 
 
 @pytest.mark.parametrize("mode", ["micro_batch", "async"])

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -283,6 +284,23 @@ def replayed(path: Path) -> dict[str, Any]:
         if plain(found) != plain(result := load(logged, held)):
             differing.append(f"{name}: {result} then, {found} now")
     return {"counts": counts, "differing": differing[:10]}
+
+
+def replay(path: Path) -> dict[str, int]:
+    """How many decisions of each kind a process with other hashes takes again, and alike."""
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.support.decision_log", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found = json.loads(ran.stdout)[str(path)]
+        assert found["differing"] == []
+    counts: dict[str, int] = found["counts"]
+    return counts
 
 
 if __name__ == "__main__":

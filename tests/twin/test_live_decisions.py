@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pipeline import workload
-from tests.orchestrator.test_orchestrator_replay import replay
 from tests.support import decision_log
-from tests.support.decision_log import Decision, DecisionLog
+from tests.support.decision_log import Decision, DecisionLog, replay
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster, inventory
 from troupe.job import JobSpec
