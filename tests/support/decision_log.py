@@ -298,7 +298,7 @@ def replay(path: Path) -> dict[str, int]:
             check=True,
         )
         found = json.loads(ran.stdout)[str(path)]
-        assert found["differing"] == []
+        assert found["differing"] == [], found["differing"]
     counts: dict[str, int] = found["counts"]
     return counts
 
