@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -56,9 +55,6 @@ log = logging.getLogger(__name__)
 
 Batcher: TypeAlias = ContinuousBatcher | SlotBatcher | SubprocessBatcher
 
-# A batcher's thread releases the interpreter lock in every operator of the model, and waits at most
-# so long until the event loop gives it back (Python: 5 ms, longer than most operators take).
-_SWITCH_SECONDS: Final = 0.0005
 # A step takes milliseconds to seconds. One that takes this long is stuck.
 STALL_SECONDS: Final = 60.0
 # Missed probes after which a SUSPECT engine is declared dead.
@@ -321,8 +317,6 @@ class EmbeddedEngine(ServingEngine):
         loop = asyncio.get_running_loop()
         batcher, model = await asyncio.to_thread(self._build, loop, device)
         self._require_wanted()
-        if not isinstance(batcher, SubprocessBatcher):
-            sys.setswitchinterval(_SWITCH_SECONDS)
         # Set before the start, which may take minutes, so that `stop` ends it meanwhile. No turn
         # is submitted yet: the engine does not serve.
         self._batcher, self._model = batcher, model
