@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from services.chassis.app import ServiceDefinition, run
 from services.chassis.process import keep_freed_memory
 from services.chassis.telemetry import Telemetry
@@ -12,6 +14,9 @@ def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefi
     """Make the service; imports torch only now, after the chassis has set the thread budget."""
     from services.trainer.server import TrainerService
 
+    # Imported objects stay: without this a full collection looks at all of them, torch's included,
+    # and holds up the event loop for a fifth of a second.
+    gc.freeze()
     return TrainerService(settings, telemetry)
 
 

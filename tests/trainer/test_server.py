@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -335,3 +338,24 @@ async def test_a_checkpoint_loads_with_transformers(stage: TrainingStage) -> Non
     assert len(AutoTokenizer.from_pretrained(new)) == 64
     with pytest.raises(FailedPrecondition, match="not kept"):
         await trainer.checkpoint(0)
+
+
+def test_full_collections_do_not_walk_what_the_process_imported(tmp_path: Path) -> None:
+    program = (
+        "import gc, sys; from pathlib import Path\n"
+        "from services.chassis.telemetry import Telemetry\n"
+        "from services.trainer.__main__ import make_service\n"
+        "from services.trainer.settings import TrainerSettings\n"
+        "settings = TrainerSettings(transfer_dir=Path(sys.argv[1]), trainer_device='cpu')\n"
+        "service = make_service(settings, Telemetry('trainer'))\n"
+        "print(gc.get_freeze_count(), len(gc.get_objects()))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    frozen, walked = map(int, ran.stdout.split()[-2:])
+    assert walked < frozen / 10
