@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.twin import rollart
-from troupe.scheduling.binding import RankWorker
 from troupe.twin.cluster import Twin
 from troupe.twin.job import TwinJob
 
@@ -69,9 +68,7 @@ def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) 
     return replace(
         one,
         policies={"agent": policy},
-        trainers=[
-            RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(hosts)
-        ],
+        trainers=rollart.training_hosts(hosts),
         queries_per_step=queries,
         micro_batch=queries,
         in_flight=2 * queries * (8 + features.redundant),

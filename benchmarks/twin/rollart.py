@@ -104,6 +104,11 @@ class Features:
     fetched: bool = True
 
 
+def training_hosts(count: int) -> list[RankWorker]:
+    """Trainer workers on hosts of eight GPUs."""
+    return [RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(count)]
+
+
 def engine_fleet(device: str, count: int, features: Features) -> EngineFleet:
     """Engines of the model on one class of device."""
     rates = _rates(device, fetched=features.fetched)
@@ -140,10 +145,7 @@ def job(
     return TwinJob(
         policies={"agent": TwinPolicy(tuple(fleets), trainer, ranks=ranks)},
         workload=tasks(share, _GROUP + features.redundant, disturbed=disturbed),
-        trainers=[
-            RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}")
-            for n in range(_TRAINING_HOSTS)
-        ],
+        trainers=training_hosts(_TRAINING_HOSTS),
         mode=features.mode,  # type: ignore[arg-type]
         alpha=features.alpha,
         queries_per_step=_QUERIES,

@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.twin.rollart import CONTEXT, FEATURES, MODEL, Features, engine_fleet, run
-from troupe.scheduling.binding import RankWorker
+from benchmarks.twin.rollart import (
+    CONTEXT,
+    FEATURES,
+    MODEL,
+    Features,
+    engine_fleet,
+    run,
+    training_hosts,
+)
 from troupe.twin.cluster import TwinMeans
 from troupe.twin.costs import DEVICES, model_shape, trainer_rates
 from troupe.twin.engines import RoutingRules
@@ -115,10 +122,7 @@ def job(
             )
         },
         workload=tasks(given),
-        trainers=[
-            RankWorker(f"t{n}", devices=8, device="cuda", host=f"h{n}")
-            for n in range(_TRAINING_HOSTS)
-        ],
+        trainers=training_hosts(_TRAINING_HOSTS),
         mode=features.mode,  # type: ignore[arg-type]
         alpha=features.alpha,
         queries_per_step=_QUERIES,

@@ -15,8 +15,8 @@ from typing import Final
 import simpy
 
 from benchmarks.actions import simulated
+from benchmarks.twin.rollart import training_hosts
 from testbed.simulator.trace import CodingLaw, Trajectory, coding
-from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import SHORTEST
 from troupe.twin.actions import CORES, ActionPool, ElasticPool, Learned, Pods
@@ -103,9 +103,7 @@ def job(
     return TwinJob(
         policies={"agent": TwinPolicy((engines,), trainer, ranks=ranks)},
         workload=CodingWorkload(law),
-        trainers=[
-            RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(_HOSTS)
-        ],
+        trainers=training_hosts(_HOSTS),
         mode="sync",
         queries_per_step=batch // law.group,
         micro_batch=64,

@@ -487,6 +487,7 @@ class CoreManager:
         say which (`cpuset`) and how much of them (`cpu`) a worker gets."""
         self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
         self._node_of = {core: n for n, cores in nodes.items() for core in cores}
+        self.total = len(self._node_of)
         self._backend = backend
         # Group -> leases of its running calls: a sandbox may run several.
         self._granted: dict[str, list[CoreLease]] = {}
@@ -580,7 +581,7 @@ class CoreCount:
     """A number of cores of another host, which chooses by itself which ones a call gets."""
 
     def __init__(self, count: int) -> None:
-        self.free = count
+        self.free = self.total = count
 
     def take(self, group: str, count: int) -> CoreLease:
         """Lease `count` cores to `group`. Raises ValueError when they are not free."""

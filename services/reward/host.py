@@ -106,9 +106,7 @@ class FunctionHost:
     @property
     def total_cores(self) -> int:
         """Cores that it hands out, free or not; 0: it hands out none."""
-        if self.cores is None:
-            return 0
-        return self.cores.free + sum(r.holds.get(CORES, 0) for r in self.running.values())
+        return 0 if self.cores is None else self.cores.total
 
     @property
     def residents(self) -> Mapping[str, int]:

@@ -39,7 +39,7 @@ Decide: TypeAlias = Callable[..., list[Placed]]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAction:
-    """One action as it will turn out: `serial + parallel / m` seconds with m cores, of which it
+    """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
     can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
     it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
 
@@ -61,7 +61,7 @@ class ActionPool(Protocol):
     it holds."""
 
     core_seconds: float
-    """What actions held while they ran."""
+    """Cores times seconds that actions held while they ran."""
     waited: float
     """Seconds of all actions, or of all trajectories for a pod, before they began."""
 

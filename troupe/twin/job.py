@@ -37,12 +37,12 @@ class EngineFleet:
     """Devices of one engine (tensor parallel)."""
     device_class: str = ""
     known_rates: Rates | None = None
-    """Its speed as the router knows it; None: unknown."""
+    """Speed of the engine as the router knows it; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwinPolicy:
-    """One policy: its engines, and the gang that trains it."""
+    """A policy with its engines and the gang that trains it."""
 
     engines: tuple[EngineFleet, ...]
     trainer: TrainerRates

@@ -68,7 +68,7 @@ class Lengths:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """One draw of `rng.lognormvariate`, to the last bit, by arithmetic that can be compiled."""
+        """Draws `rng.lognormvariate` to the last bit, by arithmetic that can be compiled."""
         if self.mean <= 0 or self.sigma <= 0:
             return min(self.mean, self.most)
         location = math.log(self.mean) - self.sigma * self.sigma / 2
