@@ -19,7 +19,7 @@ from benchmarks.actions.served import Ran, Reward
 from testbed.simulator.trace import SHELL, TESTS, CodingLaw, Trajectory
 from troupe.rpc import new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
-from troupe.twin.actions import REWARD
+from troupe.twin.workload import REWARD
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from benchmarks.command import end, scratch
 from testbed.simulator.trace import SHELL
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
-from troupe.twin.actions import SimulatedAction
+from troupe.twin.workload import SimulatedAction
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 

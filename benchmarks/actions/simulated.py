@@ -27,7 +27,8 @@ from testbed.simulator.trace import (
 )
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
-from troupe.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods
+from troupe.twin.actions import CORES, ElasticPool, Learned, Pods
+from troupe.twin.workload import REWARD
 
 HOSTS, HOST_CORES = 15, 256
 # What a pod of the baseline reserves, and what its test runner uses of that.

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from troupe.twin.actions import REWARD, SimulatedAction
+from troupe.twin.workload import REWARD, SimulatedAction
 
 Rng: TypeAlias = np.random.Generator
 

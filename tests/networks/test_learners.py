@@ -14,7 +14,8 @@ from tests.networks.test_network_rows import fragment
 from troupe.job.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.fragments import SHAPES, Fragment
-from troupe.networks.jobs import NetworkTrainer, make_learner
+from troupe.networks.jobs import make_learner
+from troupe.networks.learner_state import NetworkTrainer
 from troupe.networks.qlearning import QLearner
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.rpc.errors import InvalidArgument

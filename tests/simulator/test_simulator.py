@@ -27,7 +27,8 @@ from testbed.simulator.trace import (
 )
 from troupe.scheduling.elastic import Discipline, Placed, decide_over
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
-from troupe.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods, SimulatedAction
+from troupe.twin.actions import CORES, ElasticPool, Learned, Pods
+from troupe.twin.workload import REWARD, SimulatedAction
 
 LAW = CodingLaw(turns=4.0)
 GUESSES = {TESTS: 0.9, REWARD: 0.9}

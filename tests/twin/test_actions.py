@@ -16,10 +16,10 @@ from services.reward import dispatch as live
 from tests.twin.jobs import constant, two_policies
 from troupe.scheduling import elastic
 from troupe.twin import actions
-from troupe.twin.actions import CORES, REWARD, ActionPool, ElasticPool, Pods, SimulatedAction
+from troupe.twin.actions import CORES, ActionPool, ElasticPool, Pods
 from troupe.twin.cluster import Twin
 from troupe.twin.job import TwinJob
-from troupe.twin.workload import TwinTrajectory, TwinTurn
+from troupe.twin.workload import REWARD, SimulatedAction, TwinTrajectory, TwinTurn
 
 SHELL = SimulatedAction("shell", 1, 1, 2.0, 0.0)
 TESTS = SimulatedAction(REWARD, 1, 8, 1.0, 40.0)

@@ -6,21 +6,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from troupe.job import JobSpec
 from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
-from troupe.networks.learner_state import NetworkTrainer as NetworkTrainer
-from troupe.networks.maddpg import DeterministicLearner
-from troupe.networks.ppo import PPOLearner
-from troupe.networks.qlearning import QLearner
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow import shipped
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
+
+if TYPE_CHECKING:
+    from troupe.networks.learner_state import NetworkTrainer
 
 _SOURCE = "environment.source"
 _log = logging.getLogger(__name__)
@@ -103,6 +102,11 @@ def make_learner(
     `seed` determines its initial weights and all its random numbers. Raises InvalidArgument for a
     paradigm that cannot train on these spaces.
     """
+    # TorchRL, which rollout workers do without.
+    from troupe.networks.maddpg import DeterministicLearner
+    from troupe.networks.ppo import PPOLearner
+    from troupe.networks.qlearning import QLearner
+
     if not agents:
         raise InvalidArgument("a policy plays at least one agent", field="agents")
     played, learning = tuple(agents), spec.learning

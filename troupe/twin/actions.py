@@ -28,32 +28,12 @@ from troupe.scheduling.elastic import (
     decide_over,
     turn,
 )
+from troupe.twin.workload import REWARD, SimulatedAction
 
 CORES: Final = "cores"
-REWARD: Final = "reward"
-"""The function of a trajectory's last action."""
 
 Process: TypeAlias = Generator[simpy.Event, Any, None]
 Decide: TypeAlias = Callable[..., list[Placed]]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedAction:
-    """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
-    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
-
-    function: str
-    cores: int
-    max_cores: int
-    serial: float
-    parallel: float
-    query: str = ""
-    content: str = ""
-
-    def seconds(self, cores: int) -> float:
-        """Seconds of the action with `cores` cores."""
-        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
 
 
 class ActionPool(Protocol):

@@ -16,7 +16,7 @@ import simpy
 
 from troupe.scheduling import admission
 from troupe.scheduling.binding import RankWorker
-from troupe.twin.actions import ActionPool, SimulatedAction
+from troupe.twin.actions import ActionPool
 from troupe.twin.batch import BusyClock
 from troupe.twin.engines import (
     EngineWatch,
@@ -29,7 +29,7 @@ from troupe.twin.engines import (
 from troupe.twin.faults import start_faults
 from troupe.twin.job import TwinJob, check
 from troupe.twin.trainers import StepTable, TrainingPool
-from troupe.twin.workload import TwinTrajectory
+from troupe.twin.workload import SimulatedAction, TwinTrajectory
 
 TwinSpan: TypeAlias = tuple[str, str, float, float, float]
 # New objects after which garbage is collected in a run.

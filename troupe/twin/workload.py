@@ -12,7 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from troupe.twin.actions import SimulatedAction
+REWARD: Final = "reward"
+"""The function of a trajectory's last action."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedAction:
+    """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
+    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
+    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
+
+    function: str
+    cores: int
+    max_cores: int
+    serial: float
+    parallel: float
+    query: str = ""
+    content: str = ""
+
+    def seconds(self, cores: int) -> float:
+        """Seconds of the action with `cores` cores."""
+        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
 
 
 class TwinTurn:

@@ -26,13 +26,13 @@ from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.networks.fragments import SEATS, SHAPES, Array, Fragment
 from troupe.networks.jobs import (
-    NetworkTrainer,
     agents_of,
     close_environment,
     environment_guard,
     environment_of,
     make_learner,
 )
+from troupe.networks.learner_state import NetworkTrainer
 from troupe.networks.vector import Spaces
 from troupe.rpc import InvalidArgument
 from troupe.user_code import call_within
