@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from services.orchestrator.pipeline.steps import StepRunner
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from troupe.v1 import common_pb2 as pb
@@ -57,6 +60,31 @@ async def test_staleness_stays_within_the_bound(cluster: Cluster, alpha: int) ->
     for step in range(8):
         for counts in (await cluster.step(job_id, step)).counts:
             assert not counts.dropped, counts
+
+
+async def test_steps_that_are_over_are_not_kept_in_memory(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps refer to the one before while that is open. Each may hold what 10,000 conversations
+    were measured to do, so no chain of them may be left over."""
+    made: list[weakref.ref[StepRunner]] = []
+    most = 0
+
+    def note(runner: StepRunner, *args: Any) -> None:
+        nonlocal most
+        made_before(runner, *args)
+        made.append(weakref.ref(runner))
+        gc.collect()
+        most = max(most, sum(one() is not None for one in made))
+
+    made_before = StepRunner.__init__
+    monkeypatch.setattr(StepRunner, "__init__", note)
+    cluster.rollouts[0].script.seconds = 0.02
+    job_id = await cluster.submit(async_yaml(pipeline__alpha=1, pipeline__steps=12))
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert len(made) == 12
+    # Two are open at once, and one of them may have ended just now.
+    assert 2 <= most <= 3
 
 
 async def test_a_policy_may_lead_another_by_its_own_bound(cluster: Cluster) -> None:

@@ -355,8 +355,8 @@ class StepRunner:
         began = self._began if self._before is None else max(self._began, self._before._ended)
         values["step/seconds"] = self._ended - began
         values |= self._context.split.metrics(self._totals, values)
-        # Or it would keep every step before it in memory.
-        self._before = None
+        # Or each step would keep all before it in memory.
+        self._before = self._rollout._before = None
         return values
 
 
