@@ -50,14 +50,24 @@ def modules(root: Path) -> dict[str, Module]:
     return found
 
 
-def imports(module: Module, known: Iterable[str]) -> set[str]:
-    """The product's modules that a module imports anywhere but under `if TYPE_CHECKING`."""
+def imports(module: Module, known: Iterable[str], *, loading: bool = False) -> set[str]:
+    """The product's modules that a module imports anywhere but under `if TYPE_CHECKING`.
+
+    `loading`: only those that Python runs while it loads the module, with the packages that they
+    are in; functions import theirs later.
+    """
     known = set(known)
     targets: set[str] = set()
     skipped: set[int] = set()
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            skipped |= {id(inner) for part in node.body for inner in ast.walk(part)}
+        match node:
+            case ast.If(test, body) if ast.unparse(test).endswith("TYPE_CHECKING"):
+                pass
+            case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body) if loading:
+                pass
+            case _:
+                continue
+        skipped |= {id(inner) for part in body for inner in ast.walk(part)}
     for node in ast.walk(module.tree):
         if id(node) in skipped:
             continue
@@ -67,6 +77,9 @@ def imports(module: Module, known: Iterable[str]) -> set[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 targets.add(inner if inner in known else node.module)
+    if loading:
+        packages = {name.rsplit(".", count)[0] for name in targets for count in range(1, 9)}
+        targets |= {one for one in packages if not module.name.startswith(f"{one}.")}
     return (targets & known) - {module.name}
 
 
@@ -128,8 +141,11 @@ def main() -> int:
     for module in product.values():
         folders[module.path.parent] += 1
     shared = shared_class_names(product)
-    graph = {name: imports(module, product) for name, module in product.items()}
-    rings = circles(graph)
+    rings = [
+        ring
+        for loading in (False, True)
+        for ring in circles({n: imports(m, product, loading=loading) for n, m in product.items()})
+    ]
     longest = max(product.values(), key=lambda module: module.lines)
     fullest = max(folders, key=lambda folder: folders[folder])
     rows: list[tuple[str, int, int, str]] = [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
 from troupe.client import AsyncClient, Client
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.rpc import ClientSettings, RetryPolicy
 
 Run = Callable[..., tuple[int, str, str]]

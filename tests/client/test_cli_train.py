@@ -17,7 +17,7 @@ import pytest
 
 from tests.client.conftest import JOB_YAML
 from tests.support.stub_services import write_stub_services
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.cluster.daemon import stop_running
 from troupe.cluster.state import ClusterState, is_alive, read_state, running_state
 

@@ -189,7 +189,7 @@ def test_a_game_is_a_workflow_that_ends_its_processes(tmp_path: Path, job: str) 
     (tmp_path / "my_games.py").write_text(GAMES)
     given = ("--query", '{"seed": 1}', "--job", job, "--json")
     # In a process of its own: what an event loop leaves behind is said at its end.
-    program = "from troupe.client.cli import main; main()"
+    program = "from troupe.client.cli.app import main; main()"
     path = str(tmp_path / "my_games.py")
     done = subprocess.run(
         [sys.executable, "-c", program, "workflow", "try", path, *given],

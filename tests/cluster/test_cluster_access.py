@@ -18,7 +18,7 @@ import pytest
 from tests.support.stub_services import write_stub_services
 from troupe.client import AsyncClient, Client
 from troupe.client.aio import settings_for
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.errors import NotPrivate, TransferDirNotWritable

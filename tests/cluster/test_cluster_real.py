@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from troupe.client import Client
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.cluster.state import ClusterState, is_alive, running_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

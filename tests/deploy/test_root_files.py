@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts import house
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -45,3 +47,27 @@ def test_targets_of_make_that_people_are_told_exist() -> None:
         text = (ROOT / page).read_text()
         told = re.findall(r"(?m)(?:^    |`)make ([a-z-]+)", text)
         assert set(told) <= made, page
+
+
+def test_circles_of_imports_are_found(tmp_path: Path) -> None:
+    """Those of functions, and those that a package's own imports close while it is loaded."""
+    files = {
+        "troupe/one/__init__.py": "from troupe.one.app import main",
+        "troupe/one/app.py": "from troupe.two import demo",
+        "troupe/one/options.py": "",
+        "troupe/two.py": "from troupe.one import options",
+        "troupe/three.py": "def f():\n    import troupe.four",
+        "troupe/four.py": "import troupe.three",
+        "troupe/five.py": "def f():\n    from troupe.one import options",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    product = house.modules(tmp_path)
+
+    def circles(loading: bool) -> list[list[str]]:
+        named = product.items()
+        return house.circles({n: house.imports(m, product, loading=loading) for n, m in named})
+
+    assert circles(loading=False) == [["troupe.four", "troupe.three"]]
+    assert circles(loading=True) == [["troupe.one", "troupe.one.app", "troupe.two"]]

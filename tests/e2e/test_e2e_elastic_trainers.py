@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.tiny_team import job
 from troupe.client import AsyncClient
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 
 

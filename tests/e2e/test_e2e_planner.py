@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.client import AsyncClient, MetricsLogged, Notice
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, InvalidArgument

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import planner as benchmark
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.workflow.environments.zoo import Naughty, Nim, Pennies
-from troupe.client.cli import main
+from troupe.client.cli.app import main
 from troupe.workflow.environments import (
     Environment,
     Observation,

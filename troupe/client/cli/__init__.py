@@ -1,5 +1,1 @@
 """The command `troupe`."""
-
-from troupe.client.cli.app import main
-
-__all__ = ["main"]
