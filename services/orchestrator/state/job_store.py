@@ -213,11 +213,11 @@ class JobStore:
         if read.broken:
             return StoredJob(read, {}, {})
         try:
-            entries = entries_of(_mapping(versions))
+            entries = entries_of(_checked(versions))
             versions = {policy: one.weights.version for policy, one in entries.items()}
             settings = [pb.ResolvedSetting.FromString(one) for one in _checked(resolved)]
             settings.sort(key=lambda one: (one.field, one.value))
-            return StoredJob(read, versions, _numbers(_mapping(latest)), settings)
+            return StoredJob(read, versions, _numbers(_checked(latest)), settings)
         except (DecodeError, ValueError) as error:
             return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
 
@@ -490,13 +490,8 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
         )
 
 
-def _mapping(found: Any) -> Mapping[bytes, bytes]:
-    """Redis' reply as a hash. Raises ValueError if the key is of another type."""
-    answer: Mapping[bytes, bytes] = _checked(found)
-    return answer
-
-
 def _checked(found: Any) -> Any:
+    """Redis' reply. Raises ValueError if the key is of another type."""
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
     return found

@@ -48,7 +48,9 @@ class JobKeys:
     events = KeyName("events")
     """Stream: the event log."""
     ledger = KeyName("ledger")
-    """Hash: per policy `:done` steps, newest `:entry`, and a checksum per `:v<version>`."""
+    """Hash: of each policy the `:done` steps and the newest `:entry`; read by lists of jobs."""
+    checksums = KeyName("checksums")
+    """Hash: the checksum of every version ever, by policy and `:v<version>`."""
     versions = KeyName("versions")
     """List: every entry that the ledger ever held."""
     rows = KeyName("rows")
@@ -76,6 +78,7 @@ class JobKeys:
             self.record,
             self.events,
             self.ledger,
+            self.checksums,
             self.versions,
             self.rows,
             self.latest,

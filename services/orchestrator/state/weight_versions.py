@@ -92,7 +92,7 @@ class WeightVersions:
         )
         verdict, stored = await self._redis.run_script(
             "ledger",
-            [keys.record, keys.ledger, keys.versions],
+            [keys.record, keys.ledger, keys.versions, keys.checksums],
             [
                 weights.policy,
                 done,

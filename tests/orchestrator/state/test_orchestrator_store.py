@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.populations.state import PopulationStore
 from services.orchestrator.server import contradictions
 from services.orchestrator.state.event_log import EventLog
 from services.orchestrator.state.job_store import JobStore, Superseded
@@ -132,6 +133,45 @@ async def test_a_step_is_finished_once(desk: Desk) -> None:
     assert [row.step for row in await desk.store.metrics(job_id)] == [1, 2]
     [view] = await desk.store.views([job_id])
     assert view.metrics == {"reward/mean": 0.5, "kl": 0.1}
+
+
+async def test_a_row_may_have_any_number_of_metrics(desk: Desk) -> None:
+    """A workflow names its own: one per task is thousands. So do members' answers in a game."""
+    job_id = (await desk.make()).job_id
+    epoch = await desk.store.adopt(job_id)
+    values = {f"trajectory/solved_{number}": float(number) for number in range(10_000)}
+    assert await desk.store.finish_step(job_id, epoch, 0, values)
+    [view] = await desk.store.views([job_id])
+    assert view.metrics == values
+    populations = PopulationStore(desk.redis, desk.store)
+    answers = {f"pool/{number}": "{}" for number in range(10_000)}
+    await populations.add_answers(job_id, epoch, answers)
+    assert await populations.answers(job_id, ["pool/0", "pool/9999"]) == {
+        "pool/0": "{}",
+        "pool/9999": "{}",
+    }
+
+
+async def test_what_lists_read_of_a_job_does_not_grow_with_its_steps(desk: Desk) -> None:
+    """Users poll lists of dozens of jobs, each of tens of thousands of steps."""
+    record = await desk.make()
+    job_id = record.job_id
+    await desk.ledger.open(job_id, weights_of("j", "solver", 0))
+    sizes = []
+    epoch = await desk.store.adopt(job_id)
+    for step in range(200):
+        await desk.ledger.commit(job_id, commit(step, step + 1, es.STEP_OUTCOME_APPLIED))
+        await desk.store.finish_step(job_id, epoch, step, {"reward/mean": 0.5})
+        keys = JobKeys(job_id)
+        read = [
+            await desk.redis.call("HLEN", key) for key in (keys.record, keys.ledger, keys.latest)
+        ]
+        sizes.append(read)
+    assert sizes[0] == sizes[-1]
+    [view] = await desk.store.views([job_id])
+    assert view.versions == {"solver": 200}
+    await desk.store.delete(job_id)
+    assert await desk.redis.call("KEYS", f"*{job_id}*") == []
 
 
 async def test_a_problem_goes_when_the_job_is_resumed(desk: Desk) -> None:

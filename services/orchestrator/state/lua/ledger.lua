@@ -1,5 +1,5 @@
 -- Advances one policy in the version ledger by exactly one step, or changes nothing.
--- KEYS record, ledger, versions. ARGV policy, steps done, version, checksum, entry, and whether it
+-- KEYS record, ledger, versions, checksums. ARGV policy, steps done, version, checksum, entry, and whether it
 -- is a restart (0/1): the next version without a step.
 -- Returns {outcome, entry}: moved | same | older | gap | conflict | missing.
 if redis.call('EXISTS', KEYS[1]) == 0 then
@@ -8,14 +8,14 @@ end
 local policy, done = ARGV[1], tonumber(ARGV[2])
 local entry = redis.call('HGET', KEYS[2], policy .. ':entry') or ''
 local now = redis.call('HGET', KEYS[2], policy .. ':done')
-local known = redis.call('HGET', KEYS[2], policy .. ':v' .. ARGV[3])
+local known = redis.call('HGET', KEYS[4], policy .. ':v' .. ARGV[3])
 -- A version has one content: the same one again is a repeat, another one is a conflict.
 if known and known ~= ARGV[4] then
   return {'conflict', entry}
 end
 if ARGV[6] == '1' then
   -- Versions have no gaps, so that the newest is the one whose next is not known.
-  local left = redis.call('HGET', KEYS[2], policy .. ':v' .. string.format('%d', ARGV[3] - 1))
+  local left = redis.call('HGET', KEYS[4], policy .. ':v' .. string.format('%d', ARGV[3] - 1))
   if known then
     return {'same', entry}
   elseif not left or done ~= tonumber(now) then
@@ -32,7 +32,7 @@ elseif done < tonumber(now) then
 elseif done ~= tonumber(now) + 1 then
   return {'gap', entry}
 end
-redis.call('HSET', KEYS[2], policy .. ':done', ARGV[2], policy .. ':entry', ARGV[5],
-  policy .. ':v' .. ARGV[3], ARGV[4])
+redis.call('HSET', KEYS[2], policy .. ':done', ARGV[2], policy .. ':entry', ARGV[5])
+redis.call('HSET', KEYS[4], policy .. ':v' .. ARGV[3], ARGV[4])
 redis.call('RPUSH', KEYS[3], ARGV[5])
 return {'moved', ARGV[5]}

@@ -8,5 +8,7 @@ end
 if epoch ~= ARGV[1] then
   return 'superseded'
 end
-redis.call('HSET', KEYS[2], unpack(ARGV, 2))
+for i = 2, #ARGV, 2 do -- one by one: `unpack` takes less than 8,000 values
+  redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+end
 return 'written'

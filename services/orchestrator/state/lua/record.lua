@@ -15,8 +15,8 @@ if (redis.call('HGET', KEYS[1], ARGV[2]) or '') ~= ARGV[3] then
   return 'same'
 end
 local last = 7 + 2 * tonumber(ARGV[7])
-if last > 7 then
-  redis.call('HSET', KEYS[4], unpack(ARGV, 8, last))
+for i = 8, last, 2 do -- one by one: `unpack` takes less than 8,000 values
+  redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1])
 end
 redis.call('RPUSH', KEYS[3], ARGV[4])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], '*', 'e', ARGV[5])
