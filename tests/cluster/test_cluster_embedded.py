@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,14 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.stub_services import write_stub_services
-from troupe.cluster import ClusterSettings, EmbeddedCluster, NoCluster, NotWritable, embedded
+from troupe.cluster import (
+    ClusterSettings,
+    EmbeddedCluster,
+    NoCluster,
+    NotWritable,
+    daemon,
+    embedded,
+)
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.errors import (
     ChildFailed,
@@ -30,8 +39,21 @@ from troupe.cluster.errors import (
     StateUnreadable,
     TransferDirNotWritable,
 )
+from troupe.cluster.layout import ChildSpec
+from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.redis import ping, write_config
-from troupe.cluster.state import is_alive, read_state, running_state, state_path
+from troupe.cluster.state import (
+    ClusterLock,
+    ClusterState,
+    created_at,
+    is_alive,
+    is_locked,
+    read_state,
+    running_state,
+    state_path,
+    write_state,
+)
+from troupe.cluster.supervisor import longest_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -235,6 +257,78 @@ def test_a_detached_cluster_starts_answers_and_stops(settings: ClusterSettings) 
         stop_running(state.data_dir)
 
 
+HANGS = """
+import signal, sys, time
+from pathlib import Path
+from troupe.cluster.state import ClusterLock
+ClusterLock(Path(sys.argv[1])).acquire()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
+def test_a_supervisor_is_killed_when_its_services_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """And not before: they may have much to write."""
+    monkeypatch.setattr(daemon, "_SUPERVISOR_SECONDS", 0.0)
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == "locked\n"
+        state = ClusterState(
+            cluster_id="one",
+            phase="ready",
+            supervisor_pid=supervisor.pid,
+            supervisor_created=created_at(supervisor.pid) or 0.0,
+            started_at=time.time(),
+            data_dir=tmp_path,
+            transfer_dir=tmp_path,
+            redis_url="",
+            orchestrator_address="",
+            stop_seconds=seconds,
+        )
+        write_state(state)
+        began = time.monotonic()
+        stop_running(tmp_path)
+        assert time.monotonic() - began >= seconds
+    assert supervisor.returncode == -signal.SIGKILL
+
+
+def test_a_cluster_may_stop_for_as_long_as_its_services_one_after_another() -> None:
+    probe = Probe(ProbeKind.HTTP, "127.0.0.1:1")
+    specs = [
+        ChildSpec("redis", (), probe, "", stop_seconds=2),
+        ChildSpec("store", (), probe, "", stop_seconds=30, after=("redis",)),
+        ChildSpec("trainer-0", (), probe, "", stop_seconds=300, after=("store",)),
+        ChildSpec("trainer-1", (), probe, "", stop_seconds=200, after=("store",)),
+    ]
+    assert 332 <= longest_stop(specs) <= 340
+
+
+def test_a_look_at_the_lock_keeps_no_cluster_from_starting(tmp_path: Path) -> None:
+    lock = ClusterLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    looking = threading.Event()
+
+    def look() -> None:
+        while not looking.is_set():
+            is_locked(tmp_path)
+
+    with ThreadPoolExecutor(1) as pool:
+        looked = pool.submit(look)
+        try:
+            for _ in range(2000):
+                lock.acquire()
+                lock.release()
+        finally:
+            looking.set()
+        looked.result()
+
+
 def test_a_detached_cluster_that_cannot_start_says_why(settings: ClusterSettings) -> None:
     (settings.data_dir / "broken-reward").touch()
     with pytest.raises(ClusterNotStarted) as caught:
@@ -269,9 +363,10 @@ def test_a_damaged_state_file_is_named(settings: ClusterSettings) -> None:
 
 
 def test_sigterm_while_starting_leaves_nothing(settings: ClusterSettings) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "troupe.cluster", settings.resolved().model_dump_json()]
-    )
+    process = subprocess.Popen([sys.executable, "-m", "troupe.cluster"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(settings.resolved().model_dump_json().encode())
     data_dir = settings.data_dir
     assert _within(60, lambda: state_path(data_dir).exists())
 

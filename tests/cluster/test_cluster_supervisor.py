@@ -170,6 +170,18 @@ async def test_a_child_that_is_never_ready_fails_at_its_deadline(run) -> None:  
     assert supervisor.children["a"].pid is None
 
 
+async def test_a_child_has_the_time_to_read_its_files(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Such as a Redis with a large append-only file."""
+    (tmp_path / "data").mkdir()
+    with (tmp_path / "data" / "sparse").open("wb") as file:
+        file.truncate(2_000_000_000)
+    slow = "import time; time.sleep(2)\n" + SERVER
+    port = pick_ports(["a"])["a"]
+    supervisor, _ = run(spec("a", port, slow, start_seconds=0.4, reads=tmp_path / "data"))
+    await supervisor.start()
+    assert supervisor.children["a"].state == ChildState.SERVING
+
+
 async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(child_module, "FIRST_BACKOFF", 0.01)
     port = pick_ports(["a"])["a"]

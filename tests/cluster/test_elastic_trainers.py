@@ -12,7 +12,8 @@ import pytest
 
 from tests.cluster.test_cluster_supervisor import spec, until
 from troupe.cluster.child import ChildState
-from troupe.cluster.embedded import ElasticTrainers, TrainerDemand, pick_ports
+from troupe.cluster.embedded import ElasticTrainers, pick_ports
+from troupe.cluster.membership import TrainerDemand
 from troupe.cluster.supervisor import Supervisor
 from troupe.rpc import TroupeError, Unavailable
 

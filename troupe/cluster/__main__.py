@@ -1,6 +1,6 @@
-"""`python -m troupe.cluster SETTINGS_JSON`: a supervisor on its own, as `troupe up` starts it.
+"""`python -m troupe.cluster`: a supervisor on its own, as `troupe up` starts it.
 
-`-` for settings that hold passwords: they are read from standard input then.
+Its settings are JSON on standard input: every user may read a process's arguments.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from troupe.rpc.errors import TroupeError
 
 def main() -> int:
     """Run until a signal; the exit status is 1 when the cluster failed."""
-    given = sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1]
-    settings = ClusterSettings.model_validate_json(given)
+    settings = ClusterSettings.model_validate_json(sys.stdin.read())
     cluster = EmbeddedCluster(settings, tell=lambda event: print(event, flush=True))
     try:
         asyncio.run(run_until_signal(cluster))

@@ -33,8 +33,21 @@ FIRST_BACKOFF = 0.2
 # A child that dies more than `max_restarts` times within so many seconds is given up.
 RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
-_GROUP_EXIT_SECONDS = 1.0
+GROUP_EXIT_SECONDS = 1.0
 _DISK_POLL_SECONDS = 1.0
+# Less than a slow disk gives, and than a Redis takes in.
+_READ_BYTES_PER_SECOND = 20e6
+
+
+def reading_seconds(directory: Path | None) -> float:
+    """How long a process may take to read the files in a directory, 0 where there is none."""
+    if directory is None:
+        return 0.0
+    total = 0
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):  # replaced meanwhile
+            total += file.stat().st_size
+    return total / _READ_BYTES_PER_SECOND
 
 
 class ChildState(StrEnum):
@@ -217,8 +230,9 @@ class Child:
             probing.cancel()
 
     async def _probe(self) -> str | None:
-        """None once the child is ready, or why it is not when `start_seconds` are over."""
-        deadline = time.monotonic() + self.spec.start_seconds
+        """None once the child is ready, or why it is not when the time for its start is over."""
+        limit = self.spec.start_seconds + await asyncio.to_thread(reading_seconds, self.spec.reads)
+        deadline = time.monotonic() + limit
         pause = 0.05
         while (reason := await self.spec.probe.ask(_PROBE_SECONDS)) is not None:
             if time.monotonic() >= deadline:
@@ -278,7 +292,7 @@ class Child:
         """
         assert self._process is not None
         with suppress(TimeoutError, ProcessLookupError, PermissionError):
-            async with asyncio.timeout(_GROUP_EXIT_SECONDS):
+            async with asyncio.timeout(GROUP_EXIT_SECONDS):
                 while True:
                     os.killpg(self._process.pid, 0)
                     await asyncio.sleep(0.02)

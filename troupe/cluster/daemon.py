@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from troupe.cluster import logs
+from troupe.cluster.child import reading_seconds
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.errors import (
     ChildNotReady,
@@ -31,6 +33,9 @@ from troupe.cluster.state import (
     require_running,
     running_state,
 )
+
+# What a supervisor's own end takes at most, beside that of its services.
+_SUPERVISOR_SECONDS: Final = 10.0
 
 
 async def run_until_signal(
@@ -84,8 +89,7 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
         raise NotWritable(settings.data_dir, error) from error
     with file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "troupe.cluster", "-"],
-            # Every user may read a process's arguments, and settings may hold passwords.
+            [sys.executable, "-m", "troupe.cluster"],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -94,8 +98,9 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
     assert process.stdin is not None  # PIPE
     with process.stdin, suppress(BrokenPipeError):  # it has ended already; its log says why
         process.stdin.write(settings.model_dump_json().encode())
-    # Services start in three stages of at most `start_seconds` each.
-    deadline = time.monotonic() + 3 * settings.start_seconds + settings.stop_seconds
+    # Services start in three stages of at most `start_seconds` each, once Redis has read its files.
+    limit = 3 * settings.start_seconds + reading_seconds(settings.data_dir / "redis")
+    deadline = time.monotonic() + limit + settings.stop_seconds
     while process.poll() is None and time.monotonic() < deadline:
         state = read_state(settings.data_dir)
         if state is not None and state.supervisor_pid == process.pid and state.phase == "ready":
@@ -109,16 +114,16 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
     raise ClusterNotStarted(logs.last_line(log, 1500), log)
 
 
-def stop_running(data_dir: Path, timeout: float = 60.0) -> ClusterState:
+def stop_running(data_dir: Path) -> ClusterState:
     """Stop the cluster of `data_dir` and wait until its supervisor is gone; returns its state.
 
-    Raises `NoCluster`. A supervisor that does not end within `timeout` seconds is killed, and its
+    Raises `NoCluster`. A supervisor that takes longer than its services may is killed, and its
     children are ended as after any crash.
     """
     state = require_running(data_dir)
     with suppress(ProcessLookupError):
         os.kill(state.supervisor_pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + state.stop_seconds + _SUPERVISOR_SECONDS
     while is_locked(data_dir) and time.monotonic() < deadline:
         time.sleep(0.05)
     if is_alive(state.supervisor_pid, state.supervisor_created) and is_locked(data_dir):

@@ -11,18 +11,15 @@ import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Any, Final, Self
-
-from pydantic import SecretStr
+from typing import Final, Self
 
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
 from troupe.cluster.layout import ChildSpec, HeadAddresses, Routes, plan, port_names, service_names
-from troupe.cluster.membership import NodeMembership
+from troupe.cluster.membership import NodeMembership, TrainerDemand
 from troupe.cluster.redis import redis_executable, require_redis, write_config
 from troupe.cluster.settings import (
     DEFAULT_HEAD_PORT,
@@ -46,20 +43,16 @@ from troupe.cluster.state import (
     token_path,
     write_state,
 )
-from troupe.cluster.supervisor import Supervisor
+from troupe.cluster.supervisor import Supervisor, longest_stop
 from troupe.disks import is_foreseeable, private_directory
-from troupe.rpc import NO_RETRY, ClientSettings, connect
 from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.tokens import ClusterRecord
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as rpc
 
 # Ports to choose from: below 32768, where Linux's ephemeral range starts.
 FIRST_PORT, LAST_PORT = 20_000, 32_000
-# How often the demand for trainers is polled, and the deadline of a poll.
+# How often the demand for trainers is polled.
 _POLL_SECONDS: Final = 1.0
-_POLL_TIMEOUT_SECONDS: Final = 5.0
 # From the addresses of all processes to the routes between them, before any of them starts.
 Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
 
@@ -87,7 +80,6 @@ class EmbeddedCluster:
         self._supervisor: Supervisor | None = None
         self._state: ClusterState | None = None
         self._elastic: asyncio.Task[None] | None = None
-        self._token: SecretStr | None = None
         self._record: ClusterRecord | None = None
         self._membership: NodeMembership | None = None
 
@@ -175,12 +167,12 @@ class EmbeddedCluster:
             )
         ports = pick_ports(port_names(settings, devices), fixed=self._fixed_ports())
         cluster_id = secrets.token_hex(3)
-        self._token = require_token(settings.data_dir, settings.environment)
+        token = require_token(settings.data_dir, settings.environment)
         orchestrator = settings.head or join_address(settings.reachable_host, ports["orchestrator"])
         self._membership = NodeMembership(
             settings,
             orchestrator,
-            self._token,
+            token,
             inventory,
             {name: devices.of(name) for name in service_names(settings, devices)},
             self._tell,
@@ -211,7 +203,7 @@ class EmbeddedCluster:
             redis_url=redis_url,
             redis_command=command,
             head=head,
-            token=self._token,
+            token=token,
             cluster_id=cluster_id,
             parent_pid=os.getpid(),
             routes=routes,
@@ -230,6 +222,7 @@ class EmbeddedCluster:
             redis_url=redis_url,
             orchestrator_address=orchestrator,
             panel_url=panel,
+            stop_seconds=longest_stop(specs),
         )
         _make_transfer_dir(settings.transfer_dir)
         self._tell_addresses(cluster_id, specs)
@@ -240,20 +233,20 @@ class EmbeddedCluster:
             self._membership.keep()
         self._set_phase("ready")
         if settings.trainer_idle_seconds is not None:
-            elastic = self._follow_demand(self._supervisor, settings.trainer_idle_seconds)
+            elastic = self._follow_demand(
+                self._supervisor, self._membership, settings.trainer_idle_seconds
+            )
             self._elastic = asyncio.create_task(elastic, name="elastic-trainers")
 
-    async def _follow_demand(self, supervisor: Supervisor, idle_seconds: float) -> None:
-        assert self._token is not None  # _start_locked
-        client = DemandClient(self.state.orchestrator_address, self._token)
+    async def _follow_demand(
+        self, supervisor: Supervisor, membership: NodeMembership, idle_seconds: float
+    ) -> None:
         names = [name for name in supervisor.children if name.startswith("trainer-")]
         try:
-            await ElasticTrainers(supervisor, names, client.demand, idle_seconds).run()
+            await ElasticTrainers(supervisor, names, membership.demand, idle_seconds).run()
         except Exception as error:
             self._tell(f"trainers follow what is wanted no longer: {error!r}")
             raise
-        finally:
-            await client.close()
 
     def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
         """Record the services' addresses, by which this user's programs find the token."""
@@ -415,16 +408,6 @@ def _next_port(port: int) -> int:
     return port + 1 if port + 1 < LAST_PORT else FIRST_PORT
 
 
-@dataclass(frozen=True)
-class TrainerDemand:
-    """The demand for trainers, as the orchestrator reports it."""
-
-    # Number of trainers with which no policy would wait.
-    wanted: int
-    # Number of policies bound to trainers.
-    bound: int
-
-
 class ElasticTrainers:
     """Parks trainer processes while no policy needs one, and starts them again on demand."""
 
@@ -472,29 +455,3 @@ class ElasticTrainers:
 
     def _names_in(self, state: ChildState) -> list[str]:
         return [name for name in self._names if self._supervisor.children[name].state == state]
-
-
-class DemandClient:
-    """Asks the orchestrator for the demand for trainers."""
-
-    def __init__(self, address: str, token: SecretStr) -> None:
-        """`address`: the orchestrator of this machine; `token`: that of its cluster."""
-        own: dict[str, Any] = {
-            "deadline_seconds": _POLL_TIMEOUT_SECONDS,
-            "retry": NO_RETRY,
-            # No TLS on loopback.
-            **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
-            "token": token,
-        }
-        settings = ClientSettings.of_environment().model_copy(update=own)
-        self._channel = connect(address, settings)
-        self._stub: rpc.OrchestratorAsyncStub = rpc.OrchestratorStub(self._channel)
-
-    async def demand(self) -> TrainerDemand:
-        """The demand now. Raises `TroupeError`."""
-        reply = await self._stub.GetCluster(pb.GetClusterRequest())
-        return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
-
-    async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close(0)

@@ -84,6 +84,8 @@ class ChildSpec:
     after: tuple[str, ...] = ()
     metrics_address: str = ""
     start_seconds: float = 120.0
+    # Directory of files that it reads before it is ready, for which it is given more time.
+    reads: Path | None = None
     stop_seconds: float = 15.0
     # How often its first start is attempted. An orchestrator may crash on a job that it resumes,
     # until it has set that job aside.
@@ -180,6 +182,7 @@ def plan(
                 probe=Probe(ProbeKind.REDIS, redis_url),
                 address=f"{LOOPBACK}:{ports['redis']}",
                 start_seconds=settings.start_seconds,
+                reads=settings.data_dir / "redis",
                 stop_seconds=settings.stop_seconds,
                 max_restarts=settings.max_restarts,
                 max_backoff_seconds=settings.max_backoff_seconds,

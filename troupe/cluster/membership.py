@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from pydantic import SecretStr
@@ -27,6 +28,16 @@ _TIMEOUT_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 1.0
 # Pause after which a node is no longer waited for when it leaves.
 _LEAVE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class TrainerDemand:
+    """The demand for trainers, as the orchestrator reports it."""
+
+    # Number of trainers with which no policy would wait.
+    wanted: int
+    # Number of policies bound to trainers.
+    bound: int
 
 
 class NodeMembership:
@@ -97,6 +108,11 @@ class NodeMembership:
         """End the reports: services stop, the orchestrator among them or not."""
         if self._task is not None:
             self._task.cancel()
+
+    async def demand(self) -> TrainerDemand:
+        """The demand for trainers now. Raises `TroupeError`."""
+        reply = await self._stub.GetCluster(pb.GetClusterRequest())
+        return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
 
     async def leave(self) -> None:
         """End the reports and give the name back; a head that is away forgets it by itself."""

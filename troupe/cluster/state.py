@@ -41,6 +41,8 @@ TOKEN_VARIABLE: Final = "TROUPE_TOKEN"
 # the mode of the data directory.
 _SECRET_FOLDERS: Final = (".troupe", "logs", "redis")
 _TOKEN_BYTES: Final = 32
+# For so long a lock is tried for that another supervisor may have.
+_LOCK_SECONDS: Final = 0.2
 Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
@@ -78,6 +80,8 @@ class ClusterState(BaseModel):
     redis_url: str
     orchestrator_address: str
     panel_url: str = ""
+    # What stopping it takes at most.
+    stop_seconds: float = 60.0
     services: list[ServiceRecord] = []
 
 
@@ -148,16 +152,23 @@ class ClusterLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock at once or raise `ClusterRunning`."""
+        """Take the lock or raise `ClusterRunning`."""
         path = _lock_path(self._data_dir)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            state = read_state(self._data_dir)
-            raise ClusterRunning(self._data_dir, state.supervisor_pid if state else None) from None
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.005)  # `is_locked` of another process has it for a moment
+                    continue
+                os.close(descriptor)
+                state = read_state(self._data_dir)
+                running = state.supervisor_pid if state else None
+                raise ClusterRunning(self._data_dir, running) from None
         self._descriptor = descriptor
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from troupe.cluster.child import Child
+from troupe.cluster.child import GROUP_EXIT_SECONDS, Child
 from troupe.cluster.layout import ChildSpec
 from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, rotate
 from troupe.rpc.errors import TroupeError
@@ -137,6 +137,12 @@ class Supervisor:
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_result(error)
+
+
+def longest_stop(specs: Sequence[ChildSpec]) -> float:
+    """Seconds that `Supervisor.stop` takes at most."""
+    limits = {spec.name: spec.stop_seconds for spec in specs}
+    return sum(max(limits[n] for n in level) + GROUP_EXIT_SECONDS for level in levels(specs))
 
 
 def levels(specs: Sequence[ChildSpec]) -> list[list[str]]:
