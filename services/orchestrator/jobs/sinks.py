@@ -349,8 +349,10 @@ class Sinks:
     async def _hand_out(self, rows: Sequence[orch.MetricsLogged] | None) -> list[str]:
         """Gives every sink its entry and waits briefly. Returns what went wrong since last time."""
         given = {feed: feed.take(rows) for feed in self._feeds}
-        if given:
-            await asyncio.wait(given.values(), timeout=SINK_WAIT_SECONDS)
+        # Not again for one that is late, until it is closed: every step would wait for it.
+        waits = [done for feed, done in given.items() if rows is None or not feed.late]
+        if waits:
+            await asyncio.wait(waits, timeout=SINK_WAIT_SECONDS)
         troubles = []
         for feed, done in given.items():
             troubles += feed.troubles

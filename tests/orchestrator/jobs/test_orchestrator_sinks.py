@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -125,6 +126,23 @@ async def test_one_that_hangs_is_told_once_and_gets_its_rows_later(
     assert await sinks.write(row(2)) == []
     assert await sinks.close() == []
     assert (tool.logged, tool.finished) == ([0, 1, 2], True)
+
+
+async def test_steps_do_not_wait_for_one_that_is_late_already(
+    tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may be away for hours, and a step be shorter than the wait."""
+    tool.on_init = tool.released.wait
+    sinks = make(tmp_path)
+    assert len(await sinks.open([row(0)])) == 1
+    monkeypatch.setattr(module, "SINK_WAIT_SECONDS", 3600.0)
+    async with asyncio.timeout(60):
+        for step in (1, 2, 3):
+            assert await sinks.write(row(step)) == []
+    tool.released.set()
+    assert await sinks.close() == [], "closing waits for it"
+    assert (tool.logged, tool.finished) == ([0, 1, 2, 3], True)
+    assert lines(tmp_path) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("hanging", ["on_log", "on_finish"])
