@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -164,6 +165,27 @@ async def test_async_goes_on_with_what_was_not_finished(cluster: Cluster) -> Non
         assert row.values["queries/trained"] >= 2
     reasons = {call.reason for call in rollout.abort_calls}
     assert reasons <= {"stale", "surplus"}
+
+
+async def test_a_job_that_was_cancelled_goes_on_with_a_smaller_alpha(cluster: Cluster) -> None:
+    """More steps are open then than the job would open now: all of them are gone on with."""
+    cluster.rollouts[0].script.reward = varied
+    cluster.rollouts[0].script.seconds = 0.03
+    trainer = cluster.trainers[0]
+    trainer.script.slow = dict.fromkeys(POLICIES, 4.0)
+    text = {"pipeline__mode": "async", "pipeline__steps": 6}
+    job_id = await cluster.submit(dynamic_yaml(**text, pipeline__alpha=3))
+    await cluster.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    async with asyncio.timeout(60):
+        while not (await cluster.step(job_id, 3)).closed:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await cluster.api.CancelJob(orch.CancelJobRequest(request_id="c", job_id=job_id))
+    await cluster.wait(job_id, (pb.JOB_STATE_CANCELLED,))
+    trainer.script.slow = {}
+    await cluster.resume(job_id, dynamic_yaml(**text, pipeline__alpha=1))
+    await finish(cluster, job_id, 6)
+    taken = sorted(itertools.chain.from_iterable(await index_sets(cluster, job_id, 6)))
+    assert taken == list(range(len(taken))), "no item is left out or taken twice"
 
 
 async def test_what_never_ends_is_dropped_as_stale(cluster: Cluster) -> None:

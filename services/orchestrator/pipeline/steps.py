@@ -670,12 +670,13 @@ class StepWindow:
         self._context.dispatch.early.begin(step, groups[:count])
 
     async def _resume_open_steps(self) -> None:
-        """Goes on with the steps that were open, and with the cursor of the newest of them."""
+        """Goes on with the steps that were open (more than open now, if `pipeline.alpha` was
+        lowered), and with the cursor of the newest of them."""
         first = self._next
         if first:
             self._cursor.see(await self._get_step(first - 1))
         found = [await self._get_step(first)]
-        while found[-1].open and len(found) < self._depth:
+        while found[-1].open:
             found.append(await self._get_step(first + len(found)))
         # All of them move the cursor before any step takes from it.
         steps = [one for one in found if one.open]
