@@ -38,7 +38,7 @@ def decision_seconds(queued: int, decisions: int, seed: int) -> tuple[list[float
         elastic = curves[which].elastic(CORES, _LEVELS)
         needs = {WORKERS: 1, MEMORY: 512}
         function, name = f"f{which}", f"{next(names):09}"
-        queue.append(Action(name, now, needs, elastic, 1.0, 1, function))
+        queue.append(Action(name, now, needs, elastic, 1.0, function))
 
     def decide() -> None:
         hosts = [

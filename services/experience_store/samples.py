@@ -60,8 +60,6 @@ class RecentRows:
         """Bytes that are kept."""
         self.found = 0
         """Rows that claims took from here, since the start."""
-        self.missed = 0
-        """Rows that claims had to read from Redis."""
 
     def add(self, job: str, policy: str, since: str, rows: Iterable[tuple[str, Payload]]) -> None:
         """Keep these (sample id, payload), which entered the table at `since`."""
@@ -93,7 +91,6 @@ class RecentRows:
             if payload is not None and not record.late:
                 taken[sample] = payload
         self.found += len(taken)
-        self.missed += len(records) - len(taken)
         return taken
 
     def peek(

@@ -446,7 +446,7 @@ class Descriptions:
             summaries[policy].payload_bytes = size
         pending: dict[str, list[int]] = {policy: [] for policy in table.policies}
         for step in known:
-            status = await self._steps.status(job, step)
+            status = await self._steps.status(job, step, endings=False)
             committed = {commit.policy for commit in status.commits}
             for counts in status.counts:
                 _add(summaries[counts.policy], counts)

@@ -20,9 +20,10 @@ import structlog
 from services.reward.call import CallOutcome, WorkerSlot
 from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction, quantile
+from services.reward.gpu.manager import MODEL
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, OWN_HOST, PendingInvocation, Queues
-from services.reward.quota import Budget, QuotaManager
+from services.reward.quota import QUOTA, Budget, QuotaManager
 from services.reward.resources import PLENTY
 from troupe.scheduling.elastic import DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
@@ -129,7 +130,8 @@ class Dispatcher:
         slots = sum(host.free for host in hosts)
         units = self._quotas.free() if self._quotas is not None else {}
         budget = Budget(units, slots)
-        first = {one.invocation_id: one for one in self.queues.first(slots + beyond, budget)}
+        queued = self.queues.first(slots + beyond, budget, hosts)
+        first = {one.invocation_id: one for one in queued}
         if not first:
             self._request_quotas([], budget)
             return False
@@ -145,7 +147,9 @@ class Dispatcher:
         largest = self._most_cores(self.hosts) if with_cores else 0
         own = self._most_cores([OWN_HOST]) if with_cores else 0
         queue = [one.action(largest if one.slot is None else own) for one in first.values()]
-        grants = decide_over(views, queue, now, _BOUNDS, shared=units, quotas=units)
+        # A worker that is kept idle brings no unit of a quota back, and no call of a model.
+        limits = {r for f in functions for r in f.needs if r.startswith((QUOTA, MODEL))}
+        grants = decide_over(views, queue, now, _BOUNDS, shared=units, quotas=limits)
         begun = 0
         for grant in grants:
             invocation = first[grant.action.action_id]

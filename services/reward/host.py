@@ -175,6 +175,13 @@ class FunctionHost:
             free |= self.resources.free(others, running)
         return elastic.Host(self.name, free, running, warm)
 
+    def room(self, function: RegisteredFunction) -> int:
+        """How many calls of `function` there is room for when no call of another runs."""
+        few = self.cores is not None and self.cores.total < function.cores
+        if few or (function.own_sandbox and self.name != OWN_HOST):
+            return 0
+        return min(self.workers, self.resources.room(function.needs, self.running.values()))
+
     def take(
         self, function: RegisteredFunction, cores: int, sandbox_slot: WorkerSlot | None = None
     ) -> tuple[WorkerSlot, CoreLease | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
     from services.reward.dispatch import InvocationChunk
+    from services.reward.host import FunctionHost
 
 # The resources of a host: worker processes, and cores where they are handed out.
 WORKERS, CORES = "workers", "cores"
@@ -152,13 +153,18 @@ class Queues:
                     del self._levels[invocation.call.priority]
         self._count(invocation.function, -1)
 
-    def first(self, count: int, budget: Budget) -> list[PendingInvocation]:
-        """The next `count` invocations; of a function no more than its concurrency limit allows.
+    def first(
+        self, count: int, budget: Budget, hosts: Sequence[FunctionHost] = ()
+    ) -> list[PendingInvocation]:
+        """The next `count` invocations; of a function as many as its concurrency limit and the size
+        of `hosts` allow.
 
-        One that waits only for its function's limit, or for units of a quota that `budget` lacks,
-        does not hold up those behind it.
+        One that waits only for that, or for units of a quota that `budget` lacks, does not hold up
+        those behind it.
         """
         room: dict[str, int] = {}
+        for key, (function, _) in self._functions.items() if hosts else ():
+            room[key] = min(function.room, sum(host.room(function) for host in hosts))
         found: list[PendingInvocation] = []
         for priority in sorted(self._levels, reverse=True):
             jobs = {

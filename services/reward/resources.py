@@ -58,6 +58,16 @@ class HostResources:
         missing = PLENTY if resource.startswith(self._plenty) else 0
         return self._amounts.get(resource, missing)
 
+    def room(self, needs: Mapping[str, int], running: Iterable[Running]) -> int:
+        """Calls with `needs` that fit when nothing else runs; of a model, beside those running."""
+        room = PLENTY
+        for resource, amount in needs.items():
+            if not resource.startswith(QUOTA):
+                others = running if resource.startswith(MODEL) else ()
+                held = sum(one.holds.get(resource, 0) for one in others)
+                room = min(room, (self.capacity(resource) - held) // amount)
+        return room
+
     def free(self, resources: Iterable[str], running: Iterable[Running]) -> dict[str, int]:
         """Free amounts of `resources`, in the order in which calls wait for them; without quotas,
         which belong to no host."""

@@ -342,7 +342,8 @@ class ProcessSlot(WorkerSlot):
         Raises `WorkerLost`, and drops the process, if that ends or `deadline.run_seconds` are over.
         """
         if self._cancelled:
-            raise WorkerLost(_error(_Kind.KIND_CANCELLED, "cancelled before it ran"))
+            why = "cancelled before it ran"
+            raise WorkerLost(pb.InvocationError(kind=_Kind.KIND_CANCELLED, message=why))
         timer = asyncio.timeout(deadline.run_seconds)
         try:
             async with timer:
@@ -357,11 +358,10 @@ class ProcessSlot(WorkerSlot):
                 raise
             raise WorkerLost(deadline.timed_out(self._replace())) from None
         except (WorkerDied, OSError) as died:
-            output = self._replace()
+            kind, why = _Kind.KIND_WORKER_DIED, str(died)
             if self._cancelled:
-                error = _error(_Kind.KIND_CANCELLED, "cancelled while it ran", output)
-            else:
-                error = _error(_Kind.KIND_WORKER_DIED, str(died), output)
+                kind, why = _Kind.KIND_CANCELLED, "cancelled while it ran"
+            error = pb.InvocationError(kind=kind, message=why, output=self._replace())
             raise WorkerLost(error) from None
         except asyncio.CancelledError:
             self._replace()
@@ -384,12 +384,6 @@ class ProcessSlot(WorkerSlot):
             task = asyncio.create_task(process.end())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-
-
-def _error(
-    kind: pb.InvocationError.Kind.ValueType, message: str, output: str = ""
-) -> pb.InvocationError:
-    return pb.InvocationError(kind=kind, message=message, output=output)
 
 
 class WorkerDied(Exception):

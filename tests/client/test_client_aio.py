@@ -143,6 +143,34 @@ async def test_a_watch_survives_a_restart_of_the_orchestrator(job_yaml: str) -> 
     assert len(events) == 4
 
 
+async def test_a_watch_of_a_quiet_job_survives_every_restart_of_the_orchestrator(
+    job_yaml: str,
+) -> None:
+    """How long the orchestrator is away counts, not for how long nothing has happened."""
+    fake, seen = FakeOrchestrator(), list[object]()
+    async with serve(fake) as address, AsyncClient(address) as first:
+        job = await first.submit(job_yaml)
+        await fake.move(job.id, S.JOB_STATE_STARTING)
+    port = int(address.rpartition(":")[2])
+
+    async def collect(client: AsyncClient) -> None:
+        quick = RetryPolicy(initial_backoff=0.05, max_backoff=0.1)
+        async for event in watch(client._stub, job.id, retry=quick, away_seconds=2.0):
+            seen.append(event)
+
+    async with AsyncClient(address) as client:
+        watching = asyncio.create_task(collect(client))
+        for _ in range(3):
+            async with serve(fake, port):
+                await asyncio.sleep(2.5)
+            assert not watching.done()
+        async with serve(fake, port):
+            await fake.move(job.id, *RUN[1:], S.JOB_STATE_SUCCEEDED)
+            async with asyncio.timeout(20):
+                await watching
+    assert len(seen) == 4
+
+
 async def _collect(client: AsyncClient, job_id: str) -> list[object]:
     return [event async for event in client.job(job_id).watch()]
 

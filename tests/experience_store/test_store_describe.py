@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.experience_store.records import Ending, JobTableKeys
 from tests.experience_store.test_store_steps import finish
 from tests.support.experience import Stage, make_sample
 from troupe.rpc import NotFound
@@ -56,6 +57,19 @@ async def test_the_oldest_pending_sample_is_named_with_its_age(stage: Stage) -> 
     table = await described(stage)
     assert (table.pending, table.ready) == (1, 1)
     assert table.oldest_pending_sample == "q1_1_q1-s0-t0"
+
+
+async def test_what_it_reads_does_not_grow_with_the_trajectories_that_ended(stage: Stage) -> None:
+    async def read() -> int:
+        before = (await stage.store.database.info())["total_net_output_bytes"]
+        await described(stage)
+        return int((await stage.store.database.info())["total_net_output_bytes"]) - int(before)
+
+    few = await read()
+    ending = Ending("COMPLETED", "attempt", "q0", "").format()
+    fields = [text for nth in range(5000) for text in (f"q0-s0-t{nth}", ending)]
+    await stage.store.database.call("HSET", JobTableKeys(stage.job).ended(0), *fields)
+    assert await read() < 2 * few
 
 
 async def test_a_job_without_tables_is_not_described(stage: Stage) -> None:

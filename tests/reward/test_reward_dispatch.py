@@ -11,15 +11,18 @@ import pytest
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
-from services.reward.cgroups import CoreLease
+from services.reward.cgroups import CoreCount, CoreLease
 from services.reward.function import RegisteredFunction
+from services.reward.gpu.manager import ModelPlacement
 from services.reward.host import FunctionHost
 from services.reward.queues import PendingInvocation
 from services.reward.quota import Budget
+from services.reward.resources import MEMORY, HostResources
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
 from troupe.rpc import Unavailable
 from troupe.scheduling.elastic import Discipline
+from troupe.scheduling.elastic.cells import Model
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
 from troupe.v1 import reward_pb2 as pb
 
@@ -224,4 +227,84 @@ async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
         )
         assert max(Counting.given) <= max(size, 4 << 20)
         assert max(Counting.given) == size * most, "as many as fit"
+    await runtime.stop()
+
+
+class WarmPlace(BarePlace):
+    """Runs a call for as many seconds as its arguments say."""
+
+    warm = True
+
+    async def run_many(
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
+        for index, call in enumerate(calls):
+            await asyncio.sleep(float(call.arguments_json))
+            yield index, CallOutcome("1", 1e-3)
+
+
+def _host(
+    name: str, places: int, cores: int = 0, judges: int = 0, memory_mib: int = 1000
+) -> FunctionHost:
+    placement = ModelPlacement(1, [Model("judge", 1, concurrency=judges)]) if judges else None
+    return FunctionHost(
+        name,
+        [WarmPlace(f"{name}/{nth}") for nth in range(places)],
+        CoreCount(cores) if cores else None,
+        resources=HostResources({MEMORY: memory_mib}, placement),
+    )
+
+
+@pytest.mark.parametrize("order", [FCFS, SHORTEST])
+@pytest.mark.parametrize(
+    ("needs", "hosts"),
+    [
+        ({"model_service": "judge"}, [("cpu", 4)]),
+        ({"model_service": "judge"}, [("gpu", 2, 0, 2), ("cpu", 4)]),
+        ({"model_service": "judge"}, [("", 8, 0, 2)]),
+        ({"memory_mib": 2000}, [("cpu", 4)]),
+        ({"memory_mib": 2000}, [("big", 1, 0, 0, 2000), ("cpu", 4)]),
+        ({"cores": 8}, [("cpu", 4, 4)]),
+        ({"cores": 8}, [("big", 1, 8), ("cpu", 4, 4)]),
+        ({"cores": 8, "max_cores": 16}, [("cpu", 4, 4)]),
+        ({"sandbox": "bubblewrap", "stateful": True}, [("", 1), ("cpu", 4)]),
+    ],
+)
+async def test_what_has_no_host_now_keeps_no_host_from_others(
+    order: Order, needs: dict[str, Any], hosts: list[tuple[Any, ...]]
+) -> None:
+    runtime = Runtime([_host(*one) for one in hosts], Telemetry(), discipline=Discipline(order))
+    await runtime.dispatcher.start()
+    wide = RegisteredFunction(pb.FunctionSpec(name="wide", timeout_seconds=60, **needs))
+    plain = RegisteredFunction(pb.FunctionSpec(name="plain", timeout_seconds=60))
+    for nth in range(40):
+        slot = WarmPlace(f"sandbox {nth}") if wide.own_sandbox else None
+        runtime.submit([(f"w{nth}", FunctionCall("60", "job"))], wide, slot)
+    calls = [(f"p{nth}", FunctionCall("0", job)) for nth, job in enumerate(["job", "other"] * 20)]
+    async with asyncio.timeout(20):
+        await asyncio.gather(*runtime.submit(calls, plain))
+    await runtime.stop()
+
+
+async def test_what_is_large_is_not_passed_for_ever_on_a_host_that_is_large_enough() -> None:
+    runtime = Runtime([_host("big", 4, 0, 4, 4000)], Telemetry(), discipline=Discipline(FCFS))
+    await runtime.dispatcher.start()
+    spec = pb.FunctionSpec(name="wide", timeout_seconds=60, memory_mib=4000, model_service="judge")
+    small = RegisteredFunction(pb.FunctionSpec(name="small", timeout_seconds=60, memory_mib=1000))
+    ended: list[str] = []
+
+    def submit(name: str, function: RegisteredFunction) -> asyncio.Future[pb.InvokeResponse]:
+        (done,) = runtime.submit([(name, FunctionCall("0.01", "job"))], function)
+        done.add_done_callback(lambda _: ended.append(name))
+        return done
+
+    first = [submit(f"before {nth}", small) for nth in range(4)]
+    calls = [submit("wide", RegisteredFunction(spec))]
+    calls += [submit(f"after {nth}", small) for nth in range(40)]
+    async with asyncio.timeout(20):
+        await asyncio.gather(*first, *calls)
+    assert ended.index("wide") == 4
     await runtime.stop()

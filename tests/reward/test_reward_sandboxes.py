@@ -202,7 +202,7 @@ async def test_idle_for_too_long() -> None:
     async with sandboxes_of(idle_seconds=0.05) as sandboxes:
         trajectory = Trajectory(sandboxes)
         await trajectory.call("where")
-        await until(lambda: not len(sandboxes))
+        await until(lambda: not sandboxes._count)
         with pytest.raises(SandboxGone, match=r"idle for 0\.05 s"):
             await trajectory.call("where")
 
@@ -234,12 +234,12 @@ async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyP
 
 
 async def test_one_calls_alone(sandboxes: SandboxManager) -> None:
-    before = len(sandboxes)
+    before = sandboxes._count
     trajectory = Trajectory(sandboxes)
     await trajectory.call("writes", {"stateful": False}, path="here")
     assert await trajectory.call("lists", {"stateful": False}, path="/tmp/work") == []
     assert trajectory.had == [""]
-    await until(lambda: len(sandboxes) == before)
+    await until(lambda: sandboxes._count == before)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="control groups are root's")

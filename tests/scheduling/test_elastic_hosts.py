@@ -46,14 +46,6 @@ def test_a_warm_host_is_worth_as_much_as_a_cold_start_takes() -> None:
     assert on(decide_over(hosts, [action], 0.0, DecisionBounds(cold_seconds=0.5))) == {"a": "cold"}
 
 
-def test_cores_that_are_close_to_each_other_are_preferred() -> None:
-    apart = Host("apart", {"cores": 4}, near={"cores": 2})
-    close = Host("close", {"cores": 4}, near={"cores": 4})
-    wide = Action("wide", 0.0, needs={"cores": 4})
-    assert on(decide_over([apart, close], [wide], 0.0)) == {"wide": "close"}
-    assert on(decide_over([apart], [wide], 0.0)) == {"wide": "apart"}
-
-
 def test_what_lives_on_a_host_runs_there_or_waits() -> None:
     full = cores("full", 0, Running({"cores": 4}, 9.0))
     pinned = Action("pinned", 0.0, needs={"cores": 1}, host="full")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduling.test_elastic import decide
-from troupe.scheduling.elastic import Action, Discipline, Running, turn
+from troupe.scheduling.elastic import Action, Discipline, Running
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Remaining, later
 
 WORK = st.floats(1e-3, 1e6)
@@ -43,10 +43,10 @@ def test_property_nobody_is_passed_by_what_comes_too_late(
 
 
 def ends(queue: list[Action], cores: int) -> dict[str, float]:
-    """When each action ends that waits on `cores`, in the order of `turn`."""
+    """When each action ends that waits on `cores`, in the order of `queue`."""
     now, free, found = 0.0, {"cores": cores}, dict[str, float]()
     running: list[tuple[float, str, int]] = []
-    queue = sorted(queue, key=turn)
+    queue = list(queue)
     while queue or running:
         held = [Running({"cores": n}, end) for end, _, n in running]
         for grant in decide(queue, free, held, now):
@@ -63,13 +63,12 @@ def ends(queue: list[Action], cores: int) -> dict[str, float]:
 def test_property_on_one_machine_it_is_the_best_of_all_orders(
     jobs: list[tuple[int, int]],
 ) -> None:
-    queue, works = [], {}
+    places, works = [], {}
     for index, (seconds, waiters) in enumerate(jobs):
         place = later(seconds, waiters, typical=1.0)
-        queue.append(
-            Action(f"{index}", 0.0, {"cores": 1}, None, float(seconds), waiters, place=place)
-        )
+        places.append((place, f"{index}", float(seconds)))
         works[f"{index}"] = (seconds, waiters)
+    queue = [Action(name, 0.0, {"cores": 1}, None, alone) for _, name, alone in sorted(places)]
     found = sum(works[name][1] * end for name, end in ends(queue, 1).items())
 
     def total(order: tuple[str, ...]) -> float:

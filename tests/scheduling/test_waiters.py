@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.prepared_job import OpenGroups
-from troupe.scheduling.elastic import Action, turn
-from troupe.scheduling.elastic.order import group_waiters, head_start
+from troupe.scheduling.elastic.order import first_come, group_waiters, head_start
 
 COUNTS = st.integers(0, 1 << 20)
 
@@ -17,12 +16,12 @@ def test_more_waiters_go_first_and_nobody_is_passed_by_what_comes_much_later(
     few: int, many: int, later: float
 ) -> None:
     few, many = sorted((few, many))
-    first, second = Action("a", 0.0, waiters=few), Action("b", later, waiters=many)
+    first, second = first_come(0.0, few), first_come(later, many)
     assert head_start(few) <= head_start(many) <= 10.0
     if later > 10.0:
-        assert turn(first) < turn(second)
+        assert first < second
     elif later < head_start(many) - head_start(few):
-        assert turn(second) < turn(first)
+        assert second < first
 
 
 @given(st.integers(1, 64), st.data())

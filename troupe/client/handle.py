@@ -438,10 +438,14 @@ async def watch(
     failures, last_seen = 0, time.monotonic()
     while True:
         broken: TroupeError | None = None
+        reached = False
         try:
+            # A stream may be silent for hours: only this tells that the server is there again.
+            await stub.GetJob(pb.GetJobRequest(job_id=job_id), timeout=away_seconds)
+            reached = True
             async for message in stub.WatchJob(pb.WatchJobRequest(job_id=job_id, after=after)):
                 after = message.event_id or after
-                failures, last_seen = 0, time.monotonic()
+                failures = 0
                 if (event := event_of(message)) is not None:
                     yield event
             # A server that shuts down may end the stream before the job ends.
@@ -449,6 +453,7 @@ async def watch(
             if Job.of(reply.job).state.ended:
                 return
         except TroupeError as error:
+            last_seen = time.monotonic() if reached else last_seen
             if not policy.retryable(error) or time.monotonic() - last_seen > away_seconds:
                 raise
             broken = error

@@ -236,7 +236,7 @@ class ElasticPool:
             if len(elastic.levels) < len(levels):
                 self._exploring[function] = action_id
             needs = {}
-        return Action(action_id, now, needs, elastic, seconds, 1, function, host, place)
+        return Action(action_id, now, needs, elastic, seconds, function, host, place)
 
     def _curve(self, call: SimulatedAction) -> SpeedUp:
         known = self._curves.get(call.function)

@@ -134,9 +134,6 @@ class SandboxManager:
         self._count = 0
         self._memory = 0
 
-    def __len__(self) -> int:
-        return self._count
-
     def check(self, spec: pb.FunctionSpec) -> None:
         """Raises InvalidArgument for a function whose sandbox is larger than the limit."""
         if not spec.stateful and spec.sandbox != CONTAINER:

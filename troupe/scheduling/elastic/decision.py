@@ -22,8 +22,6 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from troupe.scheduling.elastic import order
-
 Amounts = Mapping[str, int]
 
 
@@ -58,10 +56,8 @@ class Action:
     """A waiting action. Times are seconds on the caller's clock.
 
     `needs`: fixed amounts, without the resource of `elastic`. `seconds`: its duration if nothing is
-    elastic. `waiters`: trajectories that cannot continue without it; `place`: its sort key from a
-    discipline (`order`), None for its arrival; both matter only to `turn`. `function`: what hosts
-    are warm for; `host`: the only host where it can run (its sandbox with files is there); both
-    matter only to `decide_over`.
+    elastic. `function`: what hosts are warm for; `host`: the only host where it can run (its
+    sandbox with files is there); `place`: its sort key (`turn`), None for its arrival.
     """
 
     action_id: str
@@ -69,7 +65,6 @@ class Action:
     needs: Amounts = field(default_factory=dict)
     elastic: Elastic | None = None
     seconds: float = 1.0
-    waiters: int = 1
     function: str = ""
     host: str | None = None
     place: float | None = None
@@ -119,11 +114,8 @@ class Grant:
 
 
 def turn(action: Action) -> tuple[float, str]:
-    """Sort key of a queue: `place`, else arrival (`troupe.scheduling.elastic.order`)."""
-    place = action.place
-    if place is None:
-        place = order.first_come(action.since, action.waiters)
-    return place, action.action_id
+    """Sort key of a queue."""
+    return action.since if action.place is None else action.place, action.action_id
 
 
 def lacking(action: Action, capacity: Amounts) -> str | None:

@@ -10,15 +10,15 @@ order of the queue every action goes to the host where it is expected to end fir
 share of that host, plus `DecisionBounds.cold_seconds` where its function never ran; then the cores
 of each host are split (`decision.split`).
 
-Order: an action that fits nowhere *reserves* the host that lacks least for it. No later action that
-needs any of the same resources starts there until it fits, so that it starts eventually, however
-many small actions follow. On other hosts they pass, because nothing there is reserved.
+Order: an action that fits nowhere *reserves*, of the hosts that are large enough for it, the one
+that lacks least. No later action that needs any of the same resources starts there until it fits,
+so that it starts eventually, however many small actions follow. On other hosts they pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -42,15 +42,13 @@ class Host:
     """One host as the scheduler sees it.
 
     `free`: unheld units of each resource; `running`: the holders of the others. `functions` have
-    run there and are warm. `near`: of some resources, the most free units that are close to each
-    other (one NUMA node). `capacity`: free + held, computed if not given.
+    run there and are warm. `capacity`: free + held, computed if not given.
     """
 
     name: str
     free: Amounts
     running: Collection[Running] = ()
     functions: Collection[str] = ()
-    near: Amounts = field(default_factory=dict)
     capacity: Amounts | None = None
 
     def total(self) -> Amounts:
@@ -119,11 +117,8 @@ class _PlannedHost:
             if left.get(r, 0) < need or (r in blocked and blocked[r] < order)
         ]
 
-    def expected(
-        self, action: Action, needs: Amounts, rules: DecisionBounds
-    ) -> tuple[float, bool, int]:
-        """Sort key of hosts on which `action` fits: seconds, whether it spans nodes, and (negative)
-        the units left."""
+    def expected(self, action: Action, needs: Amounts, rules: DecisionBounds) -> tuple[float, int]:
+        """Sort key of hosts on which `action` fits: seconds, and (negative) the units left."""
         cold = action.function and action.function not in self.host.functions
         seconds = rules.cold_seconds if cold else 0.0
         elastic = action.elastic
@@ -134,9 +129,7 @@ class _PlannedHost:
             sharers = self._sharers.get(elastic.resource, 0)
             roomy = (self.left[elastic.resource] + sharers) // (sharers + 1)
             seconds += elastic.seconds[elastic.within(roomy)]
-        near = self.host.near
-        far = bool(near) and any(near.get(r, need) < need for r, need in needs.items())
-        return seconds, far, -roomy
+        return seconds, -roomy
 
     def put(self, order: int, action: Action, needs: Amounts) -> None:
         """Place the action here, at its lowest level at least."""
@@ -157,7 +150,7 @@ def decide_over(
     shared: Amounts = _NOTHING,
     quotas: Collection[str] = (),
 ) -> list[Placed]:
-    """The actions of `queue` to start now, in its order (`turn` sorts it), each on one of `hosts`.
+    """The actions of `queue` to start now, in its order, each on one of `hosts`.
 
     `shared`: free units of resources that belong to no host; a name is either there or on hosts.
     `now` and `Running.ends` are on one clock. `Action.host` is the only host where an action can
@@ -275,7 +268,14 @@ def _reserve(
     """Block what a waiting action needs; returns whether an equal action would block nothing
     new."""
     order, action = who
-    able = [place for place in places if place.takes(action)]
+    # Only hosts that are large enough: others would be kept idle for what never runs there.
+    able = [
+        place
+        for place in places
+        if place.takes(action) and all(place.total.get(r, 0) >= n for r, n in needs.items())
+    ]
+    if not able:
+        return True
     for place in able:
         lacks = place.lacks(needs, order)
         if quotas.issuperset(lacks) and quotas.issuperset(missing):
@@ -283,10 +283,6 @@ def _reserve(
             place.block(lacks, order)
             return True
     blocked.update(resource for resource in action.least if resource not in needs)
-    # Only hosts that are large enough, or it would wait at a small one for ever.
-    able = [p for p in able if all(p.total.get(r, 0) >= n for r, n in needs.items())] or able
-    if not able:
-        return True
     # The key of the best host never grows, since nothing starts there, and falls whenever something
     # ends there: so the first of the queue starts eventually.
     best = min(able, key=lambda place: place.distance(needs))
