@@ -184,14 +184,12 @@ async def follow_link(request: Request, code: str) -> Response:
     """Open a session for the browser that follows a link which works once."""
     token: PanelToken | None = request.app.state.token
     if token is not None and not token.codes.redeem(code):
-        return calls.answer(
-            views.Problem(
-                title="unauthenticated",
-                status=401,
-                detail="this link was used already, or is of an earlier start of the panel",
-                field="code",
-                remedy="`troupe status` prints a new one.",
-            )
+        return calls.problem_answer(
+            "unauthenticated",
+            401,
+            "this link was used already, or is of an earlier start of the panel",
+            field="code",
+            remedy="`troupe status` prints a new one.",
         )
     return _with_session(request, token, RedirectResponse("/", status_code=303))
 

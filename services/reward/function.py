@@ -247,10 +247,6 @@ class RegisteredFunction:
         self.cold_starts += 1
         self._cold_seconds.append(seconds)
 
-    def cold(self, share: float) -> float:
-        """The quantile `share` of the last cold starts, in seconds; 0 if there were none."""
-        return quantile(self._cold_seconds, share)
-
     def status(self, warm_workers: int = 0, confinement: Sequence[str] = ()) -> pb.FunctionStatus:
         """Counts and estimates as a message."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
@@ -265,8 +261,8 @@ class RegisteredFunction:
             parallel_seconds=parallel,
             warm_workers=warm_workers,
             cold_starts=self.cold_starts,
-            cold_start_p50_seconds=self.cold(0.5),
-            cold_start_p99_seconds=self.cold(0.99),
+            cold_start_p50_seconds=quantile(self._cold_seconds, 0.5),
+            cold_start_p99_seconds=quantile(self._cold_seconds, 0.99),
             retried=self.retried,
             cores_held=self.cores_held,
             confinement=confinement,

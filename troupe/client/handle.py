@@ -437,8 +437,7 @@ async def watch(
     rng = random.Random(policy.seed)
     failures, last_seen = 0, time.monotonic()
     while True:
-        broken: TroupeError | None = None
-        reached = False
+        broken, reached = TroupeError("the stream ended"), False
         try:
             # A stream may be silent for hours: only this tells that the server is there again.
             await stub.GetJob(pb.GetJobRequest(job_id=job_id), timeout=away_seconds)
@@ -458,8 +457,7 @@ async def watch(
                 raise
             broken = error
         failures += 1
-        pause = policy.backoff(failures, broken or TroupeError("the stream ended"), rng)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(policy.backoff(failures, broken, rng))
 
 
 async def receive(
