@@ -99,7 +99,7 @@ def _memory_behind(policy: PolicySpec, gpu: int | None, *, embedded: bool) -> in
     """Bytes of the devices of a policy's engines; arguments and result as of `with_defaults`."""
     if policy.engine.urls:
         return gpu or 0
-    return gpu if embedded or policy.engine.kind != "embedded" else None
+    return gpu if embedded or policy.engine.is_server else None
 
 
 def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> DeviceSpeed:
@@ -114,7 +114,7 @@ def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> De
 def computes_here(spec: JobSpec) -> bool:
     """Whether the job's engines hold models in this process."""
     return any(
-        policy.simulated is None and policy.engine.kind != "sglang"
+        policy.simulated is None and not policy.engine.is_server
         for policy in spec.policies.values()
     )
 

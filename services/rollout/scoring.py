@@ -16,6 +16,7 @@ from troupe.job.algorithm import TEACHER_COLUMN
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     Unavailable,
 )
@@ -120,8 +121,8 @@ async def add_teacher_logprobs(
     engines (`distillation.divergence: sampled`), at the temperature that the samples were drawn at.
     `prompts`: their whole prompts.
 
-    Raises `WorkflowError` of kind "teacher" for engines that cannot score, and what `_score` raises
-    that may pass.
+    Raises `WorkflowError`: of kind "teacher" for engines that cannot score, "teacher_deadline"
+    where none did in time, which fails this trajectory only.
     """
     spec = job.spec.algorithm.distillation
     if spec is None or spec.divergence != "sampled":
@@ -138,10 +139,11 @@ async def add_teacher_logprobs(
         limit = job.spec.limits.turn_limit
         try:
             scored = await _score(job.policies[teacher], requests, temperature, None, limit)
-        except (FailedPrecondition, InvalidArgument) as error:
+        except (FailedPrecondition, InvalidArgument, DeadlineExceeded, Internal) as error:
+            late = isinstance(error, DeadlineExceeded)
             raise WorkflowError(
                 f"teacher '{teacher}' cannot score what a student said: {error.message}",
-                kind="teacher",
+                kind="teacher_deadline" if late else "teacher",
                 field="algorithm.distillation.teachers",
                 value=teacher,
                 remedy=error.remedy,

@@ -23,12 +23,7 @@ from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.games import describe
 from services.rollout.garbage import collect_seldom
-from services.rollout.job_setup import (
-    EngineFactory,
-    Preparation,
-    parse_spec,
-    share_servers,
-)
+from services.rollout.job_setup import EngineFactory, Preparation, parse_spec, share_servers
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.prepared_job import PreparedJob

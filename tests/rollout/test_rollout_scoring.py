@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout import scoring
+from services.rollout.engines.requests import ScoreRequest
+from tests.rollout.hand_engines import HandEngine
 from tests.rollout.house import CONFIG, House, open_house, training, weights
 from tests.rollout.processes import ServiceProcess
 from tests.workflow.stage import make_tokenizer
 from troupe import tensors
-from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
+from troupe.rpc import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 
@@ -188,3 +192,63 @@ async def test_a_teacher_whose_engine_cannot_score_ends_the_job_with_its_name(
         (event,) = (await house.run(training(1, 1))).values()
     assert event.problem.field == "algorithm.distillation.teachers"
     assert "'small' cannot score" in event.problem.message
+
+
+async def test_a_teacher_that_is_late_fails_the_one_trajectory(
+    tmp_path: Path, store_process: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the call of all that run on this worker."""
+    asked = 0
+    score = scoring._score
+
+    async def late(*given: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise DeadlineExceeded("scored nothing", kind="score_deadline")
+        return await score(*given)
+
+    monkeypatch.setattr(scoring, "_score", late)
+    async with open_house(tmp_path, store=store_process.address) as house:
+        await house.prepare("team", **TAUGHT)
+        await house.open_step(queries=1, group_size=2)
+        ended = await house.run(training(1, 2))
+    states = sorted(event.state for event in ended.values())
+    assert states == [common.TRAJECTORY_STATE_COMPLETED, common.TRAJECTORY_STATE_FAILED]
+    (reason,) = (event.reason for event in ended.values() if event.reason)
+    assert reason.startswith("teacher_deadline: teacher 'small'")
+
+
+class Scorer(HandEngine):
+    """Scores when told to."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__(engine_id)
+        self.go_on = asyncio.Event()
+        self.scored = 0
+        self._life.started()
+        self._life.updating(0)
+        self._life.verified(0, "sum")
+
+    async def _score(self, asked: Any, temperature: float) -> Any:
+        self.scored += 1
+        await self.go_on.wait()
+        return [[-1.0] * len(one.ids) for one in asked], 0
+
+
+async def test_the_engines_of_a_teacher_share_what_is_scored() -> None:
+    engines = [Scorer(name) for name in "abc"]
+    policy: Any = SimpleNamespace(
+        name="p", weights=SimpleNamespace(version=0), serving_engines=engines
+    )
+    asked = [
+        asyncio.create_task(scoring._score(policy, [ScoreRequest((1,) * 9, (2,))], 1.0, None, 30.0))
+        for _ in range(9)
+    ]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [engine.scored for engine in engines] == [3, 3, 3]
+    for engine in engines:
+        engine.go_on.set()
+    await asyncio.gather(*asked)
+    assert [engine.load().outstanding_tokens for engine in engines] == [0, 0, 0]

@@ -54,6 +54,10 @@ class Faults:
     abort_everything: bool = False
     not_finite: bool = False
     """Its weights compute NaN, which its JSON calls null."""
+    queue: int = 0
+    """Requests of others that wait in it: new ones wait behind them."""
+    hangs: bool = False
+    """Takes connections and answers nothing, as a process that is stopped."""
 
 
 @dataclass
@@ -180,7 +184,7 @@ class FakeSglang:
             return _refusal(f"Duplicate request ID detected: {rid}")
         if self.faults.never_answer:
             await asyncio.sleep(3600)
-        while self.paused:  # noqa: ASYNC110
+        while self.paused or self.faults.queue:  # noqa: ASYNC110
             await asyncio.sleep(TOKEN_SECONDS)
         call = self.calls[rid] = Call()
         try:

@@ -61,6 +61,8 @@ def add_routes(fake: FakeSglang) -> None:
     @app.middleware("http")
     async def note(request: Request, call_next: Any) -> Any:
         fake.seen.append(request.url.path)
+        while fake.faults.hangs:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         return await call_next(request)
 
     @app.get("/get_model_info" if fake.old else "/model_info")
@@ -135,7 +137,7 @@ def _new_routes(fake: FakeSglang) -> None:
             "timestamp": time.time(),
             "dp_rank": 0,
             "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
+            "num_waiting_reqs": waiting + fake.faults.queue,
             "num_waiting_uncached_tokens": 7 * waiting,
             "max_running_requests": 64,
             "token_usage": min(1.0, 0.125 * running),

@@ -51,6 +51,8 @@ def test_who_moves_at_once_sees_prompts_and_who_moves_later_what_was_said() -> N
     assert team_context(late, turns, 9) == (4, 5, 6, 1, 2, 3)  # in the order of names
     assert team_context(late, turns, 2) == (2, 3)
     assert team_context(one, [one], 9) == ()
+    for limit in range(1, 8):  # the end of the whole, however little of it is read
+        assert team_context(late, turns, limit) == (4, 5, 6, 1, 2, 3)[-limit:]
 
 
 def test_of_each_agent_the_latest_turn_counts() -> None:

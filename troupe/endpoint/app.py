@@ -82,11 +82,7 @@ _PATHS: Final = (
 
 
 def create_app(
-    find: Find,
-    count: Callable[[str, int], None],
-    *,
-    max_body: int,
-    keep_alive: float,
+    find: Find, count: Callable[[str, int], None], *, max_body: int, keep_alive: float
 ) -> Starlette:
     """The application. `find(token, agent)` returns the addressed agent and its options;
     `count(call, status)` is called for every response; `max_body`: bytes; `keep_alive`: seconds

@@ -45,12 +45,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The body that OpenAI's clients read."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property

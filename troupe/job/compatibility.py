@@ -16,7 +16,6 @@ from troupe.job.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.section import Section
 from troupe.job.spec import JobSpec
 
-_OF_ONE_KIND = {"embedded": ("own_process",), "sglang": ("launch", "python", "update")}
 # Trainer settings that matter for frozen policies, too, since they have leases.
 _OF_LEASES = ("quantum_seconds", "idle_seconds")
 
@@ -81,12 +80,14 @@ def _policies(spec: JobSpec) -> Iterator[str]:
 
 
 def _engine(field: str, engine: EngineSpec) -> Iterator[str]:
-    for kind, names in _OF_ONE_KIND.items():
-        for given in _given(engine, names if engine.kind != kind else []):
-            yield (
-                f"{field}.engine.{given}: without effect with kind `{engine.kind}`; use kind "
-                f"`{kind}`, or leave it out"
-            )
+    other, names = "sglang", ["launch", "python", "update"]
+    if engine.is_server:
+        other, names = "embedded", ["own_process"]
+    for given in _given(engine, names):
+        yield (
+            f"{field}.engine.{given}: without effect with kind `{engine.kind}`; use kind "
+            f"`{other}`, or leave it out"
+        )
 
 
 def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:

@@ -315,6 +315,12 @@ class EngineSpec(Section):
     """Time limit of the start of an engine."""
 
     @property
+    def is_server(self) -> bool:
+        """Whether engines of this kind are model servers, launched or attached to, and compute
+        outside the rollout process."""
+        return self.kind != "embedded"
+
+    @property
     def running_limit(self) -> int:
         """`max_running`; a rollout worker fills in its default before engines start."""
         return self.max_running or CPU.max_running
@@ -332,7 +338,7 @@ class EngineSpec(Section):
 
     @model_validator(mode="after")
     def _attaches(self) -> Self:
-        if self.urls and self.kind != "sglang":
+        if self.urls and not self.is_server:
             raise ValueError(
                 f"urls: servers are attached with kind `sglang`, not `{self.kind}`; use that, or "
                 "leave them out"
@@ -350,7 +356,7 @@ class EngineSpec(Section):
 
     @model_validator(mode="after")
     def _is_spread(self) -> Self:
-        if self.tensor_parallel > 1 and (self.kind != "sglang" or self.urls):
+        if self.tensor_parallel > 1 and (not self.is_server or self.urls):
             raise ValueError(
                 f"tensor_parallel: {self.tensor_parallel} devices are of a launched server of kind "
                 "`sglang`; an attached one says itself how it is spread"
@@ -420,7 +426,7 @@ class PolicySpec(Section):
         """Fill in the default of `model.dtype`, which must not change with `engine.kind` when a job
         is resumed."""
         if self.model is not None and self.model.dtype is None:
-            own = self.engine.kind == "sglang" and self.model.path and self.simulated is None
+            own = self.engine.is_server and self.model.path and self.simulated is None
             changed = self.model.model_copy(update={"dtype": "auto" if own else "float32"})
             self.__dict__["model"] = changed  # frozen
         return self

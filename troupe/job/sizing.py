@@ -208,7 +208,7 @@ def setup_of(
     lora = own.lora
     gang = own.trainer.gang if ranks is None else ranks
     given = defaults_of(None if device == "cpu" else memory)
-    room = EMBEDDED_CONTEXT if own.engine.kind == "embedded" else LONGEST_CONTEXT
+    room = LONGEST_CONTEXT if own.engine.is_server else EMBEDDED_CONTEXT
     longest = context_of(own.engine.max_context, shape.positions, room) + algorithm.team_tokens
     longest = min(longest, shape.positions or longest)
     wanted = own.trainer.forward_tokens or forward_tokens

@@ -102,7 +102,7 @@ class JobRates:
             for count in (1, 2, 4, 8)
             if count <= most and heads % min(count, heads) == 0 and self.turns(name, count) >= 4
         ]
-        return fitting[:3] if self.spec.policies[name].engine.kind == "sglang" else fitting[:1]
+        return fitting[:3] if self.spec.policies[name].engine.is_server else fitting[:1]
 
     def trainer(self, name: str, ranks: int) -> TrainerRates:
         """The times of a policy's gang of so many devices."""

@@ -80,7 +80,7 @@ def assignments(spec: JobSpec, best: Prediction) -> list[str]:
     for name, one in best.split.policies.items():
         section = f"policies.{name}"
         changes.append(f"{section}.engine.replicas={one.engines}")
-        if spec.policies[name].engine.kind == "sglang":
+        if spec.policies[name].engine.is_server:
             changes.append(f"{section}.engine.tensor_parallel={one.tensor_parallel}")
         if one.gang:
             changes.append(f"{section}.trainer.gang={one.gang}")

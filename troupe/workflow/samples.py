@@ -40,11 +40,14 @@ def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> t
         if name not in latest or latest[name].asked < other.asked:
             latest[name] = other
     tokens: list[int] = []
-    for _, other in sorted(latest.items()):
-        tokens += list(other.prompt_ids)
-        if other.reply is not None and other.answered < turn.asked:
-            tokens += other.reply.token_ids
-    return tuple(tokens[-limit:])
+    for _, other in sorted(latest.items(), reverse=True):  # no more of each than is kept
+        said = other.reply is not None and other.answered < turn.asked
+        response = other.reply.token_ids if other.reply is not None and said else ()
+        own = [*other.prompt_ids[-limit:], *response[-limit:]]
+        tokens = (own + tokens)[-limit:]
+        if len(tokens) == limit:
+            break
+    return tuple(tokens)
 
 
 GroupBy = Literal["agent", "turn", "branch"]

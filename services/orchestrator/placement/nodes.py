@@ -124,7 +124,7 @@ def check_devices(spec: JobSpec, workers: Iterable[WorkerHandle]) -> None:
     wanted = {
         name: engine_count(policy) * policy.engine.tensor_parallel
         for name, policy in spec.policies.items()
-        if policy.engine.kind == "sglang" and not policy.engine.urls and policy.simulated is None
+        if policy.engine.is_server and not policy.engine.urls and policy.simulated is None
     }
     needed = sum(wanted.values())
     if not needed:

@@ -229,6 +229,8 @@ class ServingEngine(ABC):
             raise BadTurn("nothing is asked for", field="prompts", remedy="Give a continuation.")
         for one in asked:
             self._check_score(one)
+        tokens = sum(len(one.prompt_ids) + len(one.ids) for one in asked)
+        self._turns.scored_tokens += tokens
         try:
             async with asyncio.timeout(deadline_seconds):
                 while True:
@@ -240,6 +242,8 @@ class ServingEngine(ABC):
                         break
         except TimeoutError as error:
             raise ScoreDeadline(self.engine_id, len(asked), deadline_seconds) from error
+        finally:
+            self._turns.scored_tokens -= tokens
         logprobs, version = found
         if not all(math.isfinite(value) for row in logprobs for value in row):
             raise NonFiniteLogits(self.engine_id, version)

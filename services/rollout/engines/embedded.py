@@ -21,12 +21,7 @@ from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.deterministic_batcher import FixedBatcher, check_architecture
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.paged_batcher import ContinuousBatcher
-from services.rollout.engines.requests import (
-    EngineResponse,
-    Memory,
-    SamplingParams,
-    ScoreRequest,
-)
+from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams, ScoreRequest
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
@@ -400,11 +395,7 @@ class EmbeddedEngine(ServingEngine):
                 remedy="Turn it off, or serve this model with `kind: sglang`.",
             )
         batcher = kind(
-            model,
-            max_running=running,
-            max_context=self.max_context,
-            drew=self._drew,
-            exited=exited,
+            model, max_running=running, max_context=self.max_context, drew=self._drew, exited=exited
         )
         return batcher, model
 

@@ -1,7 +1,7 @@
 """The kinds of engines, by the names that jobs give them.
 
 A further kind is a package with a subclass of `ServingEngine`, a line in `ENGINES`, and its name in
-the literal of `EngineSpec.kind` (troupe/job/policy.py)."""
+the literal of `EngineSpec.kind` (troupe/job/policy.py): any but `embedded` is a server."""
 
 from __future__ import annotations
 

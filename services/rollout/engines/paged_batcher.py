@@ -439,9 +439,7 @@ class ContinuousBatcher:
         self._manager.output_router.result_handlers.pop(key, None)
         return self._ended.pop(key, None)
 
-    def _discard_cache(
-        self,
-    ) -> list[tuple[EngineTurn, tuple[Ended, asyncio.AbstractEventLoop]]]:
+    def _discard_cache(self) -> list[tuple[EngineTurn, tuple[Ended, asyncio.AbstractEventLoop]]]:
         """Drop all keys and values, while paused; the turns that had some, in their order."""
         processor = self._manager.batch_processor
         active = list(processor.scheduler.active_requests)

@@ -132,10 +132,10 @@ class EngineLoad:
     """Load of an engine, for balancing.
 
     `outstanding_tokens`: prompt tokens not yet read plus response tokens still allowed, over all
-    turns. `generated_tokens` counts since `start`; `tokens_per_second` is over the last seconds. As
-    a server reports them, 0 otherwise: `uncached_tokens`, prompt tokens of waiting requests that no
-    cached prefix covers; `kv_usage`, the used fraction of the key-value cache; `cache_hit_rate`,
-    the fraction of prompt tokens that came from the cache."""
+    turns, and what is being scored. `generated_tokens` counts since `start`; `tokens_per_second` is
+    over the last seconds. As a server reports them, 0 otherwise: `uncached_tokens`, prompt tokens
+    of waiting requests that no cached prefix covers; `kv_usage`, the used fraction of the key-value
+    cache; `cache_hit_rate`, the fraction of prompt tokens that came from the cache."""
 
     running: int
     waiting: int

@@ -115,9 +115,7 @@ class SlotCache(ABC):
             shape = (self.count + 1, length, routing.layers, routing.top_k)
             kind = routing.dtype
             pages = mmap.mmap(
-                -1,
-                math.prod(shape) * kind.itemsize,
-                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                -1, math.prod(shape) * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
             self.routes = np.frombuffer(pages, kind).reshape(shape)
         self.keys: list[torch.Tensor] = []

@@ -111,9 +111,5 @@ class EngineState:
     def _move(self, target: pb.EngineState.ValueType, message: str) -> None:
         check(ENGINE, self._now, target)
         self._now, self.message = target, message
-        if target in (
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        ):
+        if target in (pb.ENGINE_STATE_STALE, pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
             self.version, self.checksum = None, ""

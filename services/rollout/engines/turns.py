@@ -4,6 +4,7 @@ prompts."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections import deque
@@ -33,6 +34,7 @@ class EngineTurn:
     """
 
     __slots__ = (
+        "_name",
         "closed",
         "incarnation",
         "logprobs",
@@ -78,13 +80,15 @@ class EngineTurn:
         self.routes: Any = None
         # Grows with each resubmission, so that the batcher's ids are never used twice.
         self.incarnation = 0
+        # A trajectory that runs again, here or elsewhere, has the ids of its former turns.
+        self._name = f"{request_id}#{secrets.token_hex(4)}"
         # Whether no more tokens are wanted.
         self.closed = False
 
     @property
     def key(self) -> str:
         """The turn's id in a batcher or server, never used twice."""
-        return f"{self.request_id}#{self.incarnation}"
+        return f"{self._name}.{self.incarnation}"
 
     def next_draw(self) -> Draw:
         """How the next token is sampled."""
@@ -146,10 +150,13 @@ class EngineTurn:
 
 
 class TurnTable:
-    """The turns in flight of an engine by request id, and the load that they make."""
+    """The turns in flight of an engine by request id, and the load that they make, with what is
+    scored beside them."""
 
     def __init__(self) -> None:
         self._turns: dict[str, EngineTurn] = {}
+        self.scored_tokens = 0
+        """Tokens of prompts and continuations that are being scored."""
         self._generated = 0
         self._rate: deque[tuple[float, int]] = deque()
         self._empty = asyncio.Event()
@@ -198,7 +205,7 @@ class TurnTable:
         return EngineLoad(
             running=running,
             waiting=len(turns) - running,
-            outstanding_tokens=sum(turn.outstanding for turn in turns),
+            outstanding_tokens=sum(turn.outstanding for turn in turns) + self.scored_tokens,
             generated_tokens=self._generated,
             tokens_per_second=sum(count for _, count in list(self._rate)) / _RATE_SECONDS,
         )

@@ -161,21 +161,23 @@ class NamesCheck:
         self,
         reference: ReferenceModel,
         server: str,
-        put: Callable[[Mapping[str, torch.Tensor], int], Awaitable[None]],
+        put: Callable[[Mapping[str, torch.Tensor], int | None], Awaitable[None]],
         fingerprint: Callable[[int], Awaitable[Fingerprint]],
     ) -> None:
-        """`server`: its name in logs. `put(tensors, version)` loads some tensors over those of
-        `version`, which the server holds, and clears its caches. `fingerprint(num_bytes)` of the
-        weights that it holds."""
+        """`server`: its name in logs. `put(tensors, version)` loads some tensors over those that
+        the server holds, which are those of `version` then, or of none, and clears its caches.
+        `fingerprint(num_bytes)` of the weights that it holds."""
         self._reference, self._server = reference, server
         self._put, self._fingerprint = put, fingerprint
         # Names that the server is known to take.
         self._taken: frozenset[str] = frozenset()
+        # Whether another worker has checked the next ones, which serves them.
+        self.trusted = False
 
     async def run(self, tensors: Mapping[str, torch.Tensor], ref: pb.WeightsRef) -> None:
         """Raise `UpdateFailed` for a kind of `tensors` that the server does not take. It holds
         them, and serves no turn with them yet. Raises the client's errors but `Refused`."""
-        if self._taken == tensors.keys():
+        if self.trusted or self._taken == tensors.keys():
             return
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         before = await self._fingerprint(num_bytes)
@@ -208,7 +210,7 @@ class NamesCheck:
         own = {name: tensors[name] for name in kind.together}
         for step in _STEPS:
             try:
-                await self._put(own | _altered(kind, tensors, step), ref.version)
+                await self._put(own | _altered(kind, tensors, step), None)
                 now = await self._fingerprint(num_bytes)
             finally:
                 await self._put(own, ref.version)

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
@@ -398,10 +393,7 @@ def with_base(
 
 
 def check_published(
-    published: Mapping[str, torch.Tensor],
-    model: torch.nn.Module,
-    lora: LoraSpec | None,
-    key: str,
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, lora: LoraSpec | None, key: str
 ) -> None:
     """Raise `WeightsRefused` unless `published` (or its layout) fits: all of `model`, or with
     `lora` an adapter of that shape."""

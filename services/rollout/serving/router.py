@@ -16,10 +16,7 @@ from typing import Final
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import PromptTooLong, TurnDeadline
-from services.rollout.engines.requests import (
-    FinishReason,
-    SamplingParams,
-)
+from services.rollout.engines.requests import FinishReason, SamplingParams
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
 from troupe.scheduling.routing import (

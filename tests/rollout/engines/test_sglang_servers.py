@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.errors import BadTurn, EngineStartFailed, ReplyBroken, UpdateFailed
+from services.rollout.engines.errors import (
+    BadTurn,
+    EngineStartFailed,
+    ReplyBroken,
+    ServerGone,
+    UpdateFailed,
+)
 from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang import server, update
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
@@ -175,6 +181,70 @@ async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY
     assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [1]
     await task
+    await engine.stop()
+
+
+async def test_a_server_whose_answers_are_all_useless_is_found(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    """They are no proof of life, however many: else the emptiest engine is the broken one."""
+    engine = await up(fake, transfer)
+    await engine.check()
+    fake.faults.unhealthy = True
+    faults = ("cut_reply", "cut_connection", "abort_everything")
+    for fault in faults:
+        setattr(fake.faults, fault, True)
+        with pytest.raises(ReplyBroken):
+            await ask(engine, fault, [1])
+        setattr(fake.faults, fault, False)
+        state = await engine.check()
+    assert state == pb.ENGINE_STATE_DEAD
+    await engine.stop()
+
+
+async def test_a_server_that_is_full_of_others_turns_is_not_dead(
+    fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe waits behind them, for minutes where prompts are long."""
+    engine = await up(fake, transfer)
+    monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 0.2)
+    await engine.check()
+    fake.faults.queue = 3
+    await engine.check()  # reads the report of load
+    for _ in range(4):
+        assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    fake.faults.queue, fake.faults.never_answer = 0, True
+    for _ in range(4):
+        state = await engine.check()
+    assert state == pb.ENGINE_STATE_DEAD
+    await engine.stop()
+
+
+async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
+    fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await up(fake, transfer)
+    monkeypatch.setattr("services.rollout.engines.sglang.engine._CHECK_SECONDS", 0.2)
+    await engine.check()
+    fake.faults.hangs = True
+    async with asyncio.timeout(10):
+        assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+        fake.faults.hangs = False
+        assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    await engine.stop()
+
+
+async def test_a_server_that_breaks_off_while_it_is_attached_to_is_waited_for(
+    fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reset(client: SglangClient) -> None:
+        raise ServerGone("connection reset")
+
+    monkeypatch.setattr(SglangClient, "resume", reset)
+    engine = engine_of(fake)
+    await engine.start()
+    assert engine.state == pb.ENGINE_STATE_STALE
     await engine.stop()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
+from services.rollout.engines.errors import EngineStartFailed, TurnReturned, UpdateFailed
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, prompt, until
@@ -183,3 +183,82 @@ async def test_a_follower_takes_over_from_a_keeper_that_died_in_a_load(pair: Pai
     assert not pair.fake.paused
     answer = await ask(pair.follower, "after", prompt(random.Random(6)))
     assert {span.version for span in answer.versions} == {1}
+
+
+async def test_turns_with_tokens_that_a_lost_keeper_had_not_verified_are_returned(
+    pair: Pair,
+) -> None:
+    await pair.update(1)
+    turn = asyncio.create_task(ask(pair.follower, "early", prompt(random.Random(7))))
+    await until(lambda: any("early" in body.get("rid", "") for body in pair.fake.bodies))
+    await until(lambda: not pair.fake.calls)
+    pair.follower.follow_keeper(False)
+    pair.follower.distrust("its keeper was lost")
+    await pair.follower.update_weights(pair.ref(2), pair.transfer)
+    async with asyncio.timeout(15):
+        with pytest.raises(TurnReturned, match="version 1"):
+            await turn
+
+
+async def test_a_turn_that_its_keepers_pause_aborts_is_returned_at_once(pair: Pair) -> None:
+    pair.follower._in_flight = "restart"
+    turn = asyncio.create_task(
+        ask(pair.follower, "long", prompt(random.Random(8), high=20), max_new_tokens=120)
+    )
+    await until(lambda: any(len(call.tokens) > 5 for call in pair.fake.calls.values()))
+    for call in pair.fake.calls.values():
+        call.aborted = True
+    async with asyncio.timeout(15):
+        with pytest.raises(TurnReturned, match="new weights"):
+            await turn
+
+
+async def test_workers_ask_a_server_for_the_same_turn_without_a_clash(pair: Pair) -> None:
+    """A trajectory whose worker was lost runs again elsewhere while its last turn lives on."""
+    ids = prompt(random.Random(9), high=20)
+    both = [
+        asyncio.create_task(ask(engine, "trajectory/0", ids, max_new_tokens=60))
+        for engine in (pair.keeper, pair.follower)
+    ]
+    answers = await asyncio.gather(*both)
+    assert [len(answer.token_ids) for answer in answers] == [60, 60]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_no_token_of_weights_that_are_tried_out_counts_as_one_of_a_version(
+    pair: Pair, knows: bool
+) -> None:
+    """A new keeper tries which names of tensors a server takes, unless it has followed a keeper
+    that knows; others' turns go on meanwhile."""
+    late = SglangEngine("late", "solver", pair.follower._spec)
+    late.follow_keeper(True)
+    await late.start()
+    if knows:
+        await late.follow(pair.ref(0))
+    await pair.keeper.stop()
+    model, over = make_model(0), False
+
+    async def play(number: int) -> int:
+        """Turns that were answered, all by version 0."""
+        ids, answered = prompt(random.Random(number), high=20), 0
+        while not over:
+            try:
+                answer = await ask(pair.follower, f"t{number}", ids, max_new_tokens=2)
+            except Unavailable:  # weights without a name: the router asks again
+                await asyncio.sleep(0.01)
+                continue
+            expected = reference_logprobs(model, ids, answer.token_ids)
+            assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+            answered += 1
+        return answered
+
+    players = [asyncio.create_task(play(number)) for number in range(4)]
+    late.follow_keeper(False)
+    late.distrust("its keeper was lost")
+    loads = len([path for path in pair.fake.seen if "update_weights_from" in path])
+    await late.update_weights(pair.ref(0), pair.transfer)
+    loads = len([path for path in pair.fake.seen if "update_weights_from" in path]) - loads
+    over = True
+    assert all(await asyncio.gather(*players))
+    assert (loads == 1) == knows
+    await late.stop()

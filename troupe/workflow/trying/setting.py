@@ -142,7 +142,7 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
 
 def _context(engine: EngineSpec, language: Language) -> int:
     """Tokens of a context; where it is left to an embedded engine, the least that it has."""
-    room = EMBEDDED_CONTEXT if engine.kind == "embedded" else LONGEST_CONTEXT
+    room = LONGEST_CONTEXT if engine.is_server else EMBEDDED_CONTEXT
     return context_of(engine.max_context, language.positions, room)
 
 

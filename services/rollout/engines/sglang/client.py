@@ -277,11 +277,7 @@ class SglangClient:
         """Load a LoRA adapter from serialized tensors, one payload per tensor-parallel rank."""
         await self._acknowledged(
             "/load_lora_adapter_from_tensors",
-            {
-                "lora_name": name,
-                "config_dict": dict(config),
-                "serialized_named_tensors": payloads,
-            },
+            {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": payloads},
         )
 
     async def unload_adapter(self, name: str) -> None:
@@ -296,10 +292,7 @@ class SglangClient:
         """
         try:
             reply = await self._json(
-                "POST",
-                "/weights_checker",
-                {"action": "checksum"},
-                seconds=seconds_for(num_bytes),
+                "POST", "/weights_checker", {"action": "checksum"}, seconds=seconds_for(num_bytes)
             )
         except Refused:
             return None
@@ -468,7 +461,6 @@ class ServerLoad:
     running: int = 0
     waiting: int = 0
     uncached_tokens: int = 0
-    tokens_per_second: float = 0.0
     kv_usage: float = 0.0
     cache_hit_rate: float = 0.0
 
@@ -487,7 +479,6 @@ class ServerLoad:
             ),
             waiting=sum(int(e.get("num_waiting_reqs", 0)) for e in entries),
             uncached_tokens=sum(int(e.get("num_waiting_uncached_tokens", 0)) for e in entries),
-            tokens_per_second=sum(float(e.get("gen_throughput") or 0) for e in entries),
             kv_usage=max((float(e.get("token_usage") or 0) for e in entries), default=0.0),
             cache_hit_rate=sum(rates) / len(rates) if rates else 0.0,
         )

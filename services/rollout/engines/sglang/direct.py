@@ -12,7 +12,7 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
 import torch
@@ -21,7 +21,7 @@ from services.chassis.heartbeat import host_id
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.sglang.client import Features, SglangClient, seconds_for
-from services.rollout.engines.sglang.update import Loader, NewWeights, UpdateSetting
+from services.rollout.engines.sglang.update import Loader, NewWeights, Tensors, UpdateSetting
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.v1 import trainer_pb2 as pb
@@ -123,11 +123,9 @@ class DirectLoader(Loader):
         if update is not None:
             await update.close()
 
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
         """By the other loader."""
-        await self._other.put(client, tensors, version)
+        await self._other.put(client, tensors, name)
 
     def chosen(self, weights: NewWeights) -> DirectWay | None:
         """The direct way of `weights` into this server; None if there is none."""

@@ -48,8 +48,10 @@ from troupe.v1 import common_pb2 as pb
 MISSES_UNTIL_DEAD: Final = 3
 # How long an aborted turn waits for the server to return its tokens.
 _ABORT_SECONDS: Final = 2.0
-# A check ends before its caller gives up on it, so that a missed one is counted.
-_CHECK_SECONDS: Final = 18.0
+# A check ends before its caller gives up on it, so that a missed one is counted; then the load is
+# asked for.
+_CHECK_SECONDS: Final = 16.0
+_LOAD_SECONDS: Final = 4.0
 # How long a turn waits for the version of a server that another worker keeps, before it asks again.
 _CATCH_UP_SECONDS: Final = 5.0
 # Continuations that are scored at once.
@@ -110,7 +112,8 @@ class SglangEngine(ServingEngine):
         self._updates = 0
         self._misses = 0
         self._reported = ServerLoad()
-        self._finished_since_check = 0
+        # Turns that it has answered with tokens since the last check.
+        self._answered_since_check = 0
         self._health: Health
         # Whether another worker keeps the server; set, and made anew, when it serves a version.
         self._followed = False
@@ -165,6 +168,7 @@ class SglangEngine(ServingEngine):
             self._loaded = ref.version
             self._updates += 1
             self._life.verified(ref.version, ref.checksum)
+            self._server.updater.trust_names()
             self._caught_up.set()
             self._caught_up = asyncio.Event()
 
@@ -223,31 +227,38 @@ class SglangEngine(ServingEngine):
             return self.state
         if self._asleep:  # it cannot generate
             return self.state
-        answered, self._finished_since_check = self._finished_since_check, 0
-        client, healthy = self._server.client, False
+        answered, self._answered_since_check = self._answered_since_check, 0
+        client, healthy, gone = self._server.client, False, False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHECK_SECONDS):
-                if self._followed:
-                    # Whether it still generates is its keeper's concern, which may have paused it.
-                    healthy = await client.alive()
-                else:
-                    healthy = await self._health.generates(
-                        answered, len(self._turns), serves=self._life.serves
+                # Whether it still generates is its keeper's concern, which may have paused it.
+                healthy = await (
+                    client.alive()
+                    if self._followed
+                    else self._health.generates(
+                        answered, len(self._turns), self._reported, serves=self._life.serves
                     )
+                )
+                gone = not healthy and not await client.alive()
         # An update may have begun meanwhile: a paused server does not generate.
         if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
             return self.state
         if healthy:
             self._misses = 0
-            with contextlib.suppress(ServerGone, BrokenReply, Refused):
-                self._reported = await self._server.load()
             if self.state == pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
+            try:
+                async with asyncio.timeout(_LOAD_SECONDS):
+                    self._reported = await self._server.load()
+            except (ServerGone, BrokenReply, Refused):
+                self._reported = ServerLoad()
+            except TimeoutError:  # busy: the last report is the best
+                pass
             if self._followed:
                 await self._compare_version()
         else:
             self._misses += 1
-            if self._misses >= MISSES_UNTIL_DEAD or not await client.alive():
+            if gone or self._misses >= MISSES_UNTIL_DEAD:
                 self._die(f"{client.url} generates nothing")
             elif self.state == pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(f"{client.url} missed a probe")
@@ -255,9 +266,9 @@ class SglangEngine(ServingEngine):
 
     async def _compare_version(self) -> None:
         """STALE if the server was started anew: it holds neither our version nor a later one."""
+        known = self.version  # before the server is asked: it may reach a later one meanwhile
         with contextlib.suppress(UpdateFailed):
             held = await self._named_version()
-            known = self.version
             if known is None or self.state != pb.ENGINE_STATE_HEALTHY:
                 return
             if not held.isdecimal() or int(held) < known:
@@ -438,16 +449,18 @@ class SglangEngine(ServingEngine):
         outcome: EngineResponse | Exception
         try:
             outcome = await self._respond(turn)
+            self._answered_since_check += 1
         except ServerGone as error:
             outcome = await self._lost(error) or broken(self.engine_id, turn, error)
         except BrokenReply as error:
             outcome = broken(self.engine_id, turn, error)
         except Refused as error:
             outcome = refused(self.engine_id, turn, error)
+        except Exception as error:  # whatever it is, the turn's caller waits for it
+            outcome = error
         if future.done():
             return
         turn.closed = True
-        self._finished_since_check += 1
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
@@ -485,8 +498,12 @@ class SglangEngine(ServingEngine):
                 if self._followed:
                     await self._catch_up()
                 continue
-            while self._followed and max(reply.versions, default=0) > (self.version or 0):
-                await self._caught_up.wait()  # until its keeper has verified that version
+            followed, newest = self._followed, max(reply.versions, default=0)
+            while followed and newest > (self.version or 0):
+                await self._catch_up()  # until its keeper has verified that version
+                if not self._followed:
+                    reason = f"its keeper was lost before it had verified version {newest}"
+                    raise TurnReturned(self.engine_id, reason)
             if not turn.versions:
                 turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
             turn.extend(reply.token_ids, reply.logprobs, reply.versions)

@@ -26,7 +26,7 @@ from services.rollout.engines.server_process import (
 )
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
 from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
-from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
+from services.rollout.engines.sglang.update import UNNAMED, DiskLoader, Updater, choose_loader
 from services.rollout.engines.weights import load_config, skeleton
 from troupe.checkpoints.adapters import linear_layers
 from troupe.disks import Scratch
@@ -51,8 +51,6 @@ _POLL_SECONDS: Final = 0.25
 _IDLE_SECONDS: Final = 10.0
 # Launches until one gets its port before another process does.
 _PORTS_TRIED: Final = 3
-# Name of weights that nobody has verified: no version.
-UNNAMED: Final = "unverified"
 # Adapters of one batch: the served version, former ones whose turns still run, none (the base).
 PER_BATCH: Final = 4
 
@@ -272,7 +270,7 @@ class Server:
             # parts of two versions: workers that follow it must not take them for either.
             unnamed = partial(self.client.set_version, UNNAMED)
             for repair in (self.client.end_update, unnamed, self.client.resume):
-                with contextlib.suppress(Refused):
+                with contextlib.suppress(Refused, BrokenReply, ServerGone):  # it is asked for more
                     await repair()
         while not self.followed and not await self.client.healthy():
             if self.exited is not None:
@@ -374,13 +372,16 @@ class Health:
         self._max_running = max_running
         self._answered_at = time.monotonic()
 
-    async def generates(self, answered: int, in_flight: int, *, serves: bool) -> bool:
+    async def generates(
+        self, answered: int, in_flight: int, load: ServerLoad, *, serves: bool
+    ) -> bool:
         """Whether the server generates. `answered`: turns since the last probe; one is proof
         enough.
 
         A server that is busy passes `/health_generate` with any sign of life, and a page in front
         of a dead one may answer anything: so an ordinary request is sent when it is idle, or when
-        it has room and still ends nothing. `in_flight`: turns that it has now.
+        it has room and still ends nothing. `in_flight`: turns that it has now of this worker;
+        `load`: its own report, which counts those of all workers.
         """
         if answered:
             self._answered_at = time.monotonic()
@@ -388,10 +389,11 @@ class Health:
         if not await self._client.healthy():
             return False
         silent = time.monotonic() - self._answered_at
-        # In a full server the probe may wait behind long turns: no fault.
-        idle = not in_flight and silent > PROBE_AFTER_SECONDS
-        stuck = 0 < in_flight < self._max_running and silent > STALL_SECONDS
-        if not (idle or stuck) or not serves:
+        # In a full server, or behind prompts that wait to be read, a probe may take long: no fault.
+        turns = max(in_flight, load.running)
+        room = turns < self._max_running and not load.waiting
+        patience = STALL_SECONDS if turns else PROBE_AFTER_SECONDS
+        if not (room and silent > patience and serves):
             return True
         if not await self._client.probe():
             return False

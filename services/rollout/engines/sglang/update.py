@@ -37,12 +37,15 @@ from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+Tensors = Mapping[str, torch.Tensor]
 UpdateSetting = Literal["auto", "tensor", "disk", "ipc", "broadcast"]
 
 # Bytes per tensor call by handles: bounds the shared memory that one call holds.
 _BUCKET_BYTES: Final = 1 << 30
 # The same by value: bounds the request, which both sides hold several times.
 _VALUE_BUCKET_BYTES: Final = 128 << 20
+# Name of weights that nobody has verified: no version.
+UNNAMED: Final = "unverified"
 # A server that is full answers the probe when one of its turns has ended.
 _ANSWER_SECONDS: Final = 600.0
 # Aborted turns leave the server within this time.
@@ -183,9 +186,19 @@ class Updater:
             raise update_failed(ref, "the server's own checksum of its weights did not change")
         await prove(self._client, proof, ref)
 
-    async def _put(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        await self._loader.put(self._client, tensors, version)
+    def trust_names(self) -> None:
+        """Take the names as checked: another worker has verified a version on this server."""
+        self._names.trusted = True
+
+    async def _put(self, tensors: Tensors, version: int | None) -> None:
+        name = UNNAMED if version is None else str(version)
+        # Workers that share the server must take no token for one of a version meanwhile.
+        if self._features.version_call:
+            await self._client.set_version(UNNAMED)
+        await self._loader.put(self._client, tensors, name)
         await self._client.flush_cache()
+        if self._features.version_call:
+            await self._client.set_version(name)
 
     async def _fingerprint(self, num_bytes: int) -> Fingerprint:
         digest = await self._client.weights_digest(num_bytes)
@@ -258,11 +271,9 @@ class Loader(ABC):
         """After a `load` that succeeded, while the server serves again: free what it needed."""
 
     @abstractmethod
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
-        """Load some tensors over those of `version`, which the server holds. Raises the client's
-        errors."""
+    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
+        """Load some tensors over those that the server holds, and name the whole. Raises the
+        client's errors."""
 
 
 class DiskLoader(Loader):
@@ -308,14 +319,12 @@ class DiskLoader(Loader):
         self._weights = None
         await asyncio.to_thread(self._remove)
 
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
         """Write the tensors to a temporary directory and have the server read it."""
         path = self._directory / "some"
         try:
             await asyncio.to_thread(self._write, tensors, path)
-            await client.update_from_disk(str(path), str(version), self._num_bytes)
+            await client.update_from_disk(str(path), name, self._num_bytes)
         finally:
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
@@ -381,22 +390,18 @@ class TensorLoader(Loader):
         """Send the tensors bucket by bucket; nothing is flushed."""
         assert self._weights is not None  # prepared
         tensors, version = self._weights
-        await self._send(client, tensors, version)
+        await self._send(client, tensors, str(version))
         return False
 
     async def loaded(self) -> None:
         """Let go of the tensors."""
         self._weights = None
 
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
         """Send the tensors as in an update."""
-        await self._send(client, tensors, version)
+        await self._send(client, tensors, name)
 
-    async def _send(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def _send(self, client: SglangClient, tensors: Tensors, name: str) -> None:
         encode = shared_payload if self._shared else payload
         size = _BUCKET_BYTES if self._shared else _VALUE_BUCKET_BYTES
         if self._sessions:
@@ -407,7 +412,7 @@ class TensorLoader(Loader):
                 data = await asyncio.to_thread(for_ranks, encode, bucket, self._ranks)
                 # Only with the last bucket: a server that fails half-way must not name the version.
                 last = number == len(groups) and not self._names_version
-                named = str(version) if last else None
+                named = name if last else None
                 num_bytes = sum(tensor.nbytes for _, tensor in bucket)
                 await client.update_from_tensors(data, named, num_bytes)
         finally:
@@ -451,11 +456,9 @@ class EitherLoader(Loader):
         """Free what the loader in use needed."""
         await self._active.loaded()
 
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
         """By the loader in use."""
-        await self._active.put(client, tensors, version)
+        await self._active.put(client, tensors, name)
 
 
 def choose_loader(
@@ -474,10 +477,7 @@ def choose_loader(
     Raises `EngineStartFailed` when the setting asks for what the release lacks.
     """
     tensors = TensorLoader(
-        ranks,
-        sessions=features.sessions,
-        shared=launched,
-        names_version=features.version_call,
+        ranks, sessions=features.sessions, shared=launched, names_version=features.version_call
     )
     needed = {"tensor": features.tensors, "ipc": features.buckets, "broadcast": features.groups}
     if not needed.get(setting, True):
