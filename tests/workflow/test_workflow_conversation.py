@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,3 +193,25 @@ def test_a_character_of_several_tokens_is_the_last_ones() -> None:
     assert tokenizer.texts(tokenizer.encode("a\u00e9")) == ["a", "", "\u00e9"]
     # A reply may end in the middle of one.
     assert tokenizer.texts(tokenizer.encode("\u20ac")[:2]) == ["", ""]
+
+
+def test_the_prompts_of_a_conversation_take_memory_by_its_length_not_by_its_turns_squared() -> None:
+    chat = make_chat()
+    memory = ConversationMemory(chat)
+    messages: tuple[tuple[str, str], ...] = (USER,)
+    prompts, copies = [], []
+    for turn in range(12):
+        said = (*chat.encode(f"answer {turn} " * 20), 2)
+        prompts.append(memory.prompt(messages).ids)
+        copies.append(tuple(prompts[-1]))
+        text = chat.text(said, stopped=True)
+        memory.remember(messages, text, (turn,), prompts[-1], said, stopped=True)
+        # Of two conversations that part here only one goes on.
+        aside = memory.prompt((*messages, ("assistant", text), ("user", "or not?"))).ids
+        messages = (*messages, ("assistant", text), ("user", "go on"))
+        assert aside[: len(prompts[-1])] == prompts[-1]
+    assert [tuple(one) for one in prompts] == copies
+    longest = prompts[-1].array
+    assert all(np.shares_memory(one.array, longest) for one in prompts[1:])
+    # The first one is other conversations', too.
+    assert not np.shares_memory(prompts[0].array, longest)

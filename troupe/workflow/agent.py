@@ -579,6 +579,7 @@ class Agent:
             else:
                 parsed = _parse(generation, role, turn, reading)
         generation, ids = parsed.generation, tuple(parsed.generation.token_ids)
+        logprobs = tuple(generation.logprobs)
         names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
         reply = Reply(
             role.name,
@@ -586,7 +587,7 @@ class Agent:
             parsed.text,
             turn.prompt_ids,
             ids,
-            tuple(generation.logprobs),
+            logprobs,
             generation.finish_reason,
             parsed.content,
             # JSON escapes of a model may be half of a surrogate pair.
@@ -608,7 +609,9 @@ class Agent:
                 content=reply.content,
                 calls=reply.tool_calls,
             )
-        turn.reply, turn.generation = reply, generation
+        # Both last as long as the trajectory: with the same objects.
+        turn.reply = reply
+        turn.generation = replace(generation, token_ids=ids, logprobs=logprobs)
         turn.answered = self._record.tick()
         return reply
 

@@ -34,19 +34,20 @@ class TokenIds(Sequence[int]):
     new.
     """
 
-    __slots__ = ("_hasher", "_json", "_range", "array")
+    __slots__ = ("_earlier", "_hasher", "_json", "_range", "array")
 
     array: IntArray
     # xxh3 of all ids; lowest and highest id; JSON text of the first ids, with their number.
     _hasher: Any
     _range: tuple[int, int] | None
     _json: tuple[bytes, int]
+    _earlier: TokenIds | None
 
     def __init__(self, array: IntArray) -> None:
         """`array`: one-dimensional, and never changed from now on."""
         array.flags.writeable = False
         self.array = array
-        self._hasher = self._range = None
+        self._hasher = self._range = self._earlier = None
         self._json = b"", 0
 
     @classmethod
@@ -86,6 +87,15 @@ class TokenIds(Sequence[int]):
             whole._range = min(low, int(new.min())), max(high, int(new.max()))
         whole._json, first._json = first._json, (b"", 0)
         return whole
+
+    def share_with(self, earlier: TokenIds) -> None:
+        """Have `earlier`, with which these ids begin, and what that shares with be views of this
+        array, but for the first of all, which other conversations begin with, too. Else the prompts
+        of a conversation would take memory by the square of its turns."""
+        self._earlier = earlier
+        while earlier._earlier is not None:
+            earlier.array = self.array[: len(earlier)]
+            earlier = earlier._earlier
 
     @property
     def digest(self) -> int:

@@ -427,7 +427,9 @@ class ConversationMemory:
             return PromptIds(self._tokenizer.first_ids(whole, rendering), broken)
         index, reply = known
         suffix = self._tokenizer.suffix_ids(whole, index, reply.stop_id, rendering)
-        return PromptIds(TokenIds.joined((*reply.ids, suffix)), broken)
+        ids = TokenIds.joined((*reply.ids, suffix))
+        ids.share_with(reply.ids[0])
+        return PromptIds(ids, broken)
 
     def remember(
         self,

@@ -211,7 +211,6 @@ async def test_a_server_that_is_full_of_others_turns_is_not_dead(
     monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 0.2)
     await engine.check()
     fake.faults.queue = 3
-    await engine.check()  # reads the report of load
     for _ in range(4):
         assert await engine.check() == pb.ENGINE_STATE_HEALTHY
     fake.faults.queue, fake.faults.never_answer = 0, True

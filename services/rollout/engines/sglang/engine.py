@@ -48,10 +48,10 @@ from troupe.v1 import common_pb2 as pb
 MISSES_UNTIL_DEAD: Final = 3
 # How long an aborted turn waits for the server to return its tokens.
 _ABORT_SECONDS: Final = 2.0
-# A check ends before its caller gives up on it, so that a missed one is counted; then the load is
-# asked for.
+# A check ends before its caller gives up on it, so that a missed one is counted; before it the
+# server is asked for its load.
 _CHECK_SECONDS: Final = 16.0
-_LOAD_SECONDS: Final = 4.0
+_LOAD_SECONDS: Final = 3.0
 # How long a turn waits for the version of a server that another worker keeps, before it asks again.
 _CATCH_UP_SECONDS: Final = 5.0
 # Continuations that are scored at once.
@@ -228,6 +228,13 @@ class SglangEngine(ServingEngine):
         if self._asleep:  # it cannot generate
             return self.state
         answered, self._answered_since_check = self._answered_since_check, 0
+        try:
+            async with asyncio.timeout(_LOAD_SECONDS):
+                self._reported = await self._server.load()
+        except (ServerGone, BrokenReply, Refused):
+            self._reported = ServerLoad()
+        except TimeoutError:  # busy: the last report is the best
+            pass
         client, healthy, gone = self._server.client, False, False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHECK_SECONDS):
@@ -247,13 +254,6 @@ class SglangEngine(ServingEngine):
             self._misses = 0
             if self.state == pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
-            try:
-                async with asyncio.timeout(_LOAD_SECONDS):
-                    self._reported = await self._server.load()
-            except (ServerGone, BrokenReply, Refused):
-                self._reported = ServerLoad()
-            except TimeoutError:  # busy: the last report is the best
-                pass
             if self._followed:
                 await self._compare_version()
         else:
