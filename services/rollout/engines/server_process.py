@@ -21,6 +21,8 @@ from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, 
 # For a server to end its own children; then the whole process group is killed.
 TERM_SECONDS: Final = 10.0
 _TAIL_BYTES: Final = 4096
+# A log lies in host memory: a server that runs for weeks must not fill it.
+_LOG_BYTES: Final = 16 << 20
 # Asks the kernel for SIGTERM when the rollout process dies, however it dies, then becomes the
 # server: an orphaned server would hold its memory and its port for ever.
 _STUB: Final = """
@@ -178,6 +180,16 @@ class ServerProcess:
         except OSError:
             return ""
         return "\n".join(text.strip().splitlines()[-8:])
+
+    def trim_log(self) -> None:
+        """Keep the last eighth of a log of more than `_LOG_BYTES`. The server appends to it."""
+        with contextlib.suppress(OSError), self.log_path.open("r+b") as log:
+            if log.seek(0, os.SEEK_END) > _LOG_BYTES:
+                log.seek(-_LOG_BYTES // 8, os.SEEK_END)
+                end = log.read()
+                log.truncate(0)
+                log.seek(0)
+                log.write(end)
 
     async def stop(self) -> None:
         """SIGTERM to the group, SIGKILL if it is still there after `TERM_SECONDS`. Repeatable."""

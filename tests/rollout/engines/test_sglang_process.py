@@ -89,3 +89,24 @@ async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
 
 def test_free_ports_differ() -> None:
     assert len({free_port() for _ in range(20)}) > 10
+
+
+async def test_a_log_does_not_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.engines.server_process._LOG_BYTES", 8000)
+    script = "seq 10000 19999; read go < go; seq 20000 20009; sleep 600"
+    os.mkfifo(tmp_path / "go")
+    process = ServerProcess(["/bin/sh", "-c", f"cd {tmp_path}; {script}"], tmp_path / "log")
+    process.trim_log()  # there is none yet
+    await process.start()
+    await until_written(tmp_path / "log", 10_000)
+    process.trim_log()
+    assert (tmp_path / "log").stat().st_size == 1000
+    (tmp_path / "go").write_text("go\n")
+    lines = await until_written(tmp_path / "log", 176)
+    assert [int(line) for line in lines[1:]] == [*range(19834, 20000), *range(20000, 20010)][-175:]
+    assert process.tail().splitlines()[-1] == "20009"
+    process.trim_log()
+    assert len((tmp_path / "log").read_text().splitlines()) == len(lines)
+    await process.stop()

@@ -478,6 +478,7 @@ class SglangEngine(ServingEngine):
         while True:
             await self._open.wait()
             asked_of, updates = self._loaded, self._updates
+            followed, known = self._followed, self.version
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids if turn.token_ids else turn.prompt_ids
             meta = await self._server.client.generate(
@@ -498,12 +499,12 @@ class SglangEngine(ServingEngine):
                 if self._followed:
                     await self._catch_up()
                 continue
-            followed, newest = self._followed, max(reply.versions, default=0)
-            while followed and newest > (self.version or 0):
+            newest = max(reply.versions, default=0)
+            while self._followed and newest > (self.version or 0):
                 await self._catch_up()  # until its keeper has verified that version
-                if not self._followed:
-                    reason = f"its keeper was lost before it had verified version {newest}"
-                    raise TurnReturned(self.engine_id, reason)
+            if followed and not self._followed and newest > (known or 0):
+                reason = f"its keeper was lost before it had verified version {newest}"
+                raise TurnReturned(self.engine_id, reason)
             if not turn.versions:
                 turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
             turn.extend(reply.token_ids, reply.logprobs, reply.versions)

@@ -115,7 +115,10 @@ class Server:
     def exited(self) -> str | None:
         """How a launched server ended; None while it runs, and for attached servers."""
         process = self._process
-        if process is None or process.running:
+        if process is None:
+            return None
+        process.trim_log()  # looked at as often as this
+        if process.running:
             return None
         return f"the server exited with code {process.exit_code}; last lines of its log:\n" + (
             process.tail() or "(empty)"
