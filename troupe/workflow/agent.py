@@ -474,10 +474,7 @@ class Agent:
         return self._begin(None, PromptIds(TokenIds.of(given), broken=False), n, sampling)
 
     def endpoint(
-        self,
-        *,
-        lenient: bool | None = None,
-        sampling: Literal["job", "client"] | None = None,
+        self, *, lenient: bool | None = None, sampling: Literal["job", "client"] | None = None
     ) -> Endpoint:
         """An OpenAI-compatible endpoint whose client speaks as this agent until the trajectory
         ends.
@@ -521,11 +518,7 @@ class Agent:
         return self._record.mix_seed(given)
 
     def _begin(
-        self,
-        reading: _Reading | None,
-        prompt: PromptIds,
-        n: int | None,
-        overrides: dict[str, Any],
+        self, reading: _Reading | None, prompt: PromptIds, n: int | None, overrides: dict[str, Any]
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         role = self.role
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):

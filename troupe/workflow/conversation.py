@@ -267,9 +267,7 @@ class ChatTokenizer:
 
     def _slow_decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         decoded: str = self._tokenizer.decode(
-            list(ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return decoded
 

@@ -118,11 +118,7 @@ def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
     from troupe.rpc.errors import InvalidArgument
 
     return InvalidArgument(
-        error.message,
-        kind=error.kind,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
     )
 
 

@@ -546,12 +546,7 @@ def _thoughts(message: Mapping[str, Any], index: int) -> str:
 
 
 # Text field by type of content part, of OpenAI's chat and responses APIs.
-_PARTS: Final = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}
+_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def content_text(content: Any, field: str) -> str:

@@ -170,10 +170,7 @@ async def call_functions(
             given = await scorer.score(name, arguments)
         except ToolError as error:
             raise RewardFailedError(
-                error.message,
-                kind=f"reward_{error.kind}",
-                field=source,
-                remedy=error.remedy,
+                error.message, kind=f"reward_{error.kind}", field=source, remedy=error.remedy
             ) from error
         if isinstance(given, int | float) and not isinstance(given, bool):
             given = dict.fromkeys(agents, given)

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from troupe.outcomes import NotFiniteError, finite_number
-from troupe.workflow.environments.interface import (
-    Action,
-    Observation,
-    Properties,
-    Reset,
-    Step,
-)
+from troupe.workflow.environments.interface import Action, Observation, Properties, Reset, Step
 from troupe.workflow.errors import (
     EnvironmentContractError,
     EpisodeOverError,

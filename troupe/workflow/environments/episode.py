@@ -265,12 +265,7 @@ class Episode:
     """Plays one episode of `environment` with the agents of one trajectory."""
 
     def __init__(
-        self,
-        environment: AsyncEnvironment,
-        agents: Agents,
-        rules: PlayRules,
-        *,
-        seed: int,
+        self, environment: AsyncEnvironment, agents: Agents, rules: PlayRules, *, seed: int
     ) -> None:
         self._environment = environment
         self._agents = agents

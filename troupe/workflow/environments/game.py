@@ -14,17 +14,8 @@ import xxhash
 
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, Seating, job_rules
-from troupe.workflow.environments.host import (
-    AsyncEnvironment,
-    FaultLimits,
-    Local,
-    open_environment,
-)
-from troupe.workflow.environments.interface import (
-    Environment,
-    EnvironmentFactory,
-    IllegalRule,
-)
+from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Local, open_environment
+from troupe.workflow.environments.interface import Environment, EnvironmentFactory, IllegalRule
 from troupe.workflow.environments.process import EnvironmentPool, Hosted
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import Query
@@ -159,8 +150,7 @@ class GameWorkflow:
         seed = seed_of(query)
         episode = Episode(environment, agents, job_rules(self.rules, query), seed=seed)
         return await episode.play(
-            self._seats if self._seats is not None else tuple(agents),
-            seed if self.permutes else 0,
+            self._seats if self._seats is not None else tuple(agents), seed if self.permutes else 0
         )
 
     def _take(self) -> AsyncEnvironment:

@@ -424,10 +424,7 @@ class Hosted(AsyncEnvironment):
 
 
 def hosted(
-    entrypoint: str,
-    args: Mapping[str, Any] | None = None,
-    *,
-    limits: FaultLimits | None = None,
+    entrypoint: str, args: Mapping[str, Any] | None = None, *, limits: FaultLimits | None = None
 ) -> Hosted:
     """An environment `package.module:attribute`, called with `args` (JSON values), in a process of
     its own, which ends with `close` or with this process.

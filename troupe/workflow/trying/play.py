@@ -131,9 +131,7 @@ class Trial:
         if waiting:
             message += f"; it was waiting for {', '.join(waiting)}"
         return WorkflowError(
-            message,
-            kind="deadline",
-            remedy="Await something that ends, or allow more seconds.",
+            message, kind="deadline", remedy="Await something that ends, or allow more seconds."
         )
 
 

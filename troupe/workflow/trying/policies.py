@@ -132,9 +132,7 @@ class PolicyBackend:
     """`troupe.workflow.Backend` of one trajectory over policies."""
 
     def __init__(
-        self,
-        policy: Policy | Mapping[str, Policy],
-        contexts: Mapping[str, int] | None = None,
+        self, policy: Policy | Mapping[str, Policy], contexts: Mapping[str, int] | None = None
     ) -> None:
         """`policy`: for all agents, or by agent. `contexts`: context length in tokens by policy;
         unlimited for others."""

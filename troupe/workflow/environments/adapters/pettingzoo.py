@@ -10,13 +10,7 @@ from functools import partial
 from typing import Any
 
 from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
-from troupe.workflow.environments.interface import (
-    Action,
-    Observation,
-    Properties,
-    Reset,
-    Step,
-)
+from troupe.workflow.environments.interface import Action, Observation, Properties, Reset, Step
 from troupe.workflow.errors import missing_library
 from troupe.workflow.loading import load_attribute
 

@@ -47,10 +47,7 @@ def native(space: Any, action: Action, seat: str) -> Any:
 
 def _illegal(space: Any, action: Action, seat: str) -> IllegalMoveError:
     return IllegalMoveError(
-        f"{action!r} is not in {space}",
-        seat=seat,
-        value=action,
-        remedy=f"Give a value of {space}.",
+        f"{action!r} is not in {space}", seat=seat, value=action, remedy=f"Give a value of {space}."
     )
 
 
