@@ -456,7 +456,13 @@ def _refusal(
         return lost(rest[0].decode(), f"it belongs to {rest[1].decode()}")
     where = f"step {commit.step} of policy {commit.policy}"
     if outcome == b"unkept":
-        return _unkept(commit.step, commit.policy, rest)
+        return FailedPrecondition(
+            f"{where}: {int(rest[0])} of {int(rest[1])} micro-batches are kept",
+            kind="rows_not_kept",
+            field="kept_micro_batches",
+            value=int(rest[1]),
+            remedy="Write the training state, and commit with `durable`.",
+        )
     if outcome == b"unsealed":
         return FailedPrecondition(
             f"{where} has {int(rest[0])} of {int(rest[1])} trajectories"
@@ -495,17 +501,4 @@ def _refusal(
         field="outcome",
         value=store_pb.StepOutcome.Name(commit.outcome),
         remedy="EMPTY is for a step without samples, and only for that.",
-    )
-
-
-def _unkept(step: int, policy: str, found: Sequence[bytes | int]) -> FailedPrecondition:
-    """The error of a commit that relies on rows that were not kept; `found`: how many were, and
-    how many were to be."""
-    return FailedPrecondition(
-        f"step {step} of policy {policy}: {int(found[0])} of {int(found[1])} micro-batches "
-        "are kept",
-        kind="rows_not_kept",
-        field="kept_micro_batches",
-        value=int(found[1]),
-        remedy="Write the training state, and commit with `durable`.",
     )

@@ -512,7 +512,9 @@ class HostFleet:
         now = time.monotonic()
         for name, left in list(self._left.items()):
             if now - left >= self._expected_seconds:
-                del self._left[name], self._resources[name]
+                del self._left[name]
+                # One that drained for so long is gone from here already when it leaves.
+                self._resources.pop(name, None)
         own = self._own
         cores = own.total_cores
         every = {own.name: (own.workers, cores, own.resources)} if own.workers else {}

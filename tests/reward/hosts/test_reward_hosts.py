@@ -18,10 +18,15 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
+from services.chassis.telemetry import Telemetry
+from services.reward.host import FunctionHost
 from services.reward.hosts.agent import HostAgent, RewardHost
+from services.reward.hosts.link import HostFleet, HostLink
+from services.reward.runtime import Runtime
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
 from tests.support.needs import BUBBLEWRAP
+from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, InvalidArgument, Unavailable, connect, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -311,3 +316,19 @@ async def test_offers_that_make_no_sense_are_refused(service: Service) -> None:
         stream = service.stub.AttachHost(messages())
         with pytest.raises(InvalidArgument, match=reason):
             await anext(aiter(stream))
+
+
+async def test_a_host_that_drains_for_long_leaves_once() -> None:
+    """It is forgotten while its calls still run; then it goes."""
+    runtime = Runtime([], Telemetry())
+    fleet = HostFleet(FunctionHost("", []), runtime.dispatcher, expected_seconds=0)
+    spec = pb.FunctionSpec(name="any", timeout_seconds=9)
+    sources = SourceStore()
+    fleet.attach(HostLink(pb.HostOffer(host_id="drains", workers=1), sources))
+    for _ in range(2):
+        fleet.detach("drains")
+        fleet.check(spec)
+    fleet.attach(HostLink(pb.HostOffer(host_id="drains", workers=1), sources))
+    fleet.check(spec)
+    assert list(runtime.dispatcher.hosts) == ["drains"]
+    await runtime.stop()
