@@ -75,15 +75,11 @@ class FrozenVersions:
             tensors = self._read(job_id, policy, version, checksum)
             metadata = {"job_id": job_id, "policy": policy}
             manifest = self._transfer.set(key, tensors, metadata=metadata)
-        return pb.WeightsRef(
-            job_id=job_id,
-            policy=policy,
-            version=version,
-            key=key,
-            checksum=checksum,
-            num_bytes=manifest.num_bytes,
-            holders=self._transfer.holders,
+        found = Publication(self._transfer, job_id, policy).reference(
+            version, checksum, manifest.num_bytes
         )
+        found.key = key
+        return found
 
     def drop(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
         """Delete a member from the transfer layer; with `files`, from disk too."""

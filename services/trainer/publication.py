@@ -40,7 +40,7 @@ class Publication:
         """Publish a copy of `tensors` as `version`. Raises StorageFull."""
         metadata = {"job_id": self._job, "policy": self._policy}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
-        return self._reference(version, manifest.checksum, manifest.num_bytes)
+        return self.reference(version, manifest.checksum, manifest.num_bytes)
 
     def ensure_base(self, base: AdaptedBase | None) -> None:
         """Publish the frozen weights under an adapter, once for all policies of the job."""
@@ -80,7 +80,7 @@ class Publication:
         except (KeyNotFound, Corrupt) as error:
             log.info("publishing again", key=key, reason=error.message)
             return self.publish(version, tensors)
-        return self._reference(version, checksum, manifest.num_bytes)
+        return self.reference(version, checksum, manifest.num_bytes)
 
     def existing(self, version: int, checksum: str) -> pb.WeightsRef | None:
         """The published version with this checksum, copied to this host; None if no host has it."""
@@ -88,7 +88,7 @@ class Publication:
             manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
         except (KeyNotFound, Corrupt):
             return None
-        return self._reference(version, checksum, manifest.num_bytes)
+        return self.reference(version, checksum, manifest.num_bytes)
 
     def prune(self, newest: int, keep: int) -> None:
         """Delete all versions but the `keep` newest up to `newest`."""
@@ -98,7 +98,8 @@ class Publication:
             if version.isdigit() and int(version) <= newest - keep:
                 self._transfer.delete(key)
 
-    def _reference(self, version: int, checksum: str, num_bytes: int) -> pb.WeightsRef:
+    def reference(self, version: int, checksum: str, num_bytes: int) -> pb.WeightsRef:
+        """The reference to a version that is published here."""
         return pb.WeightsRef(
             job_id=self._job,
             policy=self._policy,

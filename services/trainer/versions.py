@@ -42,8 +42,9 @@ from troupe.v1 import trainer_pb2_grpc
 
 log = structlog.get_logger("troupe.trainer")
 
-# Deadline in seconds for another trainer to read a state from its disk.
-_OFFER_SECONDS: Final = 300.0
+# Deadline in seconds for another trainer to read a state from its disk, or to fetch and write it:
+# that of 32 billion parameters at 100 MB/s. The channel's keep-alive notices one that is gone.
+_OFFER_SECONDS: Final = 4000.0
 _POLL_SECONDS: Final = 0.5
 
 
@@ -226,11 +227,9 @@ class RemoteStates:
 
     @contextlib.contextmanager
     def _trainer(self, address: str) -> Iterator[Any]:
-        channel = connect_sync(address, self._settings.client(retry=NO_RETRY))
-        try:
+        client = self._settings.client(retry=NO_RETRY)
+        with contextlib.closing(connect_sync(address, client)) as channel:
             yield trainer_pb2_grpc.TrainerStub(channel)
-        finally:
-            channel.close()
 
     def _lost(
         self, store: StateStore, version: int, checksum: str, troubles: Mapping[str, str]
@@ -368,7 +367,7 @@ class Versions:
             self.durability.loaded(0)
         elif trained and self.durability.durable != version:
             # Computed again: at once, so that further crashes do not cost these steps once more.
-            self._write_behind(at_once=True)
+            self.write_behind(at_once=True)
 
     def _publish_again(self, version: int, checksum: str) -> None:
         """Publish the loaded weights where this host lacks them. Raises as `Publication.ensure`."""
@@ -405,11 +404,6 @@ class Versions:
         if not keeping:
             self.durability.save(self._snapshot(weights, frontier))
         return weights
-
-    def write_behind(self, *, over_high_water: bool) -> None:
-        """After the commit of a step whose rows are kept: have its state written in the background,
-        if it is time."""
-        self._write_behind(over_high_water=over_high_water)
 
     def keeps_rows(self, step: int) -> bool:
         """Whether `step`, which begins, may be committed before its state is on disk."""
@@ -656,7 +650,9 @@ class Versions:
     def _seeded(self) -> Generators:
         return seeded(policy_seed(self._spec.seed, self._policy), self._device)
 
-    def _write_behind(self, *, over_high_water: bool = False, at_once: bool = False) -> None:
+    def write_behind(self, *, over_high_water: bool = False, at_once: bool = False) -> None:
+        """Have the committed state, whose step's rows are kept, written in the background, if it is
+        time, or `at_once`."""
         if self.copies:
             learner = self.learner
             self.durability.write_behind(

@@ -470,6 +470,7 @@ class TrainerWorker:
                 # Hosts of a gang that a scheduler gave to this worker are its own.
                 lends=self._settings.gang_nodes == 1,
                 lends_to="" if lent is None else lent.leader,
+                forward_tokens=self._settings.trainer_forward_tokens,
             ),
             devices=given_devices(self._devices, self._holders()),
         )

@@ -44,6 +44,8 @@ class TrainerScript:
     memory: int = 0
     # Their torch type.
     device: str = "cpu"
+    # TROUPE_TRAINER_FORWARD_TOKENS.
+    forward_tokens: int = 0
     # What it says of settings that jobs leave open.
     resolved: tuple[pb.ResolvedSetting, ...] = ()
     # Ranks that it can run, of gangs that others lead, too; 0: it does not say.
@@ -122,6 +124,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                 slots=self.script.slots,
                 device=self.script.device,
                 memory_bytes=self.script.memory,
+                forward_tokens=self.script.forward_tokens,
                 ranks=self.script.ranks,
                 lends=self.script.ranks > 0,
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,8 @@ class Hosts(dict[str, "Trainer"]):
     def __init__(self) -> None:
         self.lying: dict[str, Mapping[str, torch.Tensor]] = {}
         self.offered: list[str] = []
+        # Calls and their deadlines.
+        self.asked: list[tuple[str, float]] = []
 
 
 class Host:
@@ -52,6 +54,10 @@ class Host:
     def delete(self, key: str) -> None:
         self._hosts.lying.pop(key, None)
 
+    def drop(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
 
 class Trainer(RemoteStates):
     """A trainer on a host of its own, reached without a network."""
@@ -63,6 +69,7 @@ class Trainer(RemoteStates):
             trainer_keep_states=2,
             trainer_state_replicas=1,
             trainer_sync_files=False,
+            trainer_state_wait_seconds=0.0,
             shares_states=True,
         )
         host: Any = Host(name, hosts)
@@ -71,7 +78,12 @@ class Trainer(RemoteStates):
         hosts[name] = self
 
     def KeepState(self, request: pb.KeepStateRequest, timeout: float) -> pb.KeepStateResponse:
+        self._hosts.asked.append(("KeepState", timeout))
         return self.keep(request.job_id, request.policy, request.version, request.offer)
+
+    def OfferState(self, request: pb.OfferStateRequest, timeout: float) -> pb.OfferStateResponse:
+        self._hosts.asked.append(("OfferState", timeout))
+        return self.offer(request.job_id, request.policy, request.version, request.checksum)
 
     @contextmanager
     def _trainer(self, address: str) -> Iterator[Any]:
@@ -99,3 +111,14 @@ def test_a_host_that_comes_later_gets_the_first_version_too(tmp_path: Path, firs
     # Once is enough; nothing stays where hosts read it.
     assert hosts.offered == ["v0", "v1", "v2", "v3", "v4", *["v0"] * first, "v5"]
     assert not hosts.lying
+
+
+def test_other_trainers_have_time_for_the_state_of_a_large_policy(tmp_path: Path) -> None:
+    """Weights and two moments of 32 billion parameters, read from or written to a disk."""
+    hosts = Hosts()
+    Trainer("copy", hosts, tmp_path)
+    Trainer("maker", hosts, tmp_path).save(0, first=True)
+    late = Trainer("late", hosts, tmp_path)
+    assert torch.equal(late.states.load(0, f"{0:032x}").weights["w"], WEIGHTS["w"])
+    assert [what for what, _ in hosts.asked] == ["KeepState", "OfferState"]
+    assert all(seconds >= 32e9 * 12 / 100e6 for _, seconds in hosts.asked)

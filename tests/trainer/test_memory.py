@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.sglang import HALF_BILLION
 from tests.support.ports import free_port
 from tests.trainer.peak import case
+from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
@@ -181,3 +182,9 @@ def test_more_ranks_need_less_and_more_tokens_more(
     assert some.state == -(-QWEN3_4B.parameters * 4 // ranks) * 4
     assert all(size >= 0 for size in some.parts.values())
     assert sum(some.parts.values()) == some.total
+
+
+async def test_a_worker_says_what_the_prediction_of_its_memory_needs(stage: TrainingStage) -> None:
+    trainer = await stage.trainer(trainer_forward_tokens=4096, trainer_memory_bytes=8 << 30)
+    said = trainer.worker.heartbeat().trainer
+    assert (said.device, said.memory_bytes, said.forward_tokens) == ("cpu", 8 << 30, 4096)

@@ -2519,6 +2519,7 @@ class TrainerDevice(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     LENDS_FIELD_NUMBER: _builtins.int
     LENDS_TO_FIELD_NUMBER: _builtins.int
+    FORWARD_TOKENS_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """Policies that it may hold at once; 0: any number."""
     memory_bytes: _builtins.int
@@ -2533,6 +2534,8 @@ class TrainerDevice(_message.Message):
     """Whether it runs ranks of a gang that another worker leads."""
     lends_to: _builtins.str
     """Worker id of the leader for which it runs ranks now; empty: none."""
+    forward_tokens: _builtins.int
+    """Tokens of one of its passes where the job leaves them open; 0: what suits the device."""
     def __init__(
         self,
         *,
@@ -2543,10 +2546,11 @@ class TrainerDevice(_message.Message):
         ranks: _builtins.int = ...,
         lends: _builtins.bool = ...,
         lends_to: _builtins.str = ...,
+        forward_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "lends", b"lends", "lends_to", b"lends_to", "memory_bytes", b"memory_bytes", "ranks", b"ranks", "slots", b"slots", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "forward_tokens", b"forward_tokens", "lends", b"lends", "lends_to", b"lends_to", "memory_bytes", b"memory_bytes", "ranks", b"ranks", "slots", b"slots", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

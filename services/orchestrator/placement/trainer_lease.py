@@ -80,7 +80,7 @@ class TrainerLease:
         # What its model is, if this machine can read the configuration, and what each device of a
         # worker needs for it, by the worker's device type and memory.
         self._shape: ModelShape | None = None
-        self._setups: dict[tuple[str, int], tuple[TrainingSetup, RankMemory]] = {}
+        self._setups: dict[tuple[str, int, int], tuple[TrainingSetup, RankMemory]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._suspended_on: WorkerHandle | None = None
         # Workers that may hold something of the policy: a binding, a state, a prefetched copy.
@@ -327,11 +327,14 @@ class TrainerLease:
         self, shape: ModelShape, worker: WorkerHandle
     ) -> tuple[TrainingSetup, RankMemory]:
         """How each device of `worker` trains the policy, and the memory that it needs."""
-        device, memory = worker.beat.trainer.device or "cpu", worker.beat.trainer.memory_bytes
-        if (device, memory) not in self._setups:
-            setup = setup_of(self._job.spec, self._policy, shape, device=device, memory=memory)
-            self._setups[device, memory] = setup, rank_memory(shape, setup)
-        return self._setups[device, memory]
+        beat, job = worker.beat.trainer, self._job.spec
+        kind = device, memory, tokens = beat.device or "cpu", beat.memory_bytes, beat.forward_tokens
+        if kind not in self._setups:
+            setup = setup_of(
+                job, self._policy, shape, device=device, memory=memory, forward_tokens=tokens
+            )
+            self._setups[kind] = setup, rank_memory(shape, setup)
+        return self._setups[kind]
 
     async def specification_on(self, worker: WorkerHandle) -> str:
         """The job's specification (JSON) for the group led by `worker`, with

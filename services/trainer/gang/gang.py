@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -351,9 +351,14 @@ class Gang:
             raise ValueError(answer.header["unfit"])
         return answer
 
-    def new_file(self) -> Path:
-        """A new path in the shared memory of this host."""
-        return self.directory / f"{next(self._files)}.safetensors"
+    @contextlib.contextmanager
+    def file(self) -> Iterator[Path]:
+        """A path of a file in the shared memory of this host, which is removed afterwards."""
+        path = self.directory / f"{next(self._files)}.safetensors"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
     def close(self, *, orderly: bool = True) -> None:
         """End all ranks after the current order: by an order, or by a signal. Idempotent."""

@@ -16,8 +16,10 @@ they drop together (learning/pass_budget.py).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -26,15 +28,17 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -54,6 +58,11 @@ from services.trainer.learning.ranks import (
 )
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, Slices
+
+# A disk or network that brings less is not waited for.
+SLOWEST_BYTES_PER_SECOND: Final = 20e6
+# Of each parameter of a policy, and of its critic: the weight and two moments in float32.
+_STATE_BYTES: Final = 24
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
@@ -233,6 +242,18 @@ class GangGroup(RankGroup):
             if mark is not None:
                 mark.unlink(missing_ok=True)
 
+    @contextlib.contextmanager
+    def waiting_for_disks(self, parameters: int) -> Iterator[None]:
+        """Context, of all ranks, in which they wait for one another as long as a slow disk takes
+        for the state of so many parameters, or for each rank's part of it where they share one."""
+        part = _STATE_BYTES * parameters / (self.size if self.shares_disk else 1)
+        usual = timedelta(seconds=self.timeout_seconds)
+        _set_pg_timeout(usual + timedelta(seconds=part / SLOWEST_BYTES_PER_SECOND), self.control)
+        try:
+            yield
+        finally:
+            _set_pg_timeout(usual, self.control)
+
     # Bytes between ranks.
 
     def broadcast(self, frame: Frame | None) -> Frame:
@@ -378,36 +399,18 @@ class _AllGather(DefaultAllGather):
     def __init__(self, collectives: PassCollectives) -> None:
         self._collectives = collectives
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        gather = super().__call__
-        work: dist.Work | None = self._collectives.make(
-            lambda: gather(output_tensor, input_tensor, group, async_op), output_tensor
-        )
-        return work
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        gather = functools.partial(super().__call__, output_tensor, *args, **options)
+        return self._collectives.make(gather, output_tensor)
 
 
 class _ReduceScatter(DefaultReduceScatter):
     def __init__(self, collectives: PassCollectives) -> None:
         self._collectives = collectives
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        scatter = super().__call__
-        return self._collectives.make(
-            lambda: scatter(output_tensor, input_tensor, group, op, async_op), output_tensor
-        )
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        scatter = functools.partial(super().__call__, output_tensor, *args, **options)
+        return self._collectives.make(scatter, output_tensor)
 
 
 def _end_pass(model: Any) -> None:

@@ -664,12 +664,9 @@ class GangLearner:
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """Whole tensors and plain values (JSON) from which `adopt` goes on."""
-        path = self._gang.new_file()
-        try:
+        with self._gang.file() as path:
             answer = self._order("suspend", path=str(path))
             return load_file(path), answer.header["values"]
-        finally:
-            path.unlink(missing_ok=True)
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
         """Go on from what `suspended` gave, here or where one device trained the policy."""
@@ -728,22 +725,16 @@ class GangLearner:
 
     def _hand_over(self, name: str, tensors: Mapping[str, torch.Tensor], **header: Any) -> None:
         """Give whole tensors to the ranks, in a file in memory."""
-        path = self._gang.new_file()
         plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
         described = {n: (dtype_name(t.dtype), list(t.shape)) for n, t in plain.items()}
-        try:
+        with self._gang.file() as path:
             with in_memory(path, "state"):
                 save_file(plain, path)
             self._order(name, path=str(path), tensors=described, **header)
-        finally:
-            path.unlink(missing_ok=True)
 
     def _gathered(self, what: What) -> Tensors:
-        path = self._gang.new_file()
-        try:
+        with self._gang.file() as path:
             self._order("gather", what=what, path=str(path))
             # Memory-mapped: the memory is freed with the last of these tensors.
             found: Tensors = load_file(path)
             return found
-        finally:
-            path.unlink(missing_ok=True)

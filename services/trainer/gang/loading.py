@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from services.trainer.gang.group import GangGroup
+from services.trainer.gang.group import SLOWEST_BYTES_PER_SECOND, GangGroup
 from services.trainer.gang.sharded_state import as_shard, whole
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
@@ -57,8 +57,6 @@ T = TypeVar("T")
 # Seconds between the exchanges of ranks that load.
 _EXCHANGE_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 0.01
-# A disk or network that brings less is not waited for.
-_SLOWEST_BYTES_PER_SECOND: Final = 20e6
 
 
 def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
@@ -130,7 +128,7 @@ def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> 
         group.report_load(done, total)
         if finished == group.size:
             break
-        limit = group.timeout_seconds + total / _SLOWEST_BYTES_PER_SECOND
+        limit = group.timeout_seconds + total / SLOWEST_BYTES_PER_SECOND
         if failed or seconds > limit:
             progress.given_up.set()
         if seconds > limit + group.timeout_seconds:

@@ -36,6 +36,7 @@ from services.trainer.gang.gang import (
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
 from services.trainer.gang.sharded_state import as_shard, write_shards
+from services.trainer.learning.optimizer import local_part
 from services.trainer.learning.ranks import Stopped
 from services.trainer.sending import UpdateGroups
 from services.trainer.specifications import HostSpecification
@@ -170,17 +171,18 @@ class Rank:
             case "discard":
                 member.discard()
             case "save":
-                files = member.save(self._data_dir / header["directory"])
-                everyone = self._group.gather(json.dumps(files).encode())
+                with self._group.waiting_for_disks(member.num_parameters):
+                    files = member.save(self._data_dir / header["directory"])
+                    everyone = self._group.gather(json.dumps(files).encode())
                 return {"files": {k: v for one in everyone for k, v in json.loads(one).items()}}
             case "copy":
                 if key not in self._copies:
                     self._copies[key] = ShardCopy(self._group, self._device)
                 return {"copied": self._copies[key].take(member.weights() | member.moments())}
-            case "load":
-                member.load(self._data_dir / header["directory"])
-            case "reference":
-                member.load_reference(self._data_dir / header["directory"])
+            case "load" | "reference":
+                with self._group.waiting_for_disks(member.num_parameters):
+                    read = member.load if name == "load" else member.load_reference
+                    read(self._data_dir / header["directory"])
             case "receive":
                 member.receive(header["tensors"], path)
             case "gather":
@@ -368,11 +370,12 @@ class ShardCopy:
     def take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy this rank's shards of `tensors` in place of the last copy, which is written; False,
         and no copy, where a rank has no memory for it."""
-        shards = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-        mine = json.dumps(self._memory.fits(shards)).encode()
-        if not all(json.loads(one) for one in self._group.gather(mine)):
-            return False
-        self._copied = self._memory.take(shards)
+        shards = {name: local_part(tensor) for name, tensor in tensors.items()}
+        for there in (self._memory.fits, self._memory.reserve):
+            mine = json.dumps(there(shards)).encode()
+            if not all(json.loads(one) for one in self._group.gather(mine)):
+                return False
+        self._copied = self._memory.take(shards) or {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 self._copied[name] = as_shard(self._copied[name], tensor)

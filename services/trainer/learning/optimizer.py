@@ -406,9 +406,9 @@ class OffloadedAdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros(())
                 for slot in _SLOTS:
                     state[slot] = self.on_host(parameter.detach(), parameter, empty=True)
-            flat = _local(parameter.detach()).view(-1)
-            gradient = _local(parameter.grad).contiguous().view(-1)
-            first, second = (_local(state[slot]).view(-1) for slot in _SLOTS)
+            flat = local_part(parameter.detach()).view(-1)
+            gradient = local_part(parameter.grad).contiguous().view(-1)
+            first, second = (local_part(state[slot]).view(-1) for slot in _SLOTS)
             start = 0
             while start < len(flat):
                 end = min(len(flat), start + room)
@@ -429,7 +429,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     ) -> torch.Tensor:
         """A copy of the moment of a parameter in host memory, pinned if the parameter is on a GPU;
         `empty`: zeros."""
-        local = _local(tensor)
+        local = local_part(tensor)
         # torch has no pinned memory without a GPU, as where tests only pretend to have one.
         pinned = parameter.device.type == "cuda" and torch.cuda.is_available() and local.ndim > 0
         found = torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned)
@@ -508,5 +508,6 @@ class _Streams:
             self._out.synchronize()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; of another, all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,10 +17,9 @@ from typing import Any, Final, TypeVar
 import psutil
 import structlog
 import torch
-from torch.distributed.tensor import DTensor
 
 from services.trainer.compute import give_back_memory, gpu_memory
-from services.trainer.learning.optimizer import capture, restore
+from services.trainer.learning.optimizer import capture, local_part, restore
 from services.trainer.learning.ranks import PassTooLarge, RankGroup, is_out_of_memory
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch
@@ -132,7 +131,9 @@ class PassBudget:
         most = min(sum(len(row.ids) for row in rows), max(self.tokens, longest))
         if self._device.type not in COPIED or most <= self._proven:
             return None
-        return [None if p.grad is None else _local(p.grad).to("cpu", copy=True) for p in parameters]
+        return [
+            None if p.grad is None else local_part(p.grad).to("cpu", copy=True) for p in parameters
+        ]
 
     def _halve(self, message: str) -> None:
         """Go on with a smaller budget, the same on all ranks, or raise why that is no use."""
@@ -206,9 +207,5 @@ def _taken_back(
         if before is None:
             parameter.grad = None
         elif parameter.grad is not None:
-            _local(parameter.grad).copy_(before)
+            local_part(parameter.grad).copy_(before)
     return True
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

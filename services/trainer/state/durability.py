@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import psutil
 import structlog
 import torch
 
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.suspension import below, under
 from services.trainer.state.training_state import StateStore, TrainingState
 from troupe.checkpoints.adapters import Tensors
 from troupe.job import JobSpec
@@ -35,10 +36,10 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc
 
 log = structlog.get_logger("troupe.trainer")
+T = TypeVar("T")
 
-# Deadline in seconds of a call to the experience store; of reading the rows of one version.
+# Deadline in seconds of a call to the experience store.
 _CALL_SECONDS: Final = 60.0
-_READ_SECONDS: Final = 600.0
 # Share of the free host memory that a copy may take.
 _MEMORY_SHARE: Final = 0.8
 # The writer yields to threads that compute, where cores are short (as `nice`).
@@ -53,8 +54,11 @@ CopyParts: TypeAlias = Callable[[], Callable[[Path], dict[str, str]] | None]
 class KeptRowsClient:
     """Client of the experience store for the kept rows of one policy. Blocking; thread-safe."""
 
-    def __init__(self, settings: TrainerSettings, job_id: str, policy: str) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: TrainerSettings, job_id: str, policy: str, step_seconds: float
+    ) -> None:
+        """`step_seconds`: limit of a step, so also of reading its rows while it is made again."""
+        self._settings, self._step_seconds = settings, step_seconds
         self._named = {"job_id": job_id, "policy": policy}
 
     def describe(self) -> store_pb.DescribeKeptRowsResponse:
@@ -81,7 +85,7 @@ class KeptRowsClient:
         """
         request = store_pb.ReadKeptRowsRequest(version=version, **self._named)
         with self._store() as store:
-            for batch in store.ReadKeptRows(request, timeout=_READ_SECONDS):
+            for batch in store.ReadKeptRows(request, timeout=self._step_seconds):
                 yield restore(batch.samples)
 
     def free(self, version: int, checksum: str) -> None:
@@ -94,12 +98,9 @@ class KeptRowsClient:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Any]:
-        settings = self._settings
-        channel = connect_sync(settings.experience_store_address, settings.client())
-        try:
+        where, client = self._settings.experience_store_address, self._settings.client()
+        with contextlib.closing(connect_sync(where, client)) as channel:
             yield experience_store_pb2_grpc.ExperienceStoreStub(channel)
-        finally:
-            channel.close()
 
 
 class HostCopy:
@@ -117,21 +118,29 @@ class HostCopy:
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
         return needed * self._sharers <= psutil.virtual_memory().available * _MEMORY_SHARE
 
-    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Have memory for a copy of tensors of these shapes; what the last copy lacks is fresh, and
-        written to once."""
+        written to once. False, and none, where others have taken it since `fits`."""
         for gone in self._buffers.keys() - tensors.keys():
             del self._buffers[gone]
-        for name, tensor in tensors.items():
-            if not self._has(name, tensor):
-                self._buffers.pop(name, None)
-                self._buffers[name] = torch.zeros(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
-                )
+        try:
+            for name, tensor in tensors.items():
+                if not self._has(name, tensor):
+                    self._buffers.pop(name, None)
+                    self._buffers[name] = torch.zeros(
+                        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
+                    )
+        except (RuntimeError, MemoryError) as error:  # torch has no type of its own for the host's
+            log.warning("no host memory for a copy of the state", error=str(error))
+            self.give_back()
+            return False
+        return True
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy `tensors`; complete when this returns. The last copy is overwritten."""
-        self.reserve(tensors)
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors | None:
+        """Copy `tensors`; complete when this returns. The last copy is overwritten. None as
+        `reserve`."""
+        if not self.reserve(tensors):
+            return None
         for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=self._pinned)
         if self._pinned:
@@ -166,18 +175,19 @@ class Durability:
         self, spec: JobSpec, states: StateStore, settings: TrainerSettings, device: torch.device
     ) -> None:
         self._spec, self._states = spec, states
-        self.rows = KeptRowsClient(settings, states.job_id, states.policy)
+        limit = spec.limits.step_seconds
+        self.rows = KeptRowsClient(settings, states.job_id, states.policy, limit)
         self._copy = HostCopy(device)
         # Of the newest version that is on disk, and of the newest that is so or is being written.
         self.durable = self._begun = 0
         self._costs = StateCosts()
         self._over_high_water = False
         # Why the last write in the background failed: then the next step writes before its commit.
-        self.failure: TroupeError | None = None
+        self.failure: Exception | None = None
         self._writer: concurrent.futures.Executor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
         # Getting memory for the first copy.
-        self._reserving: concurrent.futures.Future[None] | None = None
+        self._reserving: concurrent.futures.Future[bool] | None = None
         self._lock = threading.Lock()
         # What the next commit reports.
         self._metrics: dict[str, float] = {}
@@ -250,7 +260,7 @@ class Durability:
         shards; `at_once`: do not wait for the planned step.
         """
         self._over_high_water = over_high_water
-        tensors = _named("weights", state.weights) | _named("moments", state.moments)
+        tensors = under("weights", state.weights) | under("moments", state.moments)
         busy = self._writing is not None and not self._writing.done()
         behind = state.version - self._begun
         if self._reserving is None and tensors and self._copy.fits(tensors):
@@ -289,16 +299,11 @@ class Durability:
         if copy_parts is not None:
             write = copy_parts()
             return None if write is None else replace(state, write_parts=write)
-        if not self._copy.fits(tensors):
+        if not self._copy.fits(tensors) or (copied := self._copy.take(tensors)) is None:
             return None
-        copied = self._copy.take(tensors)
-        weights = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("weights/")}
-        moments = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("moments/")}
-        return replace(state, weights=weights, moments=moments)
+        return replace(state, weights=below("weights", copied), moments=below("moments", copied))
 
-    def _in_background(
-        self, call: Callable[..., None], *args: Any
-    ) -> concurrent.futures.Future[None]:
+    def _in_background(self, call: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
         if self._writer is None:
             self._writer = concurrent.futures.ThreadPoolExecutor(1, "state", initializer=step_back)
         return self._writer.submit(call, *args)
@@ -308,10 +313,10 @@ class Durability:
         began = time.perf_counter()
         try:
             self._states.save(state)
-        except TroupeError as error:
-            newest = max(self._states.versions(), default=-1)
-            if newest > state.version:
-                return  # another worker has written a later one, and swept this one away
+        except Exception as error:  # of any kind: later steps, and `close`, wait for this thread
+            with contextlib.suppress(OSError):
+                if max(self._states.versions(), default=-1) > state.version:
+                    return  # another worker has written a later one, and swept this one away
             log.error("state not written", error=str(error), version=state.version, **self._about())
             with self._lock:
                 self.failure, self._begun = error, self.durable
@@ -321,7 +326,8 @@ class Durability:
         self._metrics["train/state_write_seconds"] = seconds
         self.saved(state.version)
         self.free_rows(state.version, state.checksum)
-        prune(state.version)
+        with contextlib.suppress(OSError):  # what is left is deleted with the next
+            prune(state.version)
 
     def free_rows(self, version: int, checksum: str) -> None:
         """Tell the store that `version` is on disk. A failure is logged: the next state tells."""
@@ -390,10 +396,6 @@ class Durability:
 
     def _about(self) -> dict[str, str]:
         return {"job_id": self._states.job_id, "policy": self._states.policy}
-
-
-def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def step_back() -> None:

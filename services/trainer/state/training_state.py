@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from services.trainer.learning.optimizer import is_moment
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import remove
+from troupe.checkpoints.writing import safetensors_file
 from troupe.disks import is_full, system_error
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.transfer import checksum_of
@@ -171,9 +172,9 @@ class StateStore:
     def save(self, state: TrainingState) -> Path:
         """Write `state` durably. Raises ResourceExhausted ("storage_full") and changes nothing."""
         target = self._directory / f"v{state.version}-{state.checksum[:12]}"
-        parts = {"random": _plain(state.generators)}
+        parts = {"random": state.generators}
         if state.write_parts is None:
-            parts |= {"weights": _plain(state.weights), "optimizer": _plain(state.moments)}
+            parts |= {"weights": state.weights, "optimizer": state.moments}
         digest = state.frontier.samples_digest
         meta: dict[str, Any] = {
             "format": FORMAT,
@@ -187,7 +188,10 @@ class StateStore:
             return target
         with self._filling(target) as folder:
             for name, tensors in parts.items():
-                save_file(tensors, folder / f"{name}.safetensors")
+                # Tensor by tensor: of a GPU's state no second copy is in the host's memory.
+                with safetensors_file(folder / f"{name}.safetensors", tensors) as write:
+                    for key, tensor in tensors.items():
+                        write(key, tensor)
             if state.write_parts is not None:
                 meta["parts"] = state.write_parts(folder)
             (folder / "state.json").write_text(json.dumps(meta))
@@ -359,10 +363,6 @@ def _meta(path: Path) -> dict[str, Any]:
 def _frontier(meta: Mapping[str, Any]) -> Frontier:
     digest = meta["samples_digest"]
     return Frontier(meta["step"], None if digest is None else int(digest, 16))
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
 
 
 def _are(path: Path, files: Mapping[str, str]) -> bool:

@@ -241,22 +241,23 @@ async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
 
 
 @pytest.mark.parametrize(
-    ("memory", "wish", "sent"),
+    ("memory", "tokens", "wish", "sent"),
     [
-        (80 << 30, "auto", "auto"),  # the trainer knows whether the model's layers can do it
-        (4000 << 30, "auto", False),
-        (0, "auto", "auto"),  # unknown: the trainer decides
-        (4000 << 30, True, True),
+        (80 << 30, 0, "auto", "auto"),  # the trainer knows whether the model's layers can do it
+        (4000 << 30, 0, "auto", False),
+        (4000 << 30, 10**6, "auto", "auto"),  # the worker was set up for larger passes
+        (0, 0, "auto", "auto"),  # unknown: the trainer decides
+        (4000 << 30, 0, True, True),
     ],
 )
 async def test_activation_checkpointing_is_decided_by_what_the_worker_has_room_for(
-    house: Cluster, memory: int, wish: bool | str, sent: bool | str
+    house: Cluster, memory: int, tokens: int, wish: bool | str, sent: bool | str
 ) -> None:
     """The trainer is told with the specification; people see who decided."""
     field = "policies.alice.trainer.activation_checkpointing"
     source = "GPU" if sent == "auto" else "given"  # of a trainer that was sent this
     said = pb.ResolvedSetting(field=field, value="said", source=source)
-    script = TrainerScript(memory=memory, device="cuda", resolved=(said,))
+    script = TrainerScript(memory=memory, forward_tokens=tokens, device="cuda", resolved=(said,))
     trainer = await house.add_trainer(script)
     values = {"policies.alice.trainer.gang": 8, field: wish}
     job_id = await house.submit(job_yaml(policies=("alice",), **values))

@@ -23,6 +23,20 @@ from troupe.job import JobSpec
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+def output_of_ranks(size: int, module: str, *arguments: object) -> str:
+    """What rank 0 of a gang prints, of which each rank runs a module beside this one."""
+    port, ranks = free_port(), []
+    for rank in range(size):
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in (where | meet).items()}
+        command = [sys.executable, "-m", f"tests.trainer.gang.{module}", *map(str, arguments)]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size
+    return outputs[0]
+
+
 @pytest.mark.parametrize(
     ("size", "divided", "checkpointing", "algorithm"),
     [
@@ -56,17 +70,8 @@ def test_no_rank_is_left_in_a_collective(
     places = 6 if size == 2 else 3
     path = tmp_path / "spec.json"
     path.write_text(JobSpec.model_validate(values).model_dump_json())
-    port, ranks = free_port(), []
-    for rank in range(size):
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | {name: str(value) for name, value in (where | meet).items()}
-        command = [sys.executable, "-m", "tests.trainer.gang.short_rank"]
-        command += [str(path), str(budget), str(places)]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
+    output = output_of_ranks(size, "short_rank", path, budget, places)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(found) == places
     for one in found:
         assert one["same"], one
@@ -130,3 +135,14 @@ def test_ranks_free_a_policy_that_left(tokenizer: Path) -> None:
     assert [len(some) for some in held] == [2] * 5
     for second, last in zip(held[1], held[-1], strict=True):
         assert last - second < shards, (held, shards)
+
+
+def test_ranks_wait_for_a_slow_disk_by_the_bytes_of_the_state(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Of one rank among several that write or read their parts, or of the first, which does so for
+    hosts that share no disk."""
+    path = tmp_path / "spec.json"
+    path.write_text(gang_spec(tokenizer).model_dump_json())
+    output = output_of_ranks(2, "slow_disk", path, tmp_path)
+    assert output.split() == ["open", "save", "load", "reference", "save"]

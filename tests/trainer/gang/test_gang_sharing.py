@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.gang.gang import Gang, Gangs
+from services.trainer.gang.gang import Gangs
 from services.trainer.settings import TrainerSettings
 from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
 from tests.trainer.gang.test_gang_steps import (
@@ -122,7 +122,7 @@ def test_no_room_in_memory_is_named_and_the_gang_goes_on(
     gang = together(gangs, spec)
     weights, moments = gang.weights(), gang.moments()
     gang.accumulate(rows_of(spec, 6, 0))
-    monkeypatch.setattr(Gang, "new_file", lambda self: small_disk / "state")
+    monkeypatch.setattr(gang._gang, "directory", small_disk)
     ballast = fill_up(small_disk, 8192)
     calls = (gang.published, gang.suspended, lambda: gang.restore(weights, moments))
     for call in calls:

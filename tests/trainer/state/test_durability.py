@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from services.trainer.learning.learner import Learner
 from services.trainer.state.durability import Durability, HostCopy
-from services.trainer.state.training_state import StateStore
+from services.trainer.state.training_state import StateStore, TrainingState
 from tests.trainer import dying
 from tests.trainer.doomed import doomed
 from tests.trainer.learning.test_lora import lora_spec
@@ -22,6 +24,7 @@ from troupe.job import JobSpec
 from troupe.rpc import DataLoss, ResourceExhausted, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import experience_store_pb2_grpc
 
 STEPS = 7
 
@@ -360,3 +363,82 @@ def test_a_copy_shares_no_memory_and_reuses_its_own() -> None:
     assert not copy.fits({"d": torch.empty(1 << 44, dtype=torch.uint8, device="meta")})
     copy.give_back()
     assert copy.take({"a": torch.ones(3)})["a"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none"), RuntimeError("CUDA error"), OSError(errno.EIO, "broken")]
+)
+async def test_whatever_ends_the_writer_the_next_step_writes_and_the_policy_can_leave(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    trainer = await stage.trainer()
+    await trainer.bind(spec_of(stage, every=1))
+    save = StateStore.save
+
+    def fails(self: StateStore, state: TrainingState) -> Path:
+        if threading.current_thread().name.startswith("state"):
+            raise error
+        return save(self, state)
+
+    monkeypatch.setattr(StateStore, "save", fails)
+    await step(stage, trainer, 0)
+    assert (await settle(trainer, stage)).failure is error
+    await step(stage, trainer, 1)
+    assert versions_on_disk(stage) == [0, 2], "the next step writes before its commit"
+    await step(stage, trainer, 2)
+    await trainer.release()
+    assert 3 in versions_on_disk(stage)
+
+
+async def test_a_state_is_written_at_once_where_memory_was_taken_since_it_was_counted(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five policies may count the same free memory, and pinned memory has limits of its own."""
+    copy, most = HostCopy(torch.device("cpu")), torch.zeros(()).expand(1 << 60)
+    assert not copy.reserve({"a": torch.ones(2), "b": most})
+    assert copy.take({"b": most}) is None
+    assert copy.take({"a": torch.ones(2)}) is not None
+    zeros = torch.zeros
+
+    def none_left(*args: Any, **options: Any) -> torch.Tensor:
+        if (
+            threading.current_thread().name.startswith(("state", "compute"))
+            and "pin_memory" in options
+        ):
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*args, **options)
+
+    trainer = await stage.trainer()
+    await trainer.bind(spec_of(stage, every=1))
+    monkeypatch.setattr(torch, "zeros", none_left)
+    for number in range(2):
+        await step(stage, trainer, number)
+        assert (await settle(trainer, stage)).durable == number + 1
+    await trainer.release()
+
+
+async def test_rows_may_be_read_as_long_as_the_step_may_take_that_is_made_of_them(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of thousands of long rows computes for longer than any fixed limit of a call."""
+    spec = spec_of(stage, every=50)
+    one, other = await stage.trainer(), await stage.trainer()
+    await one.bind(spec)
+    committed = (await step(stage, one, 0)).weights
+    given: list[float] = []
+    read = experience_store_pb2_grpc.ExperienceStoreStub.__init__
+
+    def watched(self: Any, channel: Any) -> None:
+        read(self, channel)
+        call = self.ReadKeptRows
+
+        def called(request: Any, timeout: float) -> Any:
+            given.append(timeout)
+            return call(request, timeout=timeout)
+
+        self.ReadKeptRows = called
+
+    monkeypatch.setattr(experience_store_pb2_grpc.ExperienceStoreStub, "__init__", watched)
+    bound = await other.bind(spec, version=1, checksum=committed.checksum)
+    assert bound.checksum == committed.checksum
+    assert given == [spec.limits.step_seconds]

@@ -1,0 +1,81 @@
+"""A gloo rank of a gang, one rank of which has a disk that is slower than ranks otherwise wait.
+
+Run as a module with torchrun's variables and the arguments SPEC.json DIRECTORY. Rank 0 prints the
+names of the orders that the gang has carried out, one per line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from services.chassis.settings import ServiceSettings
+from services.trainer.gang import learner
+from services.trainer.gang.gang import Frame
+from services.trainer.gang.rank import Rank
+
+# How long ranks wait for one another, and how long the slow disk takes.
+USUAL, SLOW = 5.0, 9.0
+
+
+def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **options: Any) -> Any:
+        time.sleep(SLOW)
+        return call(*args, **options)
+
+    return called
+
+
+def main() -> None:
+    """Save and load, where all ranks share a disk and where they do not."""
+    spec, directory = Path(sys.argv[1]).read_text(), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
+    assert control is not None
+    settings = ServiceSettings(data_dir=directory)
+    rank = Rank(torch.device("cpu"), mesh, control, None, settings, USUAL)
+
+    def order(name: str, **header: Any) -> None:
+        answer = rank._carry_out(Frame({"order": name, "key": "policy", **header}))
+        assert not answer.header.get("refused"), name
+        if not dist.get_rank():
+            print(name, flush=True)
+
+    order("open", spec=spec, policy="solver", options={}, code="")
+    rank._members["policy"].num_parameters = 250_000_000
+    writer: Any = HuggingFaceStorageWriter
+    reader: Any = HuggingFaceStorageReader
+    if dist.get_rank():
+        writer.write_data, reader.read_data = delayed(writer.write_data), delayed(reader.read_data)
+    _set_pg_timeout(timedelta(seconds=USUAL), control)
+    for place in ("shared", "own"):
+        (directory / place).mkdir(exist_ok=True)
+        order("save", directory=place)
+        if place == "shared":
+            order("load", directory=place)
+            order("reference", directory=place)
+        rank._group.shares_disk = False
+        if not dist.get_rank():
+            learner.file_checksum = delayed(learner.file_checksum)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
