@@ -121,9 +121,6 @@ def main() -> int:
     return 1 if found else 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
 _POLL_SECONDS: Final = 0.25
 _ANSWER_SECONDS: Final = 10.0
 # A job that infrastructure faults have failed may be resumed so often; each time is reported.
@@ -364,3 +361,7 @@ async def _end(task: asyncio.Task[None] | None) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.result()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -333,10 +333,6 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
-
-
 # How long ranks that have written wait for the slowest one.
 _WRITE_SECONDS: Final = 6 * 3600.0
 
@@ -416,3 +412,7 @@ class ShardCopy:
     def _write(self, directory: Path) -> dict[str, str]:
         with reported(directory, "training state"):
             return write_shards(directory, self._copied, self._control)
+
+
+if __name__ == "__main__":
+    main()
