@@ -208,8 +208,9 @@ async def test_a_server_that_is_full_of_others_turns_is_not_dead(
     """A probe waits behind them, for minutes where prompts are long."""
     engine = await up(fake, transfer)
     monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 0.2)
-    await engine.check()
+    # Long enough for a double that gets little of a busy machine.
+    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 2.0)
+    monkeypatch.setattr("services.rollout.engines.sglang.engine._LOAD_SECONDS", 60.0)
     fake.faults.queue = 3
     for _ in range(4):
         assert await engine.check() == pb.ENGINE_STATE_HEALTHY
