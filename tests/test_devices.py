@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import types
+from pathlib import Path
 
+import psutil
 import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import troupe.devices
-from troupe.devices import GIB, Device, class_of, device_use, find_devices, parse_devices, visible
+from troupe.devices import (
+    GIB,
+    Device,
+    class_of,
+    device_use,
+    find_devices,
+    host_memory,
+    parse_devices,
+    visible,
+)
 from troupe.rpc import InvalidArgument
 
 
@@ -175,3 +186,47 @@ def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_class_of_a_device_is_what_people_call_it(name: str, expected: str) -> None:
     assert class_of(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/pods/one", "sys/fs/cgroup/pods/one", ("max", "current", "inactive_file")),
+        # A container whose group is the top of what it sees.
+        ("0::/", "sys/fs/cgroup", ("max", "current", "inactive_file")),
+        # A parent's limit.
+        ("0::/pods/one/deeper", "sys/fs/cgroup/pods", ("max", "current", "inactive_file")),
+        (
+            "5:cpu:/\n4:memory:/one\n0::/",
+            "sys/fs/cgroup/memory/one",
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        ),
+        # The container's path is the host's, which it does not see.
+        (
+            "4:hugetlb,memory:/kubepods/one",
+            "sys/fs/cgroup/memory",
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_memory_of_a_process_is_what_its_control_groups_leave(
+    tmp_path: Path, line: str, folder: str, names: tuple[str, str, str]
+) -> None:
+    limit, use, idle = names
+    group = tmp_path / folder
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(line + "\n")
+    (group / f"memory.{use}").write_text(f"{700 << 20}\n")
+    (group / "memory.stat").write_text(f"anon 5\n{idle} {100 << 20}\nslab 7\n")
+    (group / f"memory.{limit}").write_text("max\n")
+    whole = psutil.virtual_memory().total
+    assert host_memory(tmp_path)[0] == whole
+    (group / f"memory.{limit}").write_text(f"{900 << 20}\n")
+    assert host_memory(tmp_path) == (900 << 20, 300 << 20)
+
+
+def test_the_memory_of_a_process_without_limits_is_the_hosts(tmp_path: Path) -> None:
+    assert host_memory(tmp_path)[0] == psutil.virtual_memory().total
+    total, free = host_memory()
+    assert 0 < free <= total <= psutil.virtual_memory().total

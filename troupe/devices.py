@@ -17,9 +17,10 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+import psutil
 import pynvml
 
 from troupe.rpc import InvalidArgument
@@ -38,6 +39,11 @@ _KIND: Final = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _MOST_DEVICES: Final = 1 << 16
+# Limit, use, and the kind of pages not in use, of control groups of versions 2 and 1.
+_MEMORY_FILES: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 # Declared devices of one kind are taken as linked with each other where one host can hold them.
 _MOST_LINKED: Final = 16
 
@@ -249,6 +255,31 @@ def _described(index: int, handles: Sequence[Any]) -> Device:
         _numa_node(handle),
         str(pynvml.nvmlDeviceGetUUID(handle)),
     )
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes that this process may use in all, and those of them that are free: the host's, or what
+    its control groups leave of them (a container's limit). `root`: where /proc and /sys are."""
+    total, free = psutil.virtual_memory()[:2]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            old = "memory" in controllers.split(",")
+            if controllers and not old:
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if old else "")
+            limit_name, use_name, idle_name = _MEMORY_FILES[old]
+            # Of every level: a parent's limit holds too. A container may see its own as the top.
+            here = PurePosixPath(path.lstrip("/"))
+            for group in (top / level for level in (here, *here.parents)):
+                with contextlib.suppress(OSError, LookupError, ValueError):  # or "max": no limit
+                    limit = int((group / limit_name).read_text())
+                    use = int((group / use_name).read_text())
+                    kinds = (group / "memory.stat").read_text().split()
+                    idle = int(kinds[kinds.index(idle_name) + 1])
+                    free = min(free, max(0, limit - use + idle))
+                    total = min(total, limit)
+    return total, free
 
 
 def class_of(name: str) -> str:

@@ -239,7 +239,7 @@ class MessagesAnswer(ApiAnswer):
         }
         if self.chat.return_token_ids:
             message["prompt_token_ids"] = list(reply.prompt_ids)
-            message["token_ids"] = list(reply.token_ids)
+            message["token_ids"] = list(reply.response)
         if (unmet := self.unmet(self.chat.promises, reply)) is not None:
             message["unmet"] = unmet
         return message
@@ -269,7 +269,7 @@ class MessagesAnswer(ApiAnswer):
             return "max_tokens", None
         if reply.tool_calls:
             return "tool_use", None
-        text = self.tokenizer.transcript(reply.token_ids)
+        text = self.tokenizer.transcript(reply.response)
         stops = [stop for stop in self.chat.stop or () if stop in text]
         if not stops:
             return "end_turn", None

@@ -408,7 +408,7 @@ async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> As
 
 async def _written(write: Callable[[list[Reply]], Written], replies: list[Reply]) -> Written:
     """`write(replies)`, in a thread for long replies."""
-    if sum(len(reply.token_ids) for reply in replies) <= _TOKENS_WRITTEN_AT_ONCE:
+    if sum(len(reply.response) for reply in replies) <= _TOKENS_WRITTEN_AT_ONCE:
         return write(replies)
     return await asyncio.to_thread(write, replies)
 

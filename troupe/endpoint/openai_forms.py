@@ -57,7 +57,7 @@ class ApiAnswer(ABC):
     def token_logprobs(self, reply: Reply) -> list[dict[str, Any]]:
         """An entry per sampled token, including the stop token and those of tool calls."""
         entries = []
-        for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+        for token_id, logprob in zip(reply.response, reply.response_logprobs, strict=True):
             token = self.tokenizer.transcript((token_id,))
             shown = list(token.encode())
             entries.append({"token": token, "logprob": logprob, "bytes": shown, "top_logprobs": []})
@@ -121,7 +121,7 @@ class ChatAnswer(ApiAnswer):
         if self.logprobs:
             choice["logprobs"] = {"content": self.token_logprobs(reply), "refusal": None}
         if self.token_ids:
-            choice["token_ids"] = list(reply.token_ids)
+            choice["token_ids"] = list(reply.response)
         if (unmet := self.unmet(self.promises, reply)) is not None:
             choice["unmet"] = unmet
         return choice
@@ -170,13 +170,13 @@ class TextAnswer(ApiAnswer):
         }
         if self.logprobs:
             choice["logprobs"] = {
-                "tokens": [self.tokenizer.transcript((i,)) for i in reply.token_ids],
-                "token_logprobs": list(reply.logprobs),
+                "tokens": [self.tokenizer.transcript((i,)) for i in reply.response],
+                "token_logprobs": list(reply.response_logprobs),
                 "top_logprobs": None,
                 "text_offset": None,
             }
         if self.token_ids:
-            choice["token_ids"] = list(reply.token_ids)
+            choice["token_ids"] = list(reply.response)
         return choice
 
 
@@ -184,7 +184,7 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
     """Token counts: each distinct prompt once, and all responses."""
     prompts = {id(reply.prompt): len(reply.prompt) for reply in replies}
     prompt = sum(prompts.values())
-    response = sum(len(reply.token_ids) for reply in replies)
+    response = sum(len(reply.response) for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": response,

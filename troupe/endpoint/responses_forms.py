@@ -284,7 +284,7 @@ class ResponsesAnswer(ApiAnswer):
             response["completed_at"] = int(time.time())
         if self.chat.return_token_ids:
             response["prompt_token_ids"] = list(reply.prompt_ids)
-            response["token_ids"] = list(reply.token_ids)
+            response["token_ids"] = list(reply.response)
         if (unmet := self.unmet(self.chat.promises, reply)) is not None:
             response["unmet"] = unmet
         return response

@@ -571,16 +571,15 @@ class Agent:
                 parsed = await asyncio.to_thread(_parse, generation, role, turn, reading)
             else:
                 parsed = _parse(generation, role, turn, reading)
-        generation, ids = parsed.generation, tuple(parsed.generation.token_ids)
-        logprobs = tuple(generation.logprobs)
+        generation = parsed.generation
         names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
         reply = Reply(
             role.name,
             turn.number,
             parsed.text,
             turn.prompt_ids,
-            ids,
-            logprobs,
+            generation.token_ids,
+            generation.logprobs,
             generation.finish_reason,
             parsed.content,
             # JSON escapes of a model may be half of a surrogate pair.
@@ -596,7 +595,7 @@ class Agent:
                 reply.text,
                 turn.path,
                 turn.prompt_ids,
-                ids,
+                reply.response,
                 stopped=parsed.stopped,
                 rendering=reading.rendering,
                 content=reply.content,
@@ -604,7 +603,9 @@ class Agent:
             )
         # Both last as long as the trajectory: with the same objects.
         turn.reply = reply
-        turn.generation = replace(generation, token_ids=ids, logprobs=logprobs)
+        turn.generation = replace(
+            generation, token_ids=reply.response, logprobs=reply.response_logprobs
+        )
         turn.answered = self._record.tick()
         return reply
 

@@ -359,7 +359,7 @@ class _KnownReply:
     calls: tuple[ToolCall, ...]
     meanings: list[tuple[str, str]]
     """Name and canonical arguments of each call."""
-    ids: tuple[TokenIds, tuple[int, ...]]
+    ids: tuple[TokenIds, TokenIds]
     """Prompt and response."""
     stop_id: int | None
     then: _Point = field(repr=False)
@@ -435,7 +435,7 @@ class ConversationMemory:
         reply: str,
         order: Path,
         prompt_ids: Sequence[int],
-        response_ids: tuple[int, ...],
+        response_ids: TokenIds,
         *,
         stopped: bool,
         rendering: Rendering = PLAIN,

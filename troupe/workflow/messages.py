@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -230,12 +231,12 @@ class Reply:
         "columns",
         "content",
         "finish_reason",
-        "logprobs",
         "prompt",
         "reasoning_content",
+        "response",
+        "response_logprobs",
         "session",
         "text",
-        "token_ids",
         "tool_calls",
         "turn",
         "unmet",
@@ -247,8 +248,8 @@ class Reply:
         turn: int,
         text: str,
         prompt_ids: Sequence[int],
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
         finish_reason: str,
         content: str | None = None,
         tool_calls: tuple[ToolCall, ...] = (),
@@ -262,9 +263,10 @@ class Reply:
         self.prompt = TokenIds.of(prompt_ids)
         """The prompt as an array, which the replies of one call share."""
         self._prompt_ids: tuple[int, ...] | None = None
-        self.token_ids = token_ids
-        """As generated, the stop token included."""
-        self.logprobs = logprobs
+        self.response = TokenIds.of(token_ids)
+        """The response as an array, the stop token included."""
+        self.response_logprobs = array("d", logprobs)
+        """The log-prob of each of its tokens."""
         self.finish_reason = finish_reason
         """`stop` or `length`."""
         self.content = text if content is None else content
@@ -293,6 +295,16 @@ class Reply:
         if self._prompt_ids is None:
             self._prompt_ids = tuple(self.prompt)
         return self._prompt_ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the response, made at each access: they take ten times as much as `response`."""
+        return tuple(self.response)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The log-prob of each token of the response, made anew at each access."""
+        return tuple(self.response_logprobs)
 
     @property
     def siblings(self) -> tuple[Reply, ...]:

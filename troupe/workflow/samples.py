@@ -42,7 +42,7 @@ def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> t
     tokens: list[int] = []
     for _, other in sorted(latest.items(), reverse=True):  # no more of each than is kept
         said = other.reply is not None and other.answered < turn.asked
-        response = other.reply.token_ids if other.reply is not None and said else ()
+        response = other.reply.response if other.reply is not None and said else ()
         own = [*other.prompt_ids[-limit:], *response[-limit:]]
         tokens = (own + tokens)[-limit:]
         if len(tokens) == limit:
@@ -95,7 +95,7 @@ def rows_of(
     rows = []
     for turn in turns:
         reply = turn.reply
-        if reply is None or not reply.token_ids or turn.role.policy not in trained:
+        if reply is None or not reply.response or turn.role.policy not in trained:
             continue
         rows.append(
             SampleRow(

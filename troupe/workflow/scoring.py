@@ -155,7 +155,7 @@ async def call_functions(
                 "turn": turn.number,
                 "messages": [{"role": r, "content": c} for r, c in turn.messages],
                 "response": turn.reply.text,
-                "tokens": len(turn.reply.token_ids),
+                "tokens": len(turn.reply.response),
                 "finish_reason": turn.reply.finish_reason,
             }
             for turn in turns

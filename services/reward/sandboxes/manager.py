@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import psutil
 import structlog
 
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot, outcome_of, sendable
@@ -31,6 +30,7 @@ from services.reward.sandboxes.sandbox import (
     SandboxNotStarted,
 )
 from services.reward.sandboxes.supervisor import DIED, NO_ROOM
+from troupe.devices import host_memory
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -68,7 +68,7 @@ class SandboxLimits:
     @property
     def memory(self) -> int:
         """In MiB."""
-        return self.memory_mib or int(psutil.virtual_memory().total * 3 / 4) >> 20
+        return self.memory_mib or int(host_memory()[0] * 3 / 4) >> 20
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,8 @@ def samples_of(
         routes = None if turn.generation is None else turn.generation.routed_experts
         if routes is not None:
             # A reply may be shorter than what was drawn, cut at a stop string.
-            columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.token_ids) - 1]
-        prompt, response = turn.prompt_ids.array, np.array(reply.token_ids, np.int32)
+            columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.response) - 1]
+        prompt, response = turn.prompt_ids.array, reply.response.array
         own = earlier.add(turn.role.policy, turn.position, prompt, response, columns)
         samples.append(
             store.Sample(
@@ -203,7 +203,7 @@ def samples_of(
                 group_id=row.group_id,
                 prompt_ids=ids_to_proto(own.prompt),
                 response_ids=ids_to_proto(response),
-                logprobs=to_proto(np.array(reply.logprobs, np.float32)),
+                logprobs=to_proto(np.array(reply.response_logprobs, np.float32)),
                 versions=spans_of(turn),
                 reward=row.reward,
                 finish_reason=reply.finish_reason,

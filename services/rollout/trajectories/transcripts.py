@@ -87,7 +87,7 @@ def transcript_of(
             policy=turn.role.policy,
             turn=turn.position,
             prompt_tokens=len(turn.prompt_ids),
-            response_tokens=len(reply.token_ids),
+            response_tokens=len(reply.response),
             cached_tokens=generation.cached_tokens,
             versions=spans_of(turn),
             finish_reason=reply.finish_reason,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-import psutil
 import structlog
 import torch
 
@@ -23,6 +22,7 @@ from services.trainer.learning.optimizer import capture, local_part, restore
 from services.trainer.learning.ranks import PassTooLarge, RankGroup, is_out_of_memory
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch
+from troupe.devices import host_memory
 from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import Aborted, FailedPrecondition
@@ -163,7 +163,7 @@ class PassBudget:
 
     def _too_long(self, length: int, message: str) -> FailedPrecondition:
         cpu = self._device.type == "cpu"
-        memory = psutil.virtual_memory().total if cpu else gpu_memory(self._device) or 0
+        memory = host_memory()[0] if cpu else gpu_memory(self._device) or 0
         need = ""
         shape = shape_of_config(self._model.config.to_dict())
         if shape is not None:

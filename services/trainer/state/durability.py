@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-import psutil
 import structlog
 import torch
 
@@ -27,6 +26,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import below, under
 from services.trainer.state.training_state import StateStore, TrainingState
 from troupe.checkpoints.adapters import Tensors
+from troupe.devices import host_memory
 from troupe.job import JobSpec
 from troupe.prefixes import restore
 from troupe.rpc import TroupeError, new_id
@@ -116,7 +116,7 @@ class HostCopy:
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the host has memory for what the buffers lack."""
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
-        return needed * self._sharers <= psutil.virtual_memory().available * _MEMORY_SHARE
+        return needed * self._sharers <= host_memory()[1] * _MEMORY_SHARE
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Have memory for a copy of tensors of these shapes; what the last copy lacks is fresh, and

@@ -232,7 +232,7 @@ def _turn_record(turn: TurnRecord, sample: Any) -> dict[str, Any]:
         "response": turn.reply.text,
         "finish_reason": turn.reply.finish_reason,
         "prompt_tokens": len(turn.prompt_ids),
-        "response_tokens": len(turn.reply.token_ids),
+        "response_tokens": len(turn.reply.response),
         "reward": turn.reply.reward,
     }
     if sample is not None:
