@@ -350,14 +350,14 @@ class Sinks:
         """Gives every sink its entry and waits briefly. Returns what went wrong since last time."""
         given = {feed: feed.take(rows) for feed in self._feeds}
         # Not again for one that is late, until it is closed: every step would wait for it.
-        waits = [done for feed, done in given.items() if rows is None or not feed.late]
+        waits = {feed: done for feed, done in given.items() if rows is None or not feed.late}
         if waits:
-            await asyncio.wait(waits, timeout=SINK_WAIT_SECONDS)
+            await asyncio.wait(waits.values(), timeout=SINK_WAIT_SECONDS)
         troubles = []
         for feed, done in given.items():
             troubles += feed.troubles
             feed.troubles = []
-            if not done.done() and not feed.late:
+            if feed in waits and not done.done() and not feed.late:
                 feed.late = True
                 troubles.append(f"{feed.name} does not answer: the job goes on, its rows wait")
         return troubles
