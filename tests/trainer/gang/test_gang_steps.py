@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -235,16 +236,19 @@ async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused
         "tokenizer": str(stage.tokenizer),
     }
     specs = [gang_spec(stage.tokenizer, size, model=model) for size in (1, 2)]
+    # Short passes, so that what ranks divide is the larger part.
+    devices = partial(stage.trainer, gang_ranks=2, trainer_forward_tokens=16)
     needed = []
     for spec in specs:
-        trainer = await stage.trainer(gang_ranks=2, trainer_memory_bytes=1000)
+        trainer = await devices(trainer_memory_bytes=1000)
         with pytest.raises(FailedPrecondition) as refused:
             await trainer.bind(spec)
         assert refused.value.kind == "policy_too_large"
         assert refused.value.field == "policies.solver.model"
         needed.append(int(refused.value.value or 0))
     # Devices on which a rank of two has room, and the whole policy has not.
-    trainer = await stage.trainer(gang_ranks=2, trainer_memory_bytes=needed[1])
+    assert needed[1] < needed[0]
+    trainer = await devices(trainer_memory_bytes=needed[1])
     with pytest.raises(FailedPrecondition):
         await trainer.bind(specs[0])
     await trainer.bind(specs[1])
