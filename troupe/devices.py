@@ -264,20 +264,18 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            old = "memory" in controllers.split(",")
-            if controllers and not old:
+            if controllers and "memory" not in controllers.split(","):
                 continue
-            top = root / "sys/fs/cgroup" / ("memory" if old else "")
-            limit_name, use_name, idle_name = _MEMORY_FILES[old]
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            limit_name, use_name, idle_name = _MEMORY_FILES[bool(controllers)]
             # Of every level: a parent's limit holds too. A container may see its own as the top.
             here = PurePosixPath(path.lstrip("/"))
             for group in (top / level for level in (here, *here.parents)):
                 with contextlib.suppress(OSError, LookupError, ValueError):  # or "max": no limit
                     limit = int((group / limit_name).read_text())
-                    use = int((group / use_name).read_text())
                     kinds = (group / "memory.stat").read_text().split()
                     idle = int(kinds[kinds.index(idle_name) + 1])
-                    free = min(free, max(0, limit - use + idle))
+                    free = min(free, max(0, limit - int((group / use_name).read_text()) + idle))
                     total = min(total, limit)
     return total, free
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import os
 import random
 import shutil
 import time
@@ -60,8 +61,9 @@ _BUSY_SECONDS: Final = 1.0
 
 def model_folder(path: str) -> Path:
     """The directory of a model, tokenizer or adapter on this host. Blocking. Raises `NotFound`."""
-    root = Path(path).expanduser()
-    if not any((root / mark).is_file() for mark in _MARKS):
+    # pathlib raises for a name that is too long, and for the home of a user that there is not.
+    root = Path(os.path.expanduser(path))
+    if not any(os.path.isfile(root / mark) for mark in _MARKS):
         raise NotFound(
             "is no directory with a model here", kind="model_not_here", field="path", value=path
         )

@@ -237,3 +237,9 @@ async def test_a_damaged_copy_is_none(tmp_path: Path, disk: Path) -> None:
         assert not [p for p in (tmp_path / "here/models").iterdir() if p.is_dir()]
         host.damaged = False
         assert await models.localized(team()) != team()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~nobody-here/model", "a\0b", "", "~"])
+def test_a_path_of_any_kind_is_answered_with_a_typed_error(path: str) -> None:
+    with pytest.raises(NotFound):
+        described_model(path)

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -44,13 +44,21 @@ MADE_BY_GRPC = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Our own side, of a message of a stream that was refused before it.
 WRITTEN_TOO_LATE = "Internal error from Core"
 FORBIDDEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+
+
+def services_of(*files: Any, but: str = "") -> list[ServiceDescriptor]:
+    """The services of proto files, without the one named `but`."""
+    return [one for file in files for one in file.services_by_name.values() if one.name != but]
+
+
+MODELS = transfer_pb2.DESCRIPTOR.services_by_name["HostModels"]
 SERVICES = {
-    "orchestrator": [orchestrator_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR],
-    "experience_store": [experience_store_pb2.DESCRIPTOR],
-    "reward": [reward_pb2.DESCRIPTOR],
-    "rollout-0": [rollout_pb2.DESCRIPTOR],
-    "trainer-0": [trainer_pb2.DESCRIPTOR],
-    "transfer": [transfer_pb2.DESCRIPTOR],
+    "orchestrator": [*services_of(orchestrator_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR), MODELS],
+    "experience_store": services_of(experience_store_pb2.DESCRIPTOR),
+    "reward": services_of(reward_pb2.DESCRIPTOR),
+    "rollout-0": [*services_of(rollout_pb2.DESCRIPTOR), MODELS],
+    "trainer-0": [*services_of(trainer_pb2.DESCRIPTOR), MODELS],
+    "transfer": services_of(transfer_pb2.DESCRIPTOR, but=MODELS.name),
 }
 HEALTH = "/grpc.health.v1.Health/Check"
 DELETING = ("ForgetJob", "DropTables")
@@ -93,9 +101,8 @@ def methods_of(target: Target) -> list[Method]:
     addresses["transfer"] = target.owner.local
     return [
         Method(process, addresses[process], method)
-        for process, files in SERVICES.items()
-        for file in files
-        for service in file.services_by_name.values()
+        for process, services in SERVICES.items()
+        for service in services
         for method in service.methods
     ]
 
