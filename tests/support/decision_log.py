@@ -178,10 +178,13 @@ class DecisionLog:
 
     def _dump(self, value: Any) -> bytes:
         buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.persistent_id = (  # type: ignore[method-assign]
-            lambda one: self._number(one) if type(one).__name__ in HELD else None
-        )
+        number = self._number
+
+        class Numbering(pickle.Pickler):
+            def persistent_id(self, one: Any) -> int | None:
+                return number(one) if type(one).__name__ in HELD else None
+
+        pickler = Numbering(buffer)
         pickler.dump(value)
         return buffer.getvalue()
 
@@ -238,11 +241,12 @@ class Held:
 def load(value: bytes, held: dict[int, Any] | None = None) -> Any:
     """What was pickled; `held`: by number, what stands for what queues held."""
     found = {} if held is None else held
-    unpickler = pickle.Unpickler(io.BytesIO(value))
-    unpickler.persistent_load = (  # type: ignore[method-assign]
-        lambda number: found.setdefault(number, Held())
-    )
-    return unpickler.load()
+
+    class Finding(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Any:
+            return found.setdefault(number, Held())
+
+    return Finding(io.BytesIO(value)).load()
 
 
 def plain(value: Any) -> Any:
