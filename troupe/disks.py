@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+SLOWEST_BYTES_PER_SECOND: Final = 20e6  # a disk or network that brings less is not waited for
 # The system error in the texts of safetensors' and tokenizers' exceptions.
 _NUMBER: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

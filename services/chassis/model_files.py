@@ -25,6 +25,7 @@ import structlog
 
 from services.chassis.folders import files_below, read_folder, write_folder
 from services.chassis.settings import ServiceSettings
+from troupe.disks import SLOWEST_BYTES_PER_SECOND
 from troupe.job import JobSpec, PolicySpec, no_directory
 from troupe.rpc import (
     NO_RETRY,
@@ -46,9 +47,8 @@ log = structlog.get_logger("troupe.models")
 # A directory is one of a model, tokenizer or adapter by any of these files; no other is served.
 _MARKS: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json")
 _FIND_SECONDS: Final = 10.0
-# A copy may take this long, and its size at this speed.
+# A copy may take this long, and its size at the speed of the slowest disk.
 _LEAST_SECONDS: Final = 120.0
-_LEAST_BYTES_PER_SECOND: Final = 20_000_000
 _PROGRESS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
 # Characters of a copy's name.
@@ -227,7 +227,7 @@ class ModelFiles:
     async def _copied(self, model: _Model) -> Path:
         """The copy of a model, made by one process of this host."""
         target = self._root / model.digest[:_NAME_CHARS]
-        seconds = _LEAST_SECONDS + model.num_bytes / _LEAST_BYTES_PER_SECOND
+        seconds = _LEAST_SECONDS + model.num_bytes / SLOWEST_BYTES_PER_SECOND
         until = time.monotonic() + seconds
         self._root.mkdir(parents=True, exist_ok=True)
         with _lock(self._root / f".{target.name}.lock") as take:

@@ -25,7 +25,7 @@ from troupe.cluster import logs
 from troupe.cluster.errors import ChildFailed, ChildNotReady, DiskFull
 from troupe.cluster.layout import ChildSpec
 from troupe.devices import pin
-from troupe.disks import shortage
+from troupe.disks import SLOWEST_BYTES_PER_SECOND, shortage
 
 TETHER = Path(__file__).with_name("tether.py")
 # Seconds before the first restart: short, so that callers' retries bridge the gap.
@@ -35,8 +35,6 @@ RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
 GROUP_EXIT_SECONDS = 1.0
 _DISK_POLL_SECONDS = 1.0
-# Less than a slow disk gives, and than a Redis takes in.
-_READ_BYTES_PER_SECOND = 20e6
 
 
 def reading_seconds(directory: Path | None) -> float:
@@ -47,7 +45,7 @@ def reading_seconds(directory: Path | None) -> float:
     for file in directory.rglob("*"):
         with suppress(FileNotFoundError):  # replaced meanwhile
             total += file.stat().st_size
-    return total / _READ_BYTES_PER_SECOND
+    return total / SLOWEST_BYTES_PER_SECOND
 
 
 class ChildState(StrEnum):

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import structlog
@@ -65,7 +66,7 @@ class SandboxLimits:
     memory_mib: int = 0
     idle_seconds: float = 600.0
 
-    @property
+    @cached_property
     def memory(self) -> int:
         """In MiB."""
         return self.memory_mib or int(host_memory()[0] * 3 / 4) >> 20

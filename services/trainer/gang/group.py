@@ -58,9 +58,8 @@ from services.trainer.learning.ranks import (
 )
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, Slices
+from troupe.disks import SLOWEST_BYTES_PER_SECOND
 
-# A disk or network that brings less is not waited for.
-SLOWEST_BYTES_PER_SECOND: Final = 20e6
 # Of each parameter of a policy, and of its critic: the weight and two moments in float32.
 _STATE_BYTES: Final = 24
 

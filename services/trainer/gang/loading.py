@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from services.trainer.gang.group import SLOWEST_BYTES_PER_SECOND, GangGroup
+from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import as_shard, whole
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.lora import Adapter, base_source, described_adapter, inject
@@ -48,6 +48,7 @@ from troupe.checkpoints.format import (
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder, weight_files
 from troupe.checkpoints.tensors import claims_tied, fitted, untied
 from troupe.checkpoints.verifying import verify
+from troupe.disks import SLOWEST_BYTES_PER_SECOND
 from troupe.job import LoraSpec, ModelSpec, PolicySpec
 from troupe.rpc import DeadlineExceeded, TroupeError, from_status, to_status
 from troupe.transfer import DeferredTensors
