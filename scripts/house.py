@@ -1,7 +1,8 @@
 """Counts of the code's layout, held against the rules of docs/contributing.md.
 
-Prints a table and exits with 1 when a rule is broken: files and lines of the product, files per
-folder, lines per file, classes that share a name, and circles of imports.
+Prints a table of the product's files and lines, the files of each folder, the lines of each file,
+classes that share a name, and circles of imports. Exits with 1 when a rule is broken. The totals
+have no limit: a ceiling that sits on the present count buys joined lines, not a smaller product.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from typing import Final
 PRODUCT: Final = ("troupe", "services")
 GENERATED: Final = Path("troupe/v1")
 
-MOST_FILES: Final = 490
-MOST_LINES: Final = 122_300
 MOST_FILES_OF_A_FOLDER: Final = 16
 MOST_LINES_OF_A_FILE: Final = 800
 MOST_SHARED_CLASS_NAMES: Final = 0
@@ -148,9 +147,9 @@ def main() -> int:
     ]
     longest = max(product.values(), key=lambda module: module.lines)
     fullest = max(folders, key=lambda folder: folders[folder])
+    print(f"{'files':<30}{len(product):>8,}")
+    print(f"{'lines':<30}{sum(module.lines for module in product.values()):>8,}")
     rows: list[tuple[str, int, int, str]] = [
-        ("files", len(product), MOST_FILES, ""),
-        ("lines", sum(module.lines for module in product.values()), MOST_LINES, ""),
         ("files of the fullest folder", folders[fullest], MOST_FILES_OF_A_FOLDER, str(fullest)),
         ("lines of the longest file", longest.lines, MOST_LINES_OF_A_FILE, str(longest.path)),
         ("class names used twice", len(shared), MOST_SHARED_CLASS_NAMES, ""),
