@@ -21,7 +21,7 @@ def _cells(line: str) -> list[str]:
 
 
 def tables(text: str) -> Iterator[list[Row]]:
-    """Yield the rows of each Markdown table, keyed by header, or by position where that is empty."""
+    """Yield the rows of each Markdown table, keyed by header (a nameless column: by position)."""
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         header, _, *lines = block.splitlines()
         names = [name or str(place) for place, name in enumerate(_cells(header))]
