@@ -6,17 +6,20 @@ import ast
 import importlib
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
+from troupe.client.cli.app import app
 from troupe.job import JobSpec
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SCHEMA = JobSpec.model_json_schema()
+COMMANDS: Mapping[str, Any] = vars(typer.main.get_command(app))["commands"]
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -49,8 +52,31 @@ def test_metrics_are_counted_somewhere(page: Path, source: str) -> None:
 
 @page
 def test_files_exist(page: Path) -> None:
+    if page.name == "compare.md":
+        return  # It names files of other repositories.
     for name in named(page, r"`((?:services|troupe|tests|benchmarks|examples|scripts)/[\w./-]+)`"):
         assert (ROOT / name).exists(), name
+
+
+@page
+def test_what_is_named_beside_a_module_is_in_it(page: Path) -> None:
+    module = r"`((?:services|troupe|testbed|tests|benchmarks|scripts)/[\w./-]+\.py)`"
+    text = page.read_text(encoding="utf-8")
+    pairs = re.findall(rf"`([A-Za-z_]\w*)` in {module}", text)
+    pairs += [(name, path) for path, name in re.findall(rf"{module} \(`([A-Za-z_]\w*)`\)", text)]
+    assert [pair for pair in pairs if pair[0] not in (ROOT / pair[1]).read_text()] == []
+
+
+def test_the_table_of_commands_has_every_command_and_no_other() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").replace(r"\|", "/")
+    listed: set[str] = set()
+    for code in re.findall(r"`(.+?)`", "".join(re.findall(r"(?m)^\| (`troupe .*?) \|", page))):
+        first, *rest = code.removeprefix("troupe ").split()
+        if hasattr(COMMANDS[first], "commands"):
+            listed |= {f"{first} {name}" for name in rest[0].split("/")}
+        else:
+            listed.add(first)
+    assert listed == set(every_command(COMMANDS))
 
 
 @page
@@ -68,6 +94,15 @@ def test_python_can_be_parsed_and_imports_what_there_is(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("troupe"):
                 module = importlib.import_module(node.module or "")
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+
+
+def every_command(commands: Mapping[str, Any], group: str = "") -> Iterator[str]:
+    """Yield the full name of each command."""
+    for name, command in commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command.commands, f"{name} ")
+        elif not command.hidden:
+            yield group + name
 
 
 def is_field(nodes: Iterable[dict[str, Any]], path: list[str]) -> bool:
