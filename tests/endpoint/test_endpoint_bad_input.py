@@ -38,7 +38,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0]", "invalid_messages"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"temperature": -1}, "temperature", "invalid_value"),
-    ({"top_k": 0}, "top_k", "invalid_messages"),
+    ({"top_k": -2}, "top_k", "invalid_messages"),
     ({"n": 0}, "n", "invalid_value"),
     ({"n": 1000}, "n", "invalid_value"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),

@@ -193,6 +193,24 @@ async def test_an_option_decides_who_says_how_tokens_are_drawn(by: Any) -> None:
     assert drawn[0].max_new_tokens == 9
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {},
+    "/responses": {"input": "hi"},
+    "/messages": {"messages": [ASKED], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_top_k_0_is_all_tokens_as_in_a_job(path: str) -> None:
+    with capture_logs() as logs:
+        for options in (EndpointOptions(), EndpointOptions(sampling="client")):
+            async with served(options=options) as one:
+                answer = await one.post(path, top_k=0, **BODIES[path])
+                assert answer.status_code == 200, answer.text
+                assert [turn.sampling.top_k for turn in one.agents.begun] == [-1]
+    assert not [entry for entry in logs if "not followed" in entry["event"]]
+
+
 PROMISES: Sequence[tuple[dict[str, Any], str, str, str]] = [
     # (what is asked, a reply that keeps it, one that does not, the field)
     ({"tools": [ADD], "tool_choice": "required"}, calls(a=1, b=2), "7", "tool_choice"),

@@ -372,10 +372,10 @@ class _Request(ApiBody):
         """The request's temperature, top_p and top_k where they differ from the agent's
         sampling."""
         own = agent.role.sampling
+        asked = {name: value for name, value in self._drawing.items() if value is not None}
+        read = own.override(asked)
         return {
-            name: value
-            for name, value in self._drawing.items()
-            if value is not None and value != getattr(own, name)
+            name: getattr(read, name) for name in asked if getattr(read, name) != getattr(own, name)
         }
 
     @property

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from troupe.job.data import TasksSpec
 from troupe.job.section import (
@@ -18,7 +18,6 @@ from troupe.job.section import (
     MAX_AGENTS,
     MAX_COEFFICIENT,
     MAX_QUERIES,
-    MAX_TOKENS,
     MAX_TRAJECTORIES,
     NAME,
     Queries,
@@ -30,6 +29,13 @@ from troupe.job.section import (
     Tokens,
     TokensOrNone,
     check_pattern,
+)
+from troupe.sampling import (
+    ALL_TOKENS,
+    MAX_INT,
+    MAX_TEMPERATURE,
+    engine_temperature,
+    engine_top_k,
 )
 from troupe.scheduling.defaults import CPU
 
@@ -99,15 +105,19 @@ class RoutingSpec(Section):
 class SamplingSpec(Section):
     """How an agent's tokens are drawn."""
 
-    temperature: float = Field(default=1.0, ge=0, le=1000)
-    """Sampling temperature; 0: greedy."""
+    temperature: Annotated[
+        float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(engine_temperature)
+    ] = 1.0
+    """Sampling temperature; 0, and less than 1e-5: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus: the smallest set of tokens with at least this probability."""
-    top_k: int = Field(default=-1, ge=-1, le=MAX_TOKENS)
-    """The k most likely tokens; -1: all."""
+    top_k: Annotated[int, Field(ge=ALL_TOKENS, le=MAX_INT), AfterValidator(engine_top_k)] = (
+        ALL_TOKENS
+    )
+    """The k most likely tokens; -1 or 0: all."""
     max_new_tokens: Tokens = 256
     """Longest response, in tokens."""
-    stop: list[str] = Field(default=[], max_length=64)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=64)
     """Strings that end a response besides end-of-sequence; each must be one token."""
 
 

@@ -6,8 +6,7 @@ The rollout service implements `Backend` over its router and `ToolBackend` over 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, overload, runtime_checkable
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from troupe.sampling import READERS
 from troupe.workflow.errors import InvalidMessagesError, shown
 
 if TYPE_CHECKING:
@@ -178,9 +178,10 @@ EMPTY: Final = TokenIds(np.empty(0, np.int32))
 class Sampling:
     """How the tokens of one turn are drawn.
 
-    `temperature` 0 is greedy; `top_k` -1 means all tokens; a response ends at the first of
+    `temperature` 0 is greedy; `top_k` -1 means all tokens. A response ends at the first of
     `stop_token_ids` (which it then contains), with the token that completes one of `stop_strings`
-    (which its text then lacks) or after `max_new_tokens`.
+    (which its text then lacks) or after `max_new_tokens`. What may be written is in
+    `troupe.sampling`.
     """
 
     temperature: float = 1.0
@@ -197,13 +198,13 @@ class Sampling:
         value."""
         read = {}
         for name, value in values.items():
-            reader, wanted = _READERS.get(name, (None, ""))
+            reader, wanted = READERS.get(name, (None, ""))
             if reader is None:
                 raise InvalidMessagesError(
                     f"unknown sampling parameter '{name}'",
                     field=name,
                     value=value,
-                    remedy=f"Known: {', '.join(_READERS)}.",
+                    remedy=f"Known: {', '.join(READERS)}.",
                 )
             try:
                 read[name] = reader(value)
@@ -215,47 +216,6 @@ class Sampling:
                     remedy=f"Needs {wanted}.",
                 ) from None
         return replace(self, **read)
-
-
-def _number(within: Callable[[float], bool]) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if isinstance(value, bool | str) or not math.isfinite(value) or not within(value):
-            raise ValueError
-        return float(value)
-
-    return read
-
-
-def _whole(within: Callable[[int], bool]) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        number = as_int(value)
-        if isinstance(value, bool) or not within(number):
-            raise ValueError
-        return number
-
-    return read
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value)
-    # An empty stop string would occur in every response.
-    if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError
-    return strings
-
-
-# Seeds and token ids: what every engine accepts.
-_natural = _whole(lambda i: 0 <= i < 2**31)
-
-_READERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
-    "temperature": (_number(lambda v: v >= 0), "a finite number >= 0"),
-    "top_p": (_number(lambda v: 0 < v <= 1), "0 < top_p <= 1"),
-    "top_k": (_whole(lambda v: v == -1 or 1 <= v < 2**31), "a whole number >= 1, or -1 for all"),
-    "max_new_tokens": (_whole(lambda v: 1 <= v < 2**31), "a whole number >= 1"),
-    "stop_token_ids": (lambda v: tuple(map(_natural, v)), "a list of token ids"),
-    "stop_strings": (_strings, "a text, or a list of texts that are not empty"),
-    "seed": (lambda v: v if v is None else _natural(v), "0 <= seed < 2**31"),
-}
 
 
 FinishReason = Literal["stop", "length", "abort"]
