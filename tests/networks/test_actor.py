@@ -11,9 +11,15 @@ import torch
 
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.actor import Actor, NotFinite, PlayedCopies, Seat
+from troupe.networks.actor import Actor, PlayedCopies, Seat
 from troupe.networks.fragments import Fragment
-from troupe.networks.vector import Observed, Spaces, Stepped, make_environment
+from troupe.networks.vector import (
+    BrokenEnvironment,
+    Observed,
+    Spaces,
+    Stepped,
+    make_environment,
+)
 from troupe.rpc.errors import InvalidArgument, NotFound
 
 PPO = NetworkSpec(hidden=(8,))
@@ -252,7 +258,9 @@ def test_what_is_no_number_is_told_with_step_and_copy(what: str, value: float, a
         actor.load("team", weights(PPO, environment.spaces, 2), 1)
         when = f"step {at}" if at else "reset"
         if matters:
-            with pytest.raises(NotFinite, match=f"its {what} after {when} .* in copy {copy}"):
+            with pytest.raises(
+                BrokenEnvironment, match=f"its {what} after {when} .* in copy {copy}"
+            ):
                 actor.sample(3)
         else:
             assert actor.sample(3).lengths.tolist() == [1, 2, 3]

@@ -99,11 +99,11 @@ def test_a_copy_that_has_ended_waits() -> None:
             assert stepped.rewards[0, 0] == 0
             assert seen is not None
             np.testing.assert_array_equal(stepped.observed.observations[0], seen)
-        ended |= stepped.terminated
-        if stepped.terminated[0]:
+        ended |= stepped.terminated[:, 0]
+        if stepped.terminated[0, 0]:
             seen = stepped.observed.observations[0].copy()
     assert ended[0]
-    assert stepped.truncated[1] or ended[1]
+    assert stepped.truncated[1, 0] or ended[1]
     ours.close()
 
 

@@ -132,14 +132,15 @@ def test_padding_and_the_cut_of_fragments_change_nothing(paradigm: str) -> None:
 def test_what_lies_behind_an_episodes_end_is_never_read(
     paradigm: str, kind: str, parameters: str
 ) -> None:
-    given = [fragment(1, [2, 6, 1]), fragment(2, [3, 1])]
+    given = [fragment(1, [2, 6, 1]), fragment(2, [3, 1]), fragment(3, [5, 4], leaving=True)]
     filled = []
     for one in given:
         arrays = {name: array.copy() for name, array in one.arrays.items()}
         for name, array in arrays.items():
             if SHAPES[name].startswith("T") and array.dtype.kind == "f":
-                for episode, length in enumerate(one["lengths"]):
-                    array[length + SHAPES[name].startswith("T+1") :, episode] = np.nan
+                ends = one["lengths"] + SHAPES[name].startswith("T+1")
+                ends = ends if "A" in SHAPES[name].split() else ends.max(axis=1)
+                array[np.arange(len(array)).reshape(-1, *[1] * ends.ndim) >= ends] = np.nan
         filled.append(Fragment("p", 0, AGENTS, arrays))
     one, other = (
         make_learner(network(paradigm, kind, parameters), SPACES, AGENTS, seed=3) for _ in "12"
@@ -180,7 +181,9 @@ def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
         acting[:, :, seat] = True
         whole.append(Fragment("p", 0, AGENTS, {**one.arrays, "acting": acting}))
         own = {
-            name: array[:, :, [seat]] if "A" in SHAPES[name].split() else array
+            name: array.take([seat], SHAPES[name].split().index("A"))
+            if "A" in SHAPES[name].split()
+            else array
             for name, array in one.arrays.items()
         }
         some.append(Fragment("p", 0, (AGENTS[seat],), own))
@@ -232,7 +235,7 @@ def _joined(short: Fragment, long: Fragment) -> Fragment:
     arrays = {}
     for name, array in long.arrays.items():
         part = short[name]
-        axis = 0 if array.ndim == 1 else 1
+        axis = SHAPES[name].split().index("B")
         if axis:
             # What lies behind an episode's end is without meaning: make it loud.
             filler = np.full((len(array) - len(part), *part.shape[1:]), 2, part.dtype)
@@ -258,7 +261,7 @@ def test_targets_are_of_the_same_agents_next_decision(paradigm: str, kind: str) 
     errors = []
     for t in range(5):
         taken = [float(values[a, t, one["actions"][t, 0, a]]) for a in range(2)]
-        follows = 0.0 if t == 4 and one["terminated"][0] else 0.9
+        follows = 0.0 if t == 4 and one["terminated"].all() else 0.9
         best = [float(values[a, t + 1].max()) for a in range(2)]
         rewards = one["rewards"][t, 0]
         if paradigm == "vdn":

@@ -18,12 +18,22 @@ SPACES = Spaces(observation=1, state=1, actions=3, steps=6)
 
 
 def fragment(
-    seed: int, lengths: list[int], agents: int = 2, turns: bool = False, masked: bool = False
+    seed: int,
+    lengths: list[int],
+    agents: int = 2,
+    turns: bool = False,
+    masked: bool = False,
+    leaving: bool = False,
 ) -> Fragment:
     """Random episodes; observations and states are the time. `masked`: the last action is never
-    legal."""
+    legal. `leaving`: all agents but one may leave an episode before it ends."""
     random = np.random.default_rng(seed)
     copies, steps = len(lengths), max(lengths)
+    ends = np.array(lengths, np.int32)[:, None].repeat(agents, axis=1)
+    over = (random.random(copies) < 0.5)[:, None].repeat(agents, axis=1)
+    if leaving:
+        ends[:, 1:] = random.integers(1, ends[:, 1:] + 1)
+        over = random.random(over.shape) < 0.5
     time = np.arange(steps + 1, dtype=np.float32)[:, None, None, None]
     arrays: dict[str, Any] = {
         "observations": np.tile(time, (1, copies, agents, 1)),
@@ -31,8 +41,8 @@ def fragment(
         "actions": random.integers(0, 2 if masked else 3, (steps, copies, agents)),
         "log_probs": random.normal(size=(steps, copies, agents)).astype(np.float32),
         "rewards": random.normal(size=(steps, copies, agents)).astype(np.float32),
-        "lengths": np.array(lengths, np.int32),
-        "terminated": random.random(copies) < 0.5,
+        "lengths": ends,
+        "terminated": over,
     }
     if turns:
         arrays["acting"] = random.random((steps, copies, agents)) < 0.5
@@ -47,18 +57,24 @@ def fragment(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=2),
     turns=st.booleans(),
+    leaving=st.booleans(),
 )
-def test_a_row_is_what_its_agent_decided(seed: int, lengths: list[list[int]], turns: bool) -> None:
-    fragments = [fragment(seed + i, own, turns=turns) for i, own in enumerate(lengths)]
+def test_a_row_is_what_its_agent_decided(
+    seed: int, lengths: list[list[int]], turns: bool, leaving: bool
+) -> None:
+    fragments = [
+        fragment(seed + i, own, turns=turns, leaving=leaving) for i, own in enumerate(lengths)
+    ]
     rows = rows_of(fragments)
     episode = 0
     for one in fragments:
-        for b, length in enumerate(one["lengths"]):
+        for b in range(one.episodes):
             for a in range(2):
+                length = int(one["lengths"][b, a])
                 acting = one.arrays.get("acting", np.ones_like(one["rewards"], bool))
                 times = [t for t in range(length) if acting[t, b, a]]
                 assert rows.lengths[episode, a] == len(times)
-                ends = [*times[1:], int(length)]
+                ends = [*times[1:], length]
                 for k, (begin, end) in enumerate(zip(times, ends, strict=False)):
                     assert rows.observations[episode, a, k, 0] == begin
                     assert rows.state[episode, a, k, 0] == begin
@@ -67,7 +83,7 @@ def test_a_row_is_what_its_agent_decided(seed: int, lengths: list[list[int]], tu
                     gained = one["rewards"][begin:end, b, a].sum()
                     assert rows.rewards[episode, a, k] == pytest.approx(gained, abs=1e-5)
                 assert rows.observations[episode, a, len(times), 0] == length
-            assert rows.terminated[episode] == one["terminated"][b]
+                assert rows.terminated[episode, a] == one["terminated"][b, a]
             episode += 1
 
 

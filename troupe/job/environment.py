@@ -40,6 +40,13 @@ class EnvironmentSpec(Section):
 
     _json = field_validator("args")(check_json)
 
+    @field_validator("args")
+    @classmethod
+    def _copies_has_a_field(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if "copies" in args:
+            raise ValueError("copies: set `environment.copies`; `source` is called with it")
+        return args
+
 
 def with_defaults(job: Any) -> Any:
     """The unvalidated job, with the pipeline defaults of jobs that have an environment, and the

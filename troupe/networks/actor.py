@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
-from troupe.networks.vector import Observed, VectorEnvironment
+from troupe.networks.vector import BrokenEnvironment, Observed, Stepped, VectorEnvironment
 from troupe.rpc.errors import InvalidArgument, NotFound
 
 
@@ -82,7 +82,8 @@ class Actor:
 
         `explore=False`: always the likeliest or best action, for evaluation. `earnest`: policies
         that do not explore and sample only if they are stochastic (`ActingNetwork.draws`). Raises
-        NotFound for a policy without weights."""
+        NotFound for a policy without weights, BrokenEnvironment for values that cannot be played.
+        """
         environment, spaces = self._environment, self._environment.spaces
         players = list(self._players.values())
         exploring = [
@@ -90,55 +91,115 @@ class Actor:
         ]
         seeds = np.random.SeedSequence(seed).generate_state(1 + len(players), np.uint64)
         observed = environment.reset(int(seeds[0] >> np.uint64(1)))
-        _check_finite(observed, None, np.ones(environment.copies, np.bool_), 0)
         for player, own in zip(players, seeds[1:], strict=True):
-            player.begin(observed, int(own >> np.uint64(1)))
+            player.begin(int(own >> np.uint64(1)))
         copies, agents = environment.copies, len(environment.agents)
         shape = (copies, agents, spaces.actions) if spaces.continuous else (copies, agents)
         actions: Any = np.zeros(shape, np.float32 if spaces.continuous else np.int64)
         rewards = np.zeros((spaces.steps, copies, agents), np.float32)
-        terminated = np.zeros(copies, np.bool_)
-        lengths = np.zeros(copies, np.int32)
-        alive = np.ones(copies, np.bool_)
+        terminated = np.zeros((copies, agents), np.bool_)
+        lengths = np.zeros((copies, agents), np.int32)
+        alive = np.ones((copies, agents), np.bool_)
+        _check_shapes(environment, observed, None, 0)
+        _check_finite(observed, None, alive, 0)
+        observed = _playable(environment, observed, alive, alive, 0)
         step = 0
         while step < spaces.steps:
             for player, explores in zip(players, exploring, strict=True):
                 player.act(step, observed, actions, explores)
             stepped = environment.step(actions)
-            observed = stepped.observed
-            _check_finite(observed, stepped.rewards, alive, step + 1)
-            rewards[step] = stepped.rewards
-            lengths += alive
-            terminated |= alive & stepped.terminated
-            alive &= ~(stepped.terminated | stepped.truncated)
             step += 1
+            _check_shapes(environment, stepped.observed, stepped, step)
+            _check_finite(stepped.observed, stepped.rewards, alive, step)
+            rewards[step - 1] = stepped.rewards
+            lengths += alive
+            # [B, A], or [B, 1] where all agents end together.
+            over, cut = (
+                np.asarray(flags).reshape(copies, -1)
+                for flags in (stepped.terminated, stepped.truncated)
+            )
+            terminated |= alive & over
+            before, alive = alive, alive & ~(over | cut)
+            observed = _playable(environment, stepped.observed, before, alive, step)
             if not alive.any():
                 break
         rewards = rewards[:step]
         if (lengths < step).any():
-            rewards[np.arange(step)[:, None] >= lengths] = 0
+            rewards[np.arange(step)[:, None, None] >= lengths] = 0
         fragments = {
             player.policy: player.finish(step, observed, rewards, lengths, terminated)
             for player in players
         }
-        return PlayedCopies(fragments, rewards.sum(axis=0, dtype=np.float64), lengths)
+        returns = rewards.sum(axis=0, dtype=np.float64)
+        return PlayedCopies(fragments, returns, lengths.max(axis=1))
 
     def evaluate(self, seeds: Sequence[int]) -> NDArray[np.float64]:
         """Returns [len(seeds) * B, A] without exploration."""
         return np.concatenate([self.sample(seed, explore=False).returns for seed in seeds])
 
 
-class NotFinite(ValueError):
-    """An environment returned NaN, infinity or a number beyond float32 in its `what`."""
+def _after(step: int) -> str:
+    return f"after step {step}" if step else "after reset"
 
-    def __init__(self, what: str, message: str) -> None:
-        super().__init__(message)
-        self.what = what
+
+def _check_shapes(
+    environment: VectorEnvironment, observed: Observed, stepped: Stepped | None, step: int
+) -> None:
+    """Raise BrokenEnvironment for an array whose shape contradicts the environment's spaces: NumPy
+    might broadcast it."""
+    copies, agents, spaces = environment.copies, len(environment.agents), environment.spaces
+    expected: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+        "observations": (observed.observations, [(copies, agents, spaces.observation)]),
+        "state": (observed.state, [(copies, spaces.state)]),
+        "acting": (observed.acting, [(copies, agents)]),
+    }
+    if not spaces.continuous:
+        expected["legal"] = (observed.legal, [(copies, agents, spaces.actions)])
+    if stepped is not None:
+        expected["rewards"] = (stepped.rewards, [(copies, agents)])
+        expected["terminated"] = (stepped.terminated, [(copies,), (copies, agents)])
+        expected["truncated"] = (stepped.truncated, [(copies,), (copies, agents)])
+    for name, (array, shapes) in expected.items():
+        if array is not None and np.shape(array) not in shapes:
+            right = " or ".join(str(list(shape)) for shape in shapes)
+            raise BrokenEnvironment(
+                f"its {name} {_after(step)} have the shape {list(np.shape(array))}, not {right}",
+                field=name,
+                remedy="Return arrays of the shapes that its `spaces` declare.",
+            )
+
+
+def _playable(
+    environment: VectorEnvironment, observed: Observed, before: Any, alive: Any, step: int
+) -> Observed:
+    """`observed` without undefined values: agents that had ended before (`before` [B, A]: those
+    that had not) see zeros, and agents that need not act (`alive`: those that go on) may take any
+    action. Raises BrokenEnvironment if an agent that must act has no legal action."""
+    seen, legal, acting = observed.observations, observed.legal, observed.acting
+    if not before.all():
+        seen = np.where(before[..., None], seen, np.float32(0))
+    if environment.spaces.continuous:
+        legal = None
+    if legal is not None:
+        legal = np.asarray(legal, np.bool_)
+        none: Any = ~legal.any(axis=-1)
+        if none.any():
+            asked = none & alive if acting is None else none & alive & acting
+            for copy, agent in np.argwhere(asked):
+                raise BrokenEnvironment(
+                    f"the action mask of agent '{environment.agents[agent]}' {_after(step)} in "
+                    f"copy {copy} allows no action, and its episode goes on",
+                    kind="no_legal_action",
+                    field="legal",
+                    remedy="Allow at least one action, or end the agent's episode.",
+                )
+            legal = legal | none[..., None]
+    return Observed(seen, observed.state, legal, acting)
 
 
 def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> None:
-    """Raise `NotFinite` for values of a step (0: the reset) that are not finite, in copies that had
-    not ended: they would turn all weights into NaN."""
+    """Raise BrokenEnvironment for values of a step (0: the reset) that are not finite, of agents
+    that had not ended (`alive` [B, A]): they would turn all weights into NaN."""
     given = {"observations": observed.observations, "state": observed.state, "rewards": rewards}
     for name, values in given.items():
         if values is None:
@@ -147,12 +208,17 @@ def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> No
             array = np.asarray(values, np.float32)
         if np.isfinite(array).all():
             continue
-        bad = ~np.isfinite(array.reshape(len(array), -1))
-        for copy in np.flatnonzero(alive & bad.any(axis=1)):
-            value = np.asarray(values).reshape(len(array), -1)[copy, int(bad[copy].argmax())]
-            when = f"step {step}" if step else "reset"
-            message = f"its {name} after {when} are not finite: {value} in copy {copy}"
-            raise NotFinite(name, message)
+        bad: Any = ~np.isfinite(array)
+        wide = alive.any(axis=1) if name == "state" else alive
+        bad &= wide.reshape(*wide.shape, *[1] * (bad.ndim - wide.ndim))
+        for at in np.argwhere(bad):
+            value = np.asarray(values)[tuple(at)]
+            raise BrokenEnvironment(
+                f"its {name} {_after(step)} are not finite: {value} in copy {at[0]}",
+                kind="not_finite",
+                field=name,
+                remedy=f"Return finite {name}.",
+            )
 
 
 class _Player:
@@ -178,7 +244,7 @@ class _Player:
         self._generator = torch.Generator()
         self._arrays: dict[str, Any] = {}
 
-    def begin(self, observed: Observed, seed: int) -> None:
+    def begin(self, seed: int) -> None:
         if self.version < 0:
             raise NotFound(
                 "has no weights yet",
@@ -200,18 +266,22 @@ class _Player:
             ),
             "log_probs": np.empty((steps, copies, agents), np.float32),
         }
-        if observed.legal is not None:
-            shape = (steps + 1, copies, agents, spaces.actions)
-            self._arrays["legal"] = np.empty(shape, np.bool_)
-        if observed.acting is not None:
-            self._arrays["acting"] = np.empty((steps, copies, agents), np.bool_)
 
     def _record(self, step: int, observed: Observed) -> None:
         arrays = self._arrays
         arrays["observations"][step] = observed.observations[:, self._at]
         arrays["state"][step] = observed.state
         if observed.legal is not None:
-            arrays["legal"][step] = observed.legal[:, self._at]
+            flags = self._flags("legal", len(arrays["state"]), observed.legal)
+            flags[step] = observed.legal[:, self._at]
+
+    def _flags(self, name: str, steps: int, given: Any) -> Any:
+        """The recorded array `name`, made when the environment first gives one: until then all is
+        true."""
+        if name not in self._arrays:
+            shape = (steps, len(given), len(self.agents), *given.shape[2:])
+            self._arrays[name] = np.ones(shape, np.bool_)
+        return self._arrays[name]
 
     def act(self, step: int, observed: Observed, actions: Any, explore: bool) -> None:
         """Write this policy's actions of a step into `actions` of all agents."""
@@ -221,8 +291,9 @@ class _Player:
         observations = torch.from_numpy(arrays["observations"][step])
         acting = None
         if observed.acting is not None:
-            arrays["acting"][step] = observed.acting[:, self._at]
-            acting = torch.from_numpy(arrays["acting"][step])
+            turns = self._flags("acting", spaces.steps, observed.acting)
+            turns[step] = observed.acting[:, self._at]
+            acting = torch.from_numpy(turns[step])
         drawn = self.network.act(observations, legal, self._generator, explore, acting)
         chosen = drawn.actions.numpy()
         arrays["actions"][step] = chosen
@@ -242,10 +313,10 @@ class _Player:
         }
         arrays |= {
             "rewards": np.ascontiguousarray(rewards[:, :, self._at]),
-            "lengths": lengths.copy(),
-            "terminated": terminated.copy(),
+            "lengths": np.ascontiguousarray(lengths[:, self._at]),
+            "terminated": np.ascontiguousarray(terminated[:, self._at]),
         }
         if "acting" in arrays:
-            arrays["acting"] &= (np.arange(steps)[:, None] < lengths)[..., None]
+            arrays["acting"] &= np.arange(steps)[:, None, None] < arrays["lengths"]
         self._arrays = {}
         return Fragment(self.policy, self.version, self.agents, arrays)

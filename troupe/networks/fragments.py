@@ -23,8 +23,8 @@ SHAPES: Final[dict[str, str]] = {
     "actions": "T B A",  # continuous: T B A D
     "log_probs": "T B A",  # of the actions, as they were drawn
     "rewards": "T B A",
-    "lengths": "B",  # steps of each episode
-    "terminated": "B",  # otherwise truncated
+    "lengths": "B A",  # steps until the agent's episode ended
+    "terminated": "B A",  # otherwise truncated
 }
 # A further column of a store's sample where its policy played only some of the agents that its
 # network was made for: the numbers of those that it played [A].
@@ -34,7 +34,7 @@ REQUIRED: Final = frozenset(SHAPES) - {"legal", "acting"}
 
 @dataclass(frozen=True)
 class Fragment:
-    """B whole episodes. Values beyond an episode's length are undefined.
+    """B whole episodes. Values beyond the length of an agent's episode are undefined.
 
     `observations`, `state` and `legal` have one step more than `actions`: after the last one.
     """
@@ -82,16 +82,16 @@ class Fragment:
     @property
     def steps(self) -> int:
         """Steps of the environment, summed over the episodes."""
-        return int(self.arrays["lengths"].sum())
+        return int(self.arrays["lengths"].max(axis=1).sum())
 
     def valid(self) -> NDArray[np.bool_]:
-        """[T, B]: which steps are within their episode's length."""
+        """[T, B, A]: which steps are within the agent's episode."""
         steps = len(self.arrays["rewards"])
-        found: NDArray[np.bool_] = np.arange(steps)[:, None] < self.arrays["lengths"]
+        found: NDArray[np.bool_] = np.arange(steps)[:, None, None] < self.arrays["lengths"]
         return found
 
     def returns(self) -> NDArray[np.float64]:
         """Undiscounted returns [B, A]."""
         rewards = self.arrays["rewards"].astype(np.float64)
-        found: NDArray[np.float64] = (rewards * self.valid()[..., None]).sum(axis=0)
+        found: NDArray[np.float64] = (rewards * self.valid()).sum(axis=0)
         return found

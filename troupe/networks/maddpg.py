@@ -135,7 +135,7 @@ class DeterministicLearner(NetworkTrainer):
                 remedy="Take dqn or ppo.",
             )
         for fragment in fragments:
-            transitions = _transitions(fragment)
+            transitions = _transitions(fragment, self._spaces)
             self._replay.extend(transitions)
             if self._rewards is not None:
                 self._rewards.update(transitions["rewards"].unsqueeze(-1))
@@ -169,7 +169,7 @@ class DeterministicLearner(NetworkTrainer):
         reward = items["rewards"].unsqueeze(-1)
         if self._rewards is not None:
             reward = self._rewards.normalize(reward)
-        terminated = items["terminated"][:, None, None].expand_as(reward)
+        terminated = items["terminated"].unsqueeze(-1)
         actions = items["actions"]
         if not self._spaces.continuous:
             actions = functional.one_hot(actions, self._spaces.actions).float()
@@ -191,14 +191,27 @@ class DeterministicLearner(NetworkTrainer):
         return dict(found)
 
 
-def _transitions(fragment: Fragment) -> Tensors:
-    """All transitions of a fragment's episodes [M, ...]."""
-    valid = fragment.valid()
-    last = np.arange(len(valid))[:, None] == fragment["lengths"] - 1
-    found = {name: fragment[name][valid] for name in ("actions", "rewards")}
-    found["terminated"] = (last & fragment["terminated"])[valid]
-    for name in ("observations", "state", "legal"):
-        if name in fragment.arrays:
-            found[name] = fragment[name][:-1][valid]
-            found[f"next_{name}"] = fragment[name][1:][valid]
+def _transitions(fragment: Fragment, spaces: Spaces) -> Tensors:
+    """All joint transitions of a fragment's episodes [M, ...]. An agent that has left the episode
+    gets rewards of zero, and its return does not go on."""
+    own, lengths = fragment.valid(), fragment["lengths"]
+    valid = own.any(axis=2)
+    time = np.arange(len(own) + 1)[:, None, None]
+    found = {
+        "actions": fragment["actions"][valid],
+        "rewards": np.where(own, fragment["rewards"], np.float32(0))[valid],
+        "terminated": ((time[:-1] >= lengths - 1) & fragment["terminated"])[valid],
+    }
+    seen = (time <= lengths)[..., None]
+    moments = {
+        "observations": np.where(seen, fragment["observations"], np.float32(0)),
+        "state": fragment["state"],
+    }
+    if not spaces.continuous:
+        shape = (*moments["observations"].shape[:3], spaces.actions)
+        # All items of a buffer have the same arrays, and a later episode may have masks.
+        moments["legal"] = fragment.arrays.get("legal", np.ones(shape, np.bool_))
+    for name, array in moments.items():
+        found[name] = array[:-1][valid]
+        found[f"next_{name}"] = array[1:][valid]
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}

@@ -179,7 +179,7 @@ class PPOLearner(NetworkTrainer):
         values = found["state_value"].view(*seen.shape[:2], 1)
         valid = _merged(rows.decided())
         done = _merged(rows.last()) | ~valid
-        terminated = done & torch.from_numpy(rows.terminated).repeat_interleave(agents)[:, None]
+        terminated = done & _merged(rows.terminated)[:, None]
         # Values beyond an episode's end are undefined; `done` keeps them out.
         advantage, target = vec_generalized_advantage_estimate(
             self._learning.gamma,

@@ -178,8 +178,10 @@ class QLearner(NetworkTrainer):
             "lengths": torch.from_numpy(rows.lengths),
             "terminated": torch.from_numpy(rows.terminated),
         }
-        if rows.legal is not None:
-            found["legal"] = padded(rows.legal, steps + 1)
+        legal = rows.legal
+        if legal is None:  # a later episode may have masks: all items have the same arrays
+            legal = np.ones((*rows.observations.shape[:3], self._spaces.actions), np.bool_)
+        found["legal"] = padded(legal, steps + 1)
         if self._team:
             found["state"] = padded(rows.state[:, :1], steps + 1)[:, 0]
         return found
@@ -208,10 +210,14 @@ class QLearner(NetworkTrainer):
         if self._acting.identity:
             mark = torch.eye(agents)[who][:, None].expand(-1, length, -1)
             sequences = torch.cat([sequences, mark], dim=-1)
-        lengths = items["lengths"]
+        lengths, ends = items["lengths"], items["terminated"]
+        if self._team:
+            # The team's episode is over when the episode of its last agent is.
+            longest = lengths.amax(1, keepdim=True)
+            ends, lengths = (ends | (lengths < longest)).all(1, keepdim=True), longest
         valid = torch.arange(length - 1) < lengths[..., None]
         last = torch.arange(length - 1) == lengths[..., None] - 1
-        terminated = last & items["terminated"][:, None, None]
+        terminated = last & ends[..., None]
         if self._team:
             # [E, A, T] -> [M, A]: agents of a step stay together.
             where = valid[:, 0].nonzero(as_tuple=True)
@@ -226,17 +232,17 @@ class QLearner(NetworkTrainer):
             action = items["actions"].flatten(0, 1)[every]
             reward = items["rewards"].flatten(0, 1)[every].unsqueeze(-1)
             over, cut = terminated.flatten(0, 1)[every], last.flatten(0, 1)[every]
-        index = row * length + time
-        now: dict[str, object] = {"sequences": sequences, "who": who, "index": index}
-        then: dict[str, object] = now | {
+        index, legal = row * length + time, items["legal"].flatten(0, 2)
+        networks = {"sequences": sequences, "who": who}
+        now: dict[str, object] = {**networks, "index": index, "legal": legal[index]}
+        then: dict[str, object] = {
+            **networks,
             "index": index + 1,
+            "legal": legal[index + 1],
             "reward": reward,
             "terminated": over.unsqueeze(-1),
             "done": cut.unsqueeze(-1),
         }
-        if "legal" in items:
-            legal = items["legal"].flatten(0, 2)
-            now["legal"], then["legal"] = legal[index], legal[index + 1]
         if self._team:
             now["state"] = items["state"][where]
             then["state"] = items["state"][where[0], where[1] + 1]

@@ -19,7 +19,7 @@ class Rows:
     agent did not act are no decisions of it: rewards of such steps count to its former decision."""
 
     observations: Array
-    """[E, A, K + 1, O]; after the last decision the final observation."""
+    """[E, A, K + 1, O]; after the last decision the agent's final observation."""
     state: Array
     """[E, A, K + 1, S]"""
     legal: Array | None
@@ -33,7 +33,7 @@ class Rows:
     lengths: Array
     """[E, A]: decisions."""
     terminated: Array
-    """[E]"""
+    """[E, A]"""
 
     def decided(self) -> Any:
         """[E, A, K]: decisions, as opposed to padding."""
@@ -81,7 +81,7 @@ def check(
             )
         if (
             not spaces.continuous
-            and not ((drawn >= 0) & (drawn < spaces.actions) | ~fragment.valid()[..., None]).all()
+            and not ((drawn >= 0) & (drawn < spaces.actions) | ~fragment.valid()).all()
         ):
             raise InvalidArgument(
                 f"has actions beyond 0 to {spaces.actions - 1}", field="fragments.actions"
@@ -98,8 +98,6 @@ def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows
     steps = max(len(fragment["rewards"]) for fragment in fragments)
     masked = any("legal" in fragment.arrays for fragment in fragments)
     agents = len(fragments[0].agents)
-    lengths = np.concatenate([fragment["lengths"] for fragment in fragments])
-    lengths = np.repeat(lengths[:, None], agents, axis=1)
     found = Rows(
         observations=_joined(fragments, "observations", steps + 1).transpose(1, 2, 0, 3),
         state=np.repeat(
@@ -109,7 +107,7 @@ def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows
         actions=np.moveaxis(_joined(fragments, "actions", steps), 0, 2),
         log_probs=_joined(fragments, "log_probs", steps).transpose(1, 2, 0),
         rewards=_joined(fragments, "rewards", steps).transpose(1, 2, 0),
-        lengths=lengths,
+        lengths=np.concatenate([fragment["lengths"] for fragment in fragments]),
         terminated=np.concatenate([fragment["terminated"] for fragment in fragments]),
     )
     if not any("acting" in fragment.arrays for fragment in fragments):
@@ -119,21 +117,21 @@ def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows
 
 
 def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
-    """The fragment with all agents of `roster`; those that did not play never act."""
+    """The fragment with all agents of `roster`; the episodes of those that did not play have no
+    steps."""
     if not roster or fragment.agents == roster:
         return fragment
     at = [roster.index(agent) for agent in fragment.agents]
-    steps, episodes = fragment["rewards"].shape[:2]
-    given = {"acting": np.ones((steps, episodes, len(at)), np.bool_), **fragment.arrays}
     arrays = {}
-    for name, array in given.items():
-        if "A" not in SHAPES[name].split():
+    for name, array in fragment.arrays.items():
+        letters = SHAPES[name].split()
+        if "A" not in letters:
             arrays[name] = array
             continue
-        whole = np.zeros((*array.shape[:2], len(roster), *array.shape[3:]), array.dtype)
-        if name == "legal":
-            whole[:] = True
-        whole[:, :, at] = array
+        axis = letters.index("A")
+        shape = (*array.shape[:axis], len(roster), *array.shape[axis + 1 :])
+        whole = np.full(shape, name == "legal", array.dtype)
+        np.moveaxis(whole, axis, 0)[at] = np.moveaxis(array, axis, 0)
         arrays[name] = whole
     return Fragment(fragment.policy, fragment.version, roster, arrays)
 
@@ -142,7 +140,7 @@ def _own_turns(rows: Rows, acting: Array) -> Rows:
     """Rows of only those steps in which the row's agent acted (`acting` [E, A, T])."""
     decisions = acting.sum(axis=-1).astype(np.int32)
     most = max(1, int(decisions.max(initial=0)))
-    # Steps of the agent's decisions, then the end of the episode.
+    # Steps of the agent's decisions, then the end of its episode.
     times = np.argsort(~acting, axis=-1, kind="stable")[..., :most]
     times = np.concatenate([times, np.zeros_like(times[..., :1])], axis=-1)
     behind = np.arange(most + 1) >= decisions[..., None]
@@ -182,11 +180,13 @@ def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
             shape = (steps, fragment.episodes, *like.shape[2:])
             array = np.ones(shape, like.dtype)
         elif array.dtype.kind == "f":
+            letters, lengths = SHAPES[name].split(), fragment["lengths"]
+            ends = lengths if "A" in letters else lengths.max(axis=1)
             # Observations have one more step than decisions.
-            seen = fragment["lengths"] + SHAPES[name].startswith("T+1")
-            inside = np.arange(len(array))[:, None] < seen
+            ends = ends + (letters[0] == "T+1")
+            inside = np.arange(len(array)).reshape(-1, *[1] * ends.ndim) < ends
             if not inside.all():
-                wide = inside.reshape(*inside.shape, *[1] * (array.ndim - 2))
+                wide = inside.reshape(*inside.shape, *[1] * (array.ndim - inside.ndim))
                 array = np.where(wide, array, np.zeros((), array.dtype))
         if len(array) < steps:
             padding = np.zeros((steps - len(array), *array.shape[1:]), array.dtype)

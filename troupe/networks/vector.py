@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.loading import load_attribute
 
 Floats = NDArray[np.float32]
@@ -50,22 +50,26 @@ class Observed(NamedTuple):
     state: Floats
     """[B, S]: global state, for centralized critics and mixers."""
     legal: Bools | None = None
-    """[B, A, n]: legal actions, at least one per row; None: all are."""
+    """[B, A, n]: legal actions, at least one for every agent that acts; None: all are legal."""
     acting: Bools | None = None
-    """[B, A]: agents whose action counts in this step, in games with turns; None: all."""
+    """[B, A]: agents whose action counts in this step: those whose turn it is, and that have
+    joined the episode. None: all."""
 
 
 class Stepped(NamedTuple):
-    """Result of a step; undefined for copies that had ended before."""
+    """Result of a step; undefined for copies and agents that had ended before.
+
+    `terminated` and `truncated` are [B] where all agents of a copy end together, else [B, A]: an
+    agent may leave early, and the copy ends with its last agent."""
 
     observed: Observed
-    """After the step; of a copy that has just ended, its last observations."""
+    """After the step; of copies and agents that have just ended, their last observations."""
     rewards: Floats
     """[B, A]"""
     terminated: Bools
-    """[B]: the episode is over; no value is bootstrapped."""
+    """The episode is over; no value is bootstrapped."""
     truncated: Bools
-    """[B]: the episode was cut off at a time limit."""
+    """The episode was cut off, for example at a time limit."""
 
 
 @runtime_checkable
@@ -101,6 +105,15 @@ class VectorEnvironment(Protocol):
         ...
 
 
+class BrokenEnvironment(FailedPrecondition):
+    """An environment returned something that cannot be played. `field` names the array: one of
+    `Observed` or `Stepped`, or `action_mask`.
+
+    Kinds: `not_finite`, `no_legal_action`, and `broken_environment` for wrong shapes and types."""
+
+    default_kind: ClassVar[str] = "broken_environment"
+
+
 Factory = Callable[..., VectorEnvironment]
 
 # Entrypoints of built-in environments, by the names that jobs give them.
@@ -114,9 +127,9 @@ BUILT_IN: Final[dict[str, str]] = {
 }
 
 
-def make_environment(name: str, copies: int, **settings: Any) -> VectorEnvironment:
+def make_environment(name: str, /, copies: int, **settings: Any) -> VectorEnvironment:
     """`copies` copies of a built-in environment, or the result of the entrypoint
-    `module:attribute`, called with `copies` and the settings.
+    `module:attribute`, called with `copies` and the settings, which may have any names.
 
     Raises InvalidArgument for an unknown name, for settings that it does not take and for a result
     that is no `VectorEnvironment`; EntrypointError for a failing import.
@@ -146,5 +159,12 @@ def make_environment(name: str, copies: int, **settings: Any) -> VectorEnvironme
             field="environment",
             value=name,
             remedy="troupe.networks.vector has the protocol.",
+        )
+    steps = made.spaces.steps
+    if not isinstance(steps, int) or steps < 1:
+        raise InvalidArgument(
+            "the longest episode has a whole number of steps, at least one",
+            field="environment.steps",
+            value=steps,
         )
     return made

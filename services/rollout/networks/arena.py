@@ -17,10 +17,16 @@ from services.rollout.engines.errors import BadTurn, EngineStale
 from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams
 from services.rollout.engines.weights import check_fit, verify
 from troupe.job import JobSpec, NetworkSpec
-from troupe.networks.actor import Actor, NotFinite, PlayedCopies, Seat
+from troupe.networks.actor import Actor, PlayedCopies, Seat
 from troupe.networks.jobs import agents_of, close_environment, environment_of
 from troupe.networks.modules import identity_width
-from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment
+from troupe.networks.vector import (
+    Actions,
+    BrokenEnvironment,
+    Observed,
+    Stepped,
+    VectorEnvironment,
+)
 from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -387,6 +393,11 @@ class Arena:
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, EpisodesCancelled):
             return error
+        if isinstance(error, BrokenEnvironment):
+            message, remedy = f"{self._source}: {error.message}", error.remedy or ""
+            if error.kind == "not_finite" and error.field == "rewards":
+                return WorkflowError(message, kind="reward_not_finite", remedy=remedy)
+            return self._fault("raised", message, remedy=remedy)
         if isinstance(error, TroupeError):  # weights or shapes that do not fit
             return WorkflowError(
                 error.message,
@@ -397,12 +408,6 @@ class Arena:
             )
         if isinstance(error, WorkflowError):
             return error
-        if isinstance(error, NotFinite):
-            message = f"{self._source}: {error}"
-            if error.what == "rewards":
-                remedy = "Let `step` return finite rewards."
-                return WorkflowError(message, kind="reward_not_finite", remedy=remedy)
-            return self._fault("raised", message, remedy="Let it return finite observations.")
         return self._fault("raised", described(error), traceback=traceback_text(error))
 
     def _fault(self, reason: FaultReason, message: str, **more: str) -> EnvironmentFault:

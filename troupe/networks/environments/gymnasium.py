@@ -2,75 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from troupe.networks.vector import Actions, Observed, Spaces, Stepped
+from troupe.networks.environments.spaces import MASK, ActionSpace, ObservedSpace
+from troupe.networks.vector import Actions, BrokenEnvironment, Observed, Spaces, Stepped
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.loading import load_attribute
 
 
 class PettingZooCopies:
-    """Copies of a PettingZoo parallel environment, stepped one after the other. `action_mask` in a
-    copy's `infos` are its legal actions. A copy ends with the first of its agents."""
+    """Copies of a PettingZoo parallel environment, stepped one after the other.
 
-    def __init__(self, copies: int, entrypoint: str, steps: int, **settings: Any) -> None:
-        """`entrypoint`: `module:attribute` of a `parallel_env`, called with `settings`. `steps`:
-        longer episodes are truncated. Raises InvalidArgument for spaces that are neither vectors
-        nor discrete or bounded actions, and EntrypointError."""
+    Agents may join an episode late and leave it early; a copy ends with its last agent. Legal
+    actions are `action_mask` in an agent's `infos` or in its observation; an agent without one may
+    take any action. Actions of a `Box` are scaled from [-1, 1] to its bounds."""
+
+    def __init__(
+        self,
+        copies: int,
+        entrypoint: str,
+        steps: int,
+        make_args: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`entrypoint`: `module:attribute` of a `parallel_env`, called with `settings` and
+        `make_args`, which may have names that are parameters here. `steps`: longer episodes are
+        truncated. Raises InvalidArgument for spaces that a network cannot play (`spaces.py`), and
+        EntrypointError."""
         make = load_attribute(entrypoint, "environment.entrypoint")
         self.copies = copies
-        self._copies_of = [make(**settings) for _ in range(copies)]
+        self._copies_of = [make(**settings, **(make_args or {})) for _ in range(copies)]
         first = self._copies_of[0]
-        self.agents = tuple(str(agent) for agent in first.possible_agents)
+        if hasattr(first, "agent_iter"):
+            raise InvalidArgument(
+                "makes an AEC environment, whose agents take turns",
+                field="environment.entrypoint",
+                value=entrypoint,
+                remedy="Name its `parallel_env`, or convert it: pettingzoo.utils.aec_to_parallel.",
+            )
+        # The environment's own names, which need not be texts.
+        self._names = tuple(first.possible_agents)
+        self.agents = tuple(map(str, self._names))
+        owners = [f"agent '{name}'" for name in self.agents]
+        self._views = [
+            ObservedSpace(first.observation_space(name), owner)
+            for name, owner in zip(self._names, owners, strict=True)
+        ]
+        self._moves = [
+            ActionSpace(first.action_space(name), owner)
+            for name, owner in zip(self._names, owners, strict=True)
+        ]
+        self._whole = _state_of(first)
         # The widest spaces of all agents.
-        self.spaces = _spaces(first, self.agents, steps)
-        self._widths = [first.observation_space(agent).shape[0] for agent in self.agents]
-        self._has_state = _state_size(first) is not None
-        shape = (copies, len(self.agents), self.spaces.observation)
-        self._seen = np.zeros(shape, np.float32)
+        width = max(view.width for view in self._views)
+        self.spaces = Spaces(
+            width,
+            self._whole.width if self._whole else width * len(self.agents),
+            max(move.size for move in self._moves),
+            steps,
+            _continuous(first, self._names, self._moves),
+        )
+        shape = (copies, len(self.agents))
+        self._seen = np.zeros((*shape, width), np.float32)
         self._state = np.zeros((copies, self.spaces.state), np.float32)
+        # The actions that each agent has at all.
+        sizes = np.array([move.size for move in self._moves])
+        self._least = np.arange(self.spaces.actions) < sizes[:, None]
         self._legal: Any = None
-        if not self.spaces.continuous:
-            self._least = np.zeros((len(self.agents), self.spaces.actions), np.bool_)
-            for i, agent in enumerate(self.agents):
-                self._least[i, : first.action_space(agent).n] = True
-        self._over = np.zeros(copies, np.bool_)
+        self._ended = np.zeros(shape, np.bool_)
+        self._absent = np.zeros(shape, np.bool_)
         self._step = 0
 
     def reset(self, seed: int) -> Observed:
         """Reset every copy with a seed of its own."""
         seeds = np.random.SeedSequence(seed).generate_state(self.copies)
-        self._over[:] = False
         self._step = 0
-        begun = [
-            copy.reset(seed=int(own)) for copy, own in zip(self._copies_of, seeds, strict=True)
-        ]
-        masked = any("action_mask" in info for _, infos in begun for info in infos.values())
+        self._ended[:] = False
+        self._seen[:] = 0
         self._legal = None
-        if not self.spaces.continuous and (masked or not self._least.all()):
+        if not self.spaces.continuous and not self._least.all():
             self._legal = np.repeat(self._least[None], self.copies, axis=0)
-        for b, (seen, infos) in enumerate(begun):
-            self._write(b, seen, infos)
+        for b, (copy, own) in enumerate(zip(self._copies_of, seeds, strict=True)):
+            self._write(b, *copy.reset(seed=int(own)))
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
         """int64 [B, A] or float32 [B, A, D]"""
         self._step += 1
-        rewards = np.zeros((self.copies, len(self.agents)), np.float32)
-        terminated = np.zeros(self.copies, np.bool_)
-        truncated = np.full(self.copies, self._step >= self.spaces.steps)
+        shape = self._ended.shape
+        rewards = np.zeros(shape, np.float32)
+        terminated, truncated = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
         for b, copy in enumerate(self._copies_of):
-            if self._over[b]:
+            if self._ended[b].all():
                 continue
-            taken = {agent: actions[b, i] for i, agent in enumerate(self.agents)}
-            seen, gained, ended, cut, infos = copy.step(taken)
+            present = set(copy.agents)
+            taken = {
+                name: self._moves[i].action(actions[b, i])
+                for i, name in enumerate(self._names)
+                if name in present
+            }
+            seen, gained, over, cut, infos = copy.step(taken)
             self._write(b, seen, infos)
-            rewards[b] = [gained.get(agent, 0.0) for agent in self.agents]
-            terminated[b] = any(ended.values())
-            truncated[b] |= any(cut.values())
-        self._over |= terminated | truncated
+            rewards[b] = [gained.get(name, 0.0) for name in self._names]
+            terminated[b] = [over.get(name, False) for name in self._names]
+            truncated[b] = [cut.get(name, False) for name in self._names]
+            truncated[b] |= self._step >= self.spaces.steps
+            # Agents that never joined, or left without a word, end with the copy.
+            if (self._ended[b] | terminated[b] | truncated[b] | self._absent[b]).all():
+                truncated[b] |= truncated[b].any()
+                terminated[b] |= ~truncated[b]
+        self._ended |= terminated | truncated
         return Stepped(self._observe(), rewards, terminated, truncated & ~terminated)
 
     def close(self) -> None:
@@ -80,62 +124,66 @@ class PettingZooCopies:
         self._copies_of = self._copies_of[:0]
 
     def _write(self, b: int, seen: Any, infos: Any) -> None:
-        for i, agent in enumerate(self.agents):
-            if agent in seen:
-                self._seen[b, i, : self._widths[i]] = seen[agent]
-            mask = infos.get(agent, {}).get("action_mask")
-            if mask is not None and self._legal is not None:
-                self._legal[b, i, : len(mask)] = mask
-        if self._has_state:
-            self._state[b] = self._copies_of[b].state()
+        copy = self._copies_of[b]
+        when = f"after {f'step {self._step}' if self._step else 'reset'} in copy {b}"
+        present = set(copy.agents)
+        if unknown := present.difference(self._names):
+            raise BrokenEnvironment(
+                f"{when} its agents include {sorted(map(str, unknown))}, which are not among its "
+                "`possible_agents`",
+                field="agents",
+                remedy="Name all agents that an episode may have in `possible_agents`.",
+            )
+        self._absent[b] = [name not in present for name in self._names]
+        # Whoever left is not seen any more.
+        self._seen[b, self._ended[b]] = 0
+        if self._legal is not None:
+            self._legal[b] = self._least
+        for i, name in enumerate(self._names):
+            if name not in seen or self._ended[b, i]:
+                continue
+            view, move = self._views[i], self._moves[i]
+            self._seen[b, i, : view.width] = view.vector(seen[name], when)
+            mask = infos.get(name, {}).get(MASK)
+            mask = view.mask(seen[name]) if mask is None else mask
+            if mask is None or move.continuous:
+                continue
+            if self._legal is None:
+                self._legal = np.repeat(self._least[None], self.copies, axis=0)
+            self._legal[b, i, : move.size] = move.legal(mask, when)
+        if self._whole:
+            self._state[b] = self._whole.vector(copy.state(), when)
         else:
             self._state[b] = self._seen[b].ravel()
 
     def _observe(self) -> Observed:
-        return Observed(self._seen, self._state, self._legal)
+        waiting = self._absent & ~self._ended
+        return Observed(self._seen, self._state, self._legal, ~waiting if waiting.any() else None)
 
 
-def _state_size(copy: Any) -> int | None:
+def _state_of(copy: Any) -> ObservedSpace | None:
+    """The environment's own global state; None if it has none that is a vector."""
     space = getattr(copy, "state_space", None)
-    return None if space is None or len(space.shape) != 1 else int(space.shape[0])
+    if space is None:
+        return None
+    try:
+        return ObservedSpace(space, "the global state")
+    except InvalidArgument:
+        return None
 
 
-def _spaces(copy: Any, agents: tuple[str, ...], steps: int) -> Spaces:
-    widths: list[int] = []
-    sizes: list[int] = []
-    bounds: set[tuple[float, float] | None] = set()
-    for agent in agents:
-        seen, doing = copy.observation_space(agent), copy.action_space(agent)
-        if seen.shape is None or len(seen.shape) != 1:
-            raise _unsupported(agent, seen, "observations that are vectors")
-        widths.append(seen.shape[0])
-        if hasattr(doing, "n"):
-            sizes.append(int(doing.n))
-            bounds.add(None)
-        elif doing.shape is not None and len(doing.shape) == 1 and doing.is_bounded():
-            sizes.append(doing.shape[0])
-            bounds.update(
-                (float(low), float(high)) for low, high in zip(doing.low, doing.high, strict=True)
-            )
-        else:
-            raise _unsupported(agent, doing, "discrete actions, or a bounded vector")
-    if len(bounds) != 1:
-        raise _unsupported(
-            agents[0], copy.action_space(agents[0]), "one kind of action for all agents"
+def _continuous(copy: Any, names: tuple[Any, ...], moves: list[ActionSpace]) -> bool:
+    """Whether actions are numbers. Raises InvalidArgument where agents differ in that."""
+    kinds = {move.continuous: name for move, name in zip(moves, names, strict=True)}
+    if len(kinds) > 1:
+        shown = " and ".join(f"agent '{name}' {copy.action_space(name)}" for name in kinds.values())
+        raise InvalidArgument(
+            f"has discrete and continuous actions: {shown}; all agents need the same kind",
+            kind="unsupported_space",
+            field="environment.source",
+            remedy="Wrap the environment so that all agents have actions of one kind.",
         )
-    bound = bounds.pop()
-    state = _state_size(copy) or max(widths) * len(agents)
-    if bound is None:
-        return Spaces(max(widths), state, max(sizes), steps)
-    return Spaces(max(widths), state, max(sizes), steps, True, bound[0], bound[1])
-
-
-def _unsupported(agent: str, space: object, wanted: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"agent '{agent}' has {space}; needed are {wanted}",
-        field="environment.entrypoint",
-        remedy="Wrap the environment (SuperSuit has wrappers).",
-    )
+    return next(iter(kinds))
 
 
 _AGENT = "agent"
@@ -144,14 +192,21 @@ _AGENT = "agent"
 class GymnasiumCopies(PettingZooCopies):
     """Copies of a Gymnasium environment; its agent is `agent`, its state the observation."""
 
-    def __init__(self, copies: int, id: str, steps: int, **settings: Any) -> None:
-        """`id` as Gymnasium knows it. Raises as `PettingZooCopies`."""
+    def __init__(
+        self,
+        copies: int,
+        id: str,
+        steps: int,
+        make_args: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`id` as Gymnasium knows it; `gymnasium.make` also gets `settings` and `make_args`, which
+        may have names that are parameters here. Raises as `PettingZooCopies`."""
         super().__init__(
             copies,
             "troupe.networks.environments.gymnasium:OnlyAgent",
             steps,
-            id=id,
-            settings=settings,
+            {"id": id, "settings": dict(**settings, **(make_args or {}))},
         )
 
 
@@ -163,6 +218,7 @@ class OnlyAgent:
 
         self._inner = gymnasium.make(id, **settings)
         self.possible_agents = [_AGENT]
+        self.agents: list[str] = []
 
     def observation_space(self, agent: str) -> Any:
         """The observation space."""
@@ -175,11 +231,15 @@ class OnlyAgent:
     def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reset the environment."""
         seen, info = self._inner.reset(seed=seed)
+        self.agents = [_AGENT]
         return {_AGENT: seen}, {_AGENT: info}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         """Step the environment by the agent's action."""
-        return tuple({_AGENT: value} for value in self._inner.step(actions[_AGENT]))
+        seen, reward, over, cut, info = self._inner.step(actions[_AGENT])
+        if over or cut:
+            self.agents = []
+        return tuple({_AGENT: value} for value in (seen, reward, over, cut, info))
 
     def close(self) -> None:
         """Close the environment."""
