@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import not_
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -16,7 +16,7 @@ from troupe.endpoint.openai_forms import (
     ApiAnswer,
     ApiBody,
     ChatRequest,
-    Unsupported,
+    Neutral,
     event,
     usage,
 )
@@ -30,12 +30,16 @@ _SIGNATURE: Final = "troupe"
 _TEXT_BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
-class _OutputConfig(BaseModel):
+class _OutputConfig(BaseModel, extra="forbid"):
     format: dict[str, Any] | None = None
+    effort: str | None = None
 
 
-class _Thinking(BaseModel):
-    type: str
+class _Thinking(BaseModel, extra="forbid"):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    """Demanded by the API where thinking is enabled; thoughts count to `max_tokens` only."""
+    display: str | None = None
 
 
 class _ToolChoice(BaseModel):
@@ -47,15 +51,17 @@ class _ToolChoice(BaseModel):
 class MessagesRequest(ApiBody):
     """`POST /v1/messages`: the fields that chat completion requests do not have, or differently."""
 
-    unsupported: ClassVar[Unsupported] = {
+    neutral: ClassVar[Neutral] = {
         **dict.fromkeys(("container", "mcp_servers"), not_),
-        "n": lambda value: value in (None, 1),
+        "n": lambda value: value == 1,
     }
 
     messages: Annotated[list[dict[str, Any]], FIRST_ERROR] = Field(min_length=1)
     system: str | Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop_sequences: Annotated[list[str], FIRST_ERROR] | None = None
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
+    """An extension: as chat completions have it."""
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: dict[str, Any] | None = None
@@ -80,6 +86,7 @@ class AskedMessage:
         names = FieldNames(
             {
                 "stop": "stop_sequences",
+                "reasoning_effort": "output_config.effort",
                 "response_format": "output_config.format",
                 "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             }
@@ -91,18 +98,20 @@ class AskedMessage:
         form = (given.output_config and given.output_config.format) or given.output_format
         choice = given.tool_choice
         chat = {
-            **{name: value for name, value in body.items() if name not in type(given).model_fields},
             "messages": messages,
             "max_tokens": min(given.max_tokens or max_new_tokens, max_new_tokens),
-            "stop": given.stop_sequences,
+            "stop": given.stop if given.stop_sequences is None else given.stop_sequences,
+            "reasoning_effort": given.output_config and given.output_config.effort,
             "tools": [_tool(tool, index, names) for index, tool in enumerate(given.tools or ())],
             "tool_choice": _tool_choice(choice),
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "response_format": {"type": form.get("type"), "json_schema": form} if form else None,
         }
-        if given.thinking and given.thinking.type in ("enabled", "disabled"):
-            chat.setdefault("enable_thinking", given.thinking.type == "enabled")
-        return cls(given, chat, names)
+        if given.thinking and given.thinking.type != "adaptive":
+            thinks = given.thinking.type == "enabled"
+            body = {"enable_thinking": thinks, **body}
+        rest = {name: value for name, value in body.items() if name not in given.neutral}
+        return cls(given, given.translated(rest, chat), names)
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Requests of the other APIs are translated to chat completion requests first.
 
 from __future__ import annotations
 
+import codecs
 import json
 import operator
 import time
@@ -58,9 +59,11 @@ class ApiAnswer(ABC):
         """An entry per sampled token, including the stop token and those of tool calls."""
         entries = []
         for token_id, logprob in zip(reply.response, reply.response_logprobs, strict=True):
-            token = self.tokenizer.transcript((token_id,))
-            shown = list(token.encode())
-            entries.append({"token": token, "logprob": logprob, "bytes": shown, "top_logprobs": []})
+            raw = self.tokenizer.token_bytes(token_id)
+            token = raw.decode(errors="replace")
+            entries.append(
+                {"token": token, "logprob": logprob, "bytes": list(raw), "top_logprobs": []}
+            )
         return entries
 
 
@@ -169,15 +172,30 @@ class TextAnswer(ApiAnswer):
             "logprobs": None,
         }
         if self.logprobs:
+            entries = self.token_logprobs(reply)
             choice["logprobs"] = {
-                "tokens": [self.tokenizer.transcript((i,)) for i in reply.response],
-                "token_logprobs": list(reply.response_logprobs),
+                "tokens": [entry["token"] for entry in entries],
+                "token_logprobs": [entry["logprob"] for entry in entries],
                 "top_logprobs": None,
-                "text_offset": None,
+                "text_offset": self._offsets(reply),
             }
         if self.token_ids:
             choice["token_ids"] = list(reply.response)
         return choice
+
+    def _offsets(self, reply: Reply) -> list[int]:
+        """Where each token begins in the reply's text, in characters. All tokens of one character
+        begin where it does, and tokens that the text lacks where the next one does."""
+        tokenizer, text = self.tokenizer, reply.text
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown, offsets = "", []
+        for token in reply.response:
+            offsets.append(len(shown))
+            if token not in tokenizer.special_ids:
+                shown += decoder.decode(tokenizer.token_bytes(token))
+        # Some tokenizers leave out the space that a text begins with.
+        left_out = max(0, shown.find(text))
+        return [min(max(0, offset - left_out), len(text)) for offset in offsets]
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:
@@ -231,40 +249,86 @@ _MAX_TOKENS: Final = 2**31 - 1
 _MAX_CHOICES: Final = 128
 
 
-Unsupported = Mapping[str, Callable[[Any], bool]]
-"""Fields that would change which tokens are drawn or what the model reads, and are not supported,
-with a test for values that request nothing."""
-_UNSUPPORTED: Final[Unsupported] = {
+Neutral = Mapping[str, Callable[[Any], bool]]
+"""Fields that are not supported, with a test for values that request nothing: defaults of OpenAI,
+vLLM and SGLang, which clients send."""
+_NEUTRAL: Final[Neutral] = {
     **dict.fromkeys(
         (
-            "logit_bias",
-            "frequency_penalty",
-            "presence_penalty",
-            "min_p",
-            "min_tokens",
-            "ignore_eos",
-            "top_logprobs",
-            "functions",
+            "allowed_token_ids",
             "audio",
+            "bad_words",
             "chat_template",
+            "context_management",
             "continue_final_message",
-            "echo",
-            "suffix",
-            "regex",
+            "documents",
             "ebnf",
-            "guided_json",
-            "guided_regex",
+            "echo",
+            "frequency_penalty",
+            "functions",
             "guided_choice",
             "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "logit_bias",
+            "min_p",
+            "min_tokens",
+            "no_stop_trim",
+            "presence_penalty",
+            "regex",
+            "return_hidden_states",
+            "return_tokens_as_token_ids",
+            "stop_token_ids",
             "structured_outputs",
+            "suffix",
+            "top_logprobs",
+            "use_beam_search",
         ),
         operator.not_,
     ),
-    "repetition_penalty": lambda value: value in (None, 1),
-    "best_of": lambda value: value in (None, 1),
-    "function_call": lambda value: value in (None, "none"),
-    "modalities": lambda value: value in (None, ["text"]),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), lambda value: value == 1),
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "include_reasoning",
+            "separate_reasoning",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ),
+        lambda value: value is True,
+    ),
+    "add_special_tokens": lambda value: value is False,
+    "function_call": lambda value: value == "none",
+    "modalities": lambda value: value == ["text"],
+    "truncation": lambda value: value == "disabled",
+    "verbosity": lambda value: value == "medium",
 }
+_IGNORED: Final = frozenset(
+    {
+        "cache_control",
+        "cache_salt",
+        "inference_geo",
+        "max_tool_calls",
+        "metadata",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "service_tier",
+        "speed",
+        "store",
+        "stream_reasoning",
+        "user",
+    }
+)
+"""Fields of all APIs that do not change which tokens are drawn: accounting, caches, scheduling, and
+limits on tools that run at OpenAI."""
 
 
 class _FailFast(FailFast):
@@ -278,18 +342,32 @@ FIRST_ERROR: Final = _FailFast()
 
 
 class ApiBody(BaseModel):
-    """The body of a request. Fields are ignored that are neither declared nor unsupported."""
+    """The body of a request."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    unsupported: ClassVar[Unsupported] = {}
+    neutral: ClassVar[Neutral] = {}
+    """Fields that are not supported, with a test for values that request nothing."""
+    complete: ClassVar[bool] = False
+    """Whether fields that are not declared, `neutral` or ignored are refused, unless they are null:
+    a client that misspells an option or expects another server's must not get other tokens than it
+    asked for."""
 
     @classmethod
     def validated(cls, body: Mapping[str, Any]) -> Self:
         """The body, its types checked. Raises `ApiError` naming the field at fault."""
-        for name, asks_nothing in cls.unsupported.items():
-            if name in body and not asks_nothing(body[name]):
-                raise refused_field(name, body[name], "Leave it out.")
+        for name, value in body.items():
+            if value is None or name in cls.model_fields:
+                continue
+            if name in cls.neutral:
+                if not cls.neutral[name](value):
+                    raise refused_field(name, value, "Leave it out.")
+            elif cls.complete and name not in _IGNORED:
+                raise refused(
+                    f"`{name[:60]}` is not an option that is known here",
+                    name[:60],
+                    "Leave it out. docs/openai.md lists what is taken, and what is ignored.",
+                )
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -302,6 +380,17 @@ class ApiBody(BaseModel):
                 code="invalid_value",
             ) from error
 
+    @classmethod
+    def translated(cls, body: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of a chat completion request: `chat`, made from the fields that this class
+        declares, and all others of `body`. Raises `ApiError` for one that `chat` sets, too."""
+        others = {name: value for name, value in body.items() if name not in cls.model_fields}
+        for name in others.keys() & chat.keys():
+            if others[name] is not None:
+                remedy = "It belongs to chat completions; use this API's own field."
+                raise refused_field(name, others[name], remedy)
+        return {**others, **chat}
+
 
 class StreamOptions(BaseModel):
     """`stream_options`."""
@@ -312,7 +401,8 @@ class StreamOptions(BaseModel):
 class _Request(ApiBody):
     """Fields of both requests."""
 
-    unsupported = _UNSUPPORTED
+    neutral = _NEUTRAL
+    complete = True
 
     model: str = ""
     n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
@@ -395,6 +485,8 @@ class ChatRequest(_Request):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     """An extension of some servers: short for the chat template's argument of this name."""
+    reasoning_effort: str | None = Field(default=None, max_length=64)
+    """Given to the chat template, as gpt-oss's takes it; `none` is `enable_thinking: false`."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
@@ -430,6 +522,10 @@ class ChatRequest(_Request):
         options = dict(self.chat_template_kwargs or {})
         if self.enable_thinking is not None:
             options.setdefault("enable_thinking", self.enable_thinking)
+        if self.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
+        elif self.reasoning_effort:
+            options.setdefault("reasoning_effort", self.reasoning_effort)
         return options or None
 
     def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from troupe.endpoint.openai_forms import (
     ApiAnswer,
     ApiBody,
     ChatRequest,
-    Unsupported,
+    Neutral,
     event,
     usage,
 )
@@ -87,20 +87,24 @@ class ResponseHistory:
         return found
 
 
-class _TextOptions(BaseModel):
+class _TextOptions(BaseModel, extra="forbid"):
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
-class _ReasoningOptions(BaseModel):
+class _ReasoningOptions(BaseModel, extra="forbid"):
     effort: str | None = None
+    # Thoughts are in the reply as they are: nothing summarizes them.
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class ResponsesRequest(ApiBody):
     """`POST /v1/responses`: the fields that chat completion requests do not have."""
 
-    unsupported: ClassVar[Unsupported] = {
+    neutral: ClassVar[Neutral] = {
         **dict.fromkeys(("background", "conversation", "prompt"), not_),
-        "n": lambda value: value in (None, 1),
+        "n": lambda value: value == 1,
     }
 
     input: str | Annotated[list[dict[str, Any]], FIRST_ERROR] = ""
@@ -140,6 +144,8 @@ class AskedResponse:
                 "messages": "input",
                 "max_completion_tokens": "max_output_tokens",
                 "response_format": "text.format",
+                "verbosity": "text.verbosity",
+                "reasoning_effort": "reasoning.effort",
             }
         )
         earlier = history.before(given.previous_response_id)
@@ -152,17 +158,18 @@ class AskedResponse:
                 messages.insert(0, {"role": "system", "content": given.instructions})
         form = (given.text.format if given.text else None) or {}
         chat = {
-            **{name: value for name, value in body.items() if name not in type(given).model_fields},
             "messages": messages,
             "max_completion_tokens": given.max_output_tokens,
+            "verbosity": given.text and given.text.verbosity,
+            "reasoning_effort": given.reasoning and given.reasoning.effort,
             "tools": [_tool(tool, index, names) for index, tool in enumerate(given.tools or ())],
             "tool_choice": _tool_choice(given.tool_choice),
             "logprobs": _LOGPROBS in (given.include or ()),
             "response_format": {"type": form.get("type"), "json_schema": form} if form else None,
         }
-        if given.reasoning and given.reasoning.effort == "none":
-            chat.setdefault("enable_thinking", False)
-        return cls(body, given, chat, names)
+        # `background` and the like request nothing here, and are not chat completions' fields.
+        rest = {name: value for name, value in body.items() if name not in given.neutral}
+        return cls(body, given, given.translated(rest, chat), names)
 
 
 def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list[dict[str, Any]]:

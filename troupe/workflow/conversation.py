@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +37,9 @@ _TRIED_TEXT = "Troupe: 3 agents,\n\tcaf\u00e9 \u2192 \u4e2d\u6587  isn't it? "
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 4
 
+# How vocabularies with byte fallback (SentencePiece) write a byte that is no character.
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
 # Token ids kept per policy; a long-lived process must not grow with the number of queries.
 _CACHED_TOKENS = 500_000
 # Characters from which on a segment's ids are kept; shorter ones are read again.
@@ -55,6 +58,7 @@ class ChatTokenizer:
         self._cached_tokens = 0
         # Texts of single tokens, by id: at most the vocabulary.
         self._token_texts: dict[int, str] = {}
+        self._token_bytes: dict[int, bytes] = {}
         # As they stand alone, of the tokens that end replies.
         self._stop_texts: dict[int, str] = {}
 
@@ -187,6 +191,35 @@ class ChatTokenizer:
             self._token_texts[token] = text
         return text
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters: decoding shows the replacement
+        character for a part of one."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            found = self._token_bytes[token] = self._bytes_of(token)
+        return found
+
+    def _bytes_of(self, token: int) -> bytes:
+        text = self._token_text(token)
+        if _INCOMPLETE not in text:
+            return text.encode()
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        if isinstance(written, bytes):  # vocabularies of tiktoken
+            return written
+        if fallback := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(fallback[1], 16)])
+        alphabet = _byte_alphabet()
+        if all(character in alphabet for character in written):
+            return bytes(alphabet[character] for character in written)
+        return text.encode()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that `text` leaves out."""
+        if self._backend is not None:
+            return self._specials
+        return frozenset(self._tokenizer.all_special_ids)
+
     @cached_property
     def _anchor(self) -> int:
         return self.encode("a")[-1]
@@ -307,6 +340,14 @@ class ChatTokenizer:
         while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
             self._cached_tokens -= len(self._cache.popitem(last=False)[1])
         return ids
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Bytes by the characters that byte-level vocabularies write for them (GPT-2)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:

@@ -60,6 +60,12 @@ class ByteTokenizer:
                 parts.append(SPECIALS[i])
         return "".join(parts)
 
+    def convert_ids_to_tokens(self, token: int) -> bytes:
+        """A token as its vocabulary has it."""
+        if token < _FIRST_BYTE:
+            return SPECIALS[token].encode()
+        return bytes([(token - _FIRST_BYTE) % 256])
+
     def apply_chat_template(
         self,
         messages: Sequence[dict[str, Any]],
