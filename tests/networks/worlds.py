@@ -37,7 +37,8 @@ class Solo(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         self._step += 1
-        return self.observation_space.sample(), float(np.sum(action)), False, False, self._info()
+        reward = float(np.sum(action)) if isinstance(action, np.ndarray | np.integer) else 0.0
+        return self.observation_space.sample(), reward, False, False, self._info()
 
     def _info(self) -> dict[str, Any]:
         mask = self._masks[self._step] if self._step < len(self._masks) else None
@@ -70,6 +71,7 @@ class Cast(ParallelEnv[str, Any, Any]):
     gets 1 for each; an action from an agent that is not there is an error."""
 
     metadata: ClassVar = {"name": "cast"}
+    render_mode = None
 
     def __init__(self, parts: Mapping[str, Part], in_observation: bool = False) -> None:
         self.possible_agents, self._parts = list(parts), parts

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
+from pettingzoo.utils import parallel_to_aec
 
+from tests.networks.worlds import HERE, Cast, Part
 from tests.workflow.environments.zoo import Nim
 from troupe.workflow import EntrypointError
 from troupe.workflow.environments import (
@@ -253,3 +256,78 @@ def test_a_game_without_declared_length_is_cut_short_by_nobody() -> None:
     with pytest.raises(EnvironmentContractError, match="longer than the environment declares"):
         play_randomly(rps(max_steps=1), 0)
     assert play_randomly(Nim(), 0).steps[-1].current == ()
+
+
+def company(kind: Any = Parallel, **parts: Part) -> Any:
+    def make(**args: Any) -> Any:
+        return Cast(**args) if kind is Parallel else parallel_to_aec(Cast(**args))
+
+    return kind(make, make_args={"parts": parts}, declared={"max_steps": 40})
+
+
+@pytest.mark.parametrize("kind", [Parallel, Aec])
+def test_seats_that_leave_early_do_not_end_the_episode_of_the_others(kind: Any) -> None:
+    steps = play_randomly(company(kind, a=Part(leaves=4), b=Part(leaves=1)), 0).steps
+    assert len(steps) == (4 if kind is Parallel else 1 + 1 + 3)
+    assert "b" not in steps[-1].current + steps[-2].current
+    assert sum(step.rewards.get("a", 0.0) for step in steps) == 4
+
+
+def test_seats_may_join_an_episode_late_or_never() -> None:
+    parts = {"a": Part(leaves=5), "b": Part(joins=2, leaves=4), "c": Part(joins=50)}
+    steps = play_randomly(company(**parts), 0).steps
+    assert [step.current for step in steps] == [("a",), ("a", "b"), ("a", "b"), ("a",), ()]
+    assert check(lambda: company(**parts), seeds=(0,)).ok
+
+
+@pytest.mark.parametrize("mask", [[1], [1, 1, 1, 1], [[1, 1, 1]]])
+def test_a_mask_of_another_length_breaks_the_contract(mask: Any) -> None:
+    game = company(a=Part(), b=Part(masks={1: mask}))
+    with pytest.raises(EnvironmentContractError, match="has 3 actions") as broken:
+        play_randomly(game, 0)
+    assert broken.value.field == "action_mask"
+
+
+@pytest.mark.parametrize("names", [("left",), ("left", "right", "up")])
+def test_names_of_moves_are_one_for_each_action(names: Any) -> None:
+    with pytest.raises(EnvironmentContractError, match="has 2 actions"):
+        Gymnasium("CartPole-v1", moves=names).reset(0)
+
+
+NESTED = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(3, start=5), spaces.Text(2)])})
+
+
+@pytest.mark.parametrize(
+    ("moves", "right", "wrong"),
+    [
+        (spaces.Discrete(3, start=10), 12, 2),
+        (spaces.MultiBinary(2), [0, 1], [0, 2]),
+        (spaces.MultiDiscrete([[2, 3]], start=[[1, 0]]), [[2, 2]], [[0, 2]]),
+        (spaces.Box(0, 255, (2,), np.uint8), [3, 255], [3, 300]),
+        (spaces.Box(0, 9, (1,), np.int64), [3], [3.5]),
+        (spaces.Box(-1, 1, (2,)), [0.5, -1], [0.5, -1.5]),
+        (NESTED, {"a": [6, "ab"]}, {"a": [6, "abc"]}),
+        (NESTED, {"a": [6, "ab"]}, {"a": [6]}),
+        (NESTED, {"a": [6, "ab"]}, {"a": [6, "ab"], "b": 1}),
+        (spaces.Sequence(spaces.Discrete(2)), [0, 1, 1], [0, 2]),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Text(3)]), [1, "ab"], [0, "ab"]),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Text(3)]), [0, 1], [2, 1]),
+    ],
+    ids=str,
+)
+def test_json_actions_are_elements_of_any_space(moves: Any, right: Any, wrong: Any) -> None:
+    game = Gymnasium(f"{HERE}:Solo-v0", make_args={"moves": moves}, max_steps=3)
+    game.reset(0)
+    assert game.step({"player": right}).current == ("player",)
+    for action in (wrong, None, "x" * 9, {"z": 1}):
+        with pytest.raises(IllegalMoveError):
+            game.step({"player": action})
+    game.step({"player": right})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_action_space_without_json_values_is_refused_by_name(nested: bool) -> None:
+    graph = spaces.Graph(spaces.Box(-1, 1, (2,)), None)
+    moves = spaces.Tuple([graph]) if nested else graph
+    with pytest.raises(EntrypointError, match=r"'player' has the action space Graph"):
+        Gymnasium(f"{HERE}:Solo-v0", make_args={"moves": moves})

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
-from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
+from troupe.workflow.environments.adapters.spaces import (
+    SpacesEnvironment,
+    check_playable,
+    native,
+)
 from troupe.workflow.environments.interface import (
     Action,
     IllegalRule,
@@ -49,18 +54,23 @@ class Gymnasium(SpacesEnvironment):
         except ImportError as error:
             raise missing_library("Gymnasium", "gymnasium", error) from error
         args = dict(make_args or {})
+        # `module:id` is an environment that the module registers.
+        module, _, name = id.rpartition(":")
         try:
-            spec = gymnasium.spec(id)
-            if describe is None and "render_mode" not in args and _has_text(gymnasium, id):
+            if module:
+                import_module(module)
+            spec = gymnasium.spec(name)
+            if describe is None and "render_mode" not in args and _has_text(gymnasium, spec):
                 args["render_mode"] = "ansi"
             self._env: Any = gymnasium.make(id, **args)
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise EntrypointError(
                 f"Gymnasium cannot make '{id}': {error}",
                 field="id",
                 value=id,
                 remedy="`gymnasium.pprint_registry()` lists the ids; some need further packages.",
             ) from error
+        check_playable(self._env.action_space, SEAT)
         self._describe = describe
         self._moves = moves
         self._max_steps = max_steps or spec.max_episode_steps or _DEFAULT_STEPS
@@ -101,9 +111,9 @@ class Gymnasium(SpacesEnvironment):
         return self._observation(self._env.action_space, seen, info, describe)
 
 
-def _has_text(gymnasium: Any, id: str) -> bool:
+def _has_text(gymnasium: Any, spec: Any) -> bool:
     """Whether the environment renders itself as text."""
-    entrypoint = gymnasium.spec(id).entry_point
+    entrypoint = spec.entry_point
     cls = (
         gymnasium.envs.registration.load_env_creator(entrypoint)
         if isinstance(entrypoint, str)

@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
+from troupe.workflow.environments.adapters.spaces import (
+    SpacesEnvironment,
+    check_playable,
+    native,
+)
 from troupe.workflow.environments.interface import Action, Observation, Properties, Reset, Step
 from troupe.workflow.errors import missing_library
 from troupe.workflow.loading import load_attribute
@@ -57,7 +61,25 @@ class _PettingZoo(SpacesEnvironment):
                 **(declared or {}),
             }
         )
-        self._seats: tuple[str, ...] = ()
+        self._seats = self._properties.seats
+        for seat in self._seats:
+            check_playable(self._env.action_space(seat), seat)
+        self._ended: set[str] = set()
+
+    def _flags(
+        self,
+        terminations: Mapping[str, Any],
+        truncations: Mapping[str, Any],
+        current: Sequence[str],
+    ) -> tuple[dict[str, bool], dict[str, bool]]:
+        """Terminations and truncations by seat. When nobody is left, seats that never joined the
+        episode end with it."""
+        over = {seat: bool(flag) for seat, flag in terminations.items()}
+        cut = {seat: bool(flag) for seat, flag in truncations.items()}
+        self._ended |= {seat for flags in (over, cut) for seat, flag in flags.items() if flag}
+        if not current:
+            over |= dict.fromkeys(set(self._seats) - self._ended, True)
+        return over, cut
 
     def _seen_by(self, seat: str, seen: Any, info: Mapping[str, Any]) -> Observation:
         describe = self._describe and partial(self._describe, self._env, seat)
@@ -72,8 +94,9 @@ class Parallel(_PettingZoo):
     def reset(self, seed: int) -> Reset:
         """Begin an episode."""
         seen, infos = self._env.reset(seed=seed % 2**31)
-        self._seats = tuple(self._env.agents)
-        return Reset(self._seats, self._seats, self._observe(seen, infos), infos)
+        self._ended.clear()
+        # All that an episode may have: some may join it later.
+        return Reset(self._seats, tuple(self._env.agents), self._observe(seen, infos), infos)
 
     def step(self, actions: Mapping[str, Action]) -> Step:
         """Play a joint move."""
@@ -82,12 +105,12 @@ class Parallel(_PettingZoo):
             for seat in self._env.agents
         }
         seen, rewards, terminations, truncations, infos = self._env.step(moves)
+        current = tuple(self._env.agents)
         return Step(
             self._observe(seen, infos),
             {seat: float(reward) for seat, reward in rewards.items()},
-            {seat: bool(flag) for seat, flag in terminations.items()},
-            {seat: bool(flag) for seat, flag in truncations.items()},
-            tuple(self._env.agents),
+            *self._flags(terminations, truncations, current),
+            current,
             infos,
         )
 
@@ -106,7 +129,7 @@ class Aec(_PettingZoo):
     def reset(self, seed: int) -> Reset:
         """Begin an episode."""
         self._env.reset(seed=seed % 2**31)
-        self._seats = tuple(self._env.agents)
+        self._ended.clear()
         return Reset(self._seats, self._current(), self._observe())
 
     def step(self, actions: Mapping[str, Action]) -> Step:
@@ -114,16 +137,17 @@ class Aec(_PettingZoo):
         env = self._env
         (seat,) = actions
         env.step(native(env.action_space(seat), actions[seat], seat))
-        # `rewards` holds the rewards of the last step, of every seat.
+        # These hold the last step's, of every seat that has joined.
         rewards = {s: float(env.rewards.get(s, 0.0)) for s in self._seats}
-        terminations = {s: bool(env.terminations.get(s, True)) for s in self._seats}
-        truncations = {s: bool(env.truncations.get(s, False)) for s in self._seats}
+        terminations, truncations = dict(env.terminations), dict(env.truncations)
         # Finished seats must make an empty move before the others may move.
         while env.agents and (
             env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
         ):
             env.step(None)
-        return Step(self._observe(), rewards, terminations, truncations, self._current())
+        current = self._current()
+        flags = self._flags(terminations, truncations, current)
+        return Step(self._observe(), rewards, *flags, current)
 
     def _current(self) -> tuple[str, ...]:
         return (self._env.agent_selection,) if self._env.agents else ()

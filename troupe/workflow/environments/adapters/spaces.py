@@ -9,7 +9,11 @@ from typing import Any, Final
 import numpy as np
 
 from troupe.workflow.environments.interface import Action, Environment, Observation, Properties
-from troupe.workflow.errors import IllegalMoveError
+from troupe.workflow.errors import (
+    EntrypointError,
+    EnvironmentContractError,
+    IllegalMoveError,
+)
 
 _COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 
@@ -19,11 +23,20 @@ def legal_of(
 ) -> dict[str, Action] | None:
     """The moves of a discrete space, by name or number; None for other spaces.
 
-    `mask` [n]: 0 for illegal actions. `names` [n]: labels; default: numbers.
+    `mask` [n]: 0 for illegal actions. `names` [n]: labels; default: numbers. Raises
+    `EnvironmentContractError` for a mask or names of another length.
     """
-    if type(space).__name__ != "Discrete":
+    if not isinstance(space, _spaces().Discrete):
         return None
     start, n = int(space.start), int(space.n)
+    for field, given in (("action_mask", mask), ("moves", names)):
+        if given is not None and np.shape(given) != (n,):
+            raise EnvironmentContractError(
+                f"{field} has the shape {list(np.shape(given))}; {space} has {n} actions",
+                field=field,
+                value=given,
+                remedy="Give one entry for each action.",
+            )
     return {
         names[i] if names is not None else str(start + i): start + i
         for i in range(n)
@@ -32,17 +45,68 @@ def legal_of(
 
 
 def native(space: Any, action: Action, seat: str) -> Any:
-    """A JSON action as a value of the space. Raises `IllegalMoveError` if it is not in the
+    """A JSON action as a value of the space: lists for arrays, tuples and sequences, objects for
+    `Dict`, [number of the space, value] for `OneOf`. Raises `IllegalMoveError` if it is not in the
     space."""
-    value: Any = action
-    if type(space).__name__ in ("Box", "MultiDiscrete", "MultiBinary"):
-        try:
-            value = np.asarray(action, dtype=space.dtype)
-        except (TypeError, ValueError) as error:
-            raise _illegal(space, action, seat) from error
-    if not space.contains(value):
+    try:
+        value = _value(space, action)
+        inside = space.contains(value)
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise _illegal(space, action, seat) from error
+    if not inside:
         raise _illegal(space, action, seat)
     return value
+
+
+def _value(space: Any, action: Action) -> Any:
+    spaces = _spaces()
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        given, value = np.asarray(action), np.asarray(action, dtype=space.dtype)
+        if value.dtype.kind in "iu" and not np.array_equal(given, value):
+            raise ValueError("not whole numbers of this type")
+        return value
+    if isinstance(space, spaces.Tuple):
+        return tuple(_value(part, one) for part, one in zip(space.spaces, action, strict=True))
+    if isinstance(space, spaces.Dict):
+        parts = {name: _value(part, action[name]) for name, part in space.spaces.items()}
+        if len(parts) != len(action):
+            raise ValueError("unknown entries")
+        return parts
+    if isinstance(space, spaces.OneOf):
+        number, one = action
+        return np.int64(number), _value(space.spaces[number], one)
+    if isinstance(space, spaces.Sequence) and not space.stack:
+        return tuple(_value(space.feature_space, one) for one in action)
+    return action
+
+
+def check_playable(space: Any, seat: str) -> None:
+    """Raise `EntrypointError` for an action space that has no values in JSON."""
+    spaces = _spaces()
+    known = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Text)
+    if isinstance(space, spaces.Dict):
+        parts = list(space.spaces.values())
+    elif isinstance(space, spaces.Tuple | spaces.OneOf):
+        parts = list(space.spaces)
+    elif isinstance(space, spaces.Sequence) and not space.stack:
+        parts = [space.feature_space]
+    elif isinstance(space, known):
+        parts = []
+    else:
+        raise EntrypointError(
+            f"'{seat}' has the action space {space}, which no text can be a move of",
+            field="action_space",
+            value=str(space),
+            remedy="Wrap the environment in one whose actions are numbers, texts or lists of them.",
+        )
+    for part in parts:
+        check_playable(part, seat)
+
+
+def _spaces() -> Any:
+    from gymnasium import spaces
+
+    return spaces
 
 
 def _illegal(space: Any, action: Action, seat: str) -> IllegalMoveError:
