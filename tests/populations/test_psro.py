@@ -53,7 +53,7 @@ def test_an_enumerated_network_does_what_it_does_in_play(learning: PPOSpec) -> N
     actor.load("p", weights, 0)
     played = actor.sample(0, explore=False).fragments["p"]
     number = {one.tobytes(): i for i, one in enumerate(tree.tensors[1])}
-    for step, copy in np.argwhere(played.valid()):
+    for step, copy in np.argwhere(played.valid()[:, :, 0]):
         at = number[played["observations"][step, copy, 0].tobytes()]
         assert table[at, played["actions"][step, copy, 0]] == 1.0
 
