@@ -187,11 +187,12 @@ class TextAnswer(ApiAnswer):
         """Where each token begins in the reply's text, in characters. All tokens of one character
         begin where it does, and tokens that the text lacks where the next one does."""
         tokenizer, text = self.tokenizer, reply.text
+        special = tokenizer.special_ids
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         shown, offsets = "", []
         for token in reply.response:
             offsets.append(len(shown))
-            if token not in tokenizer.special_ids:
+            if token not in special:
                 shown += decoder.decode(tokenizer.token_bytes(token))
         # Some tokenizers leave out the space that a text begins with.
         left_out = max(0, shown.find(text))
@@ -307,8 +308,12 @@ _NEUTRAL: Final[Neutral] = {
 }
 _IGNORED: Final = frozenset(
     {
+        "access_programs",
+        "betas",
+        "billing_policy",
         "cache_control",
         "cache_salt",
+        "diagnostics",
         "inference_geo",
         "max_tool_calls",
         "metadata",
@@ -325,6 +330,8 @@ _IGNORED: Final = frozenset(
         "store",
         "stream_reasoning",
         "user",
+        "user_profile_id",
+        "workspace_id",
     }
 )
 """Fields of all APIs that do not change which tokens are drawn: accounting, caches, scheduling, and
