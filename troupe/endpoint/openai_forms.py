@@ -356,9 +356,9 @@ class ApiBody(BaseModel):
     neutral: ClassVar[Neutral] = {}
     """Fields that are not supported, with a test for values that request nothing."""
     complete: ClassVar[bool] = False
-    """Whether fields that are not declared, `neutral` or ignored are refused, unless they are null:
-    a client that misspells an option or expects another server's must not get other tokens than it
-    asked for."""
+    """Whether to refuse a field that is neither declared nor `neutral` nor ignored, unless it is
+    null: a client that misspells an option, or sends another server's, must not get other tokens
+    than it asked for."""
 
     @classmethod
     def validated(cls, body: Mapping[str, Any]) -> Self:
@@ -371,9 +371,9 @@ class ApiBody(BaseModel):
                     raise refused_field(name, value, "Leave it out.")
             elif cls.complete and name not in _IGNORED:
                 raise refused(
-                    f"`{name[:60]}` is not an option that is known here",
+                    f"`{name[:60]}` is not a known option",
                     name[:60],
-                    "Leave it out. docs/openai.md lists what is taken, and what is ignored.",
+                    "Leave it out. docs/openai.md lists the options that are followed or ignored.",
                 )
         try:
             return cls.model_validate(body)

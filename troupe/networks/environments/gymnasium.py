@@ -110,7 +110,7 @@ class PettingZooCopies:
             terminated[b] = [over.get(name, False) for name in self._names]
             truncated[b] = [cut.get(name, False) for name in self._names]
             truncated[b] |= self._step >= self.spaces.steps
-            # Agents that never joined, or left without a word, end with the copy.
+            # Agents that never joined, or left without a flag, end with the copy.
             if (self._ended[b] | terminated[b] | truncated[b] | self._absent[b]).all():
                 truncated[b] |= truncated[b].any()
                 terminated[b] |= ~truncated[b]
@@ -135,7 +135,7 @@ class PettingZooCopies:
                 remedy="Name all agents that an episode may have in `possible_agents`.",
             )
         self._absent[b] = [name not in present for name in self._names]
-        # Whoever left is not seen any more.
+        # Agents that have left are no longer seen.
         self._seen[b, self._ended[b]] = 0
         if self._legal is not None:
             self._legal[b] = self._least

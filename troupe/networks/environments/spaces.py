@@ -21,7 +21,7 @@ class ObservedSpace:
     The entry `action_mask` of a `Dict` is not part of the vector: it is the action mask."""
 
     def __init__(self, space: Any, owner: str) -> None:
-        """Raises InvalidArgument, naming `owner` and the space, for what is no vector."""
+        """Raises InvalidArgument, naming `owner` and the space, for other spaces."""
         from gymnasium import spaces
         from gymnasium.spaces import utils
 
@@ -38,8 +38,8 @@ class ObservedSpace:
         self._numbered = isinstance(space, spaces.Discrete)
 
     def vector(self, seen: Any, when: str) -> Floats:
-        """An observation as a vector [width]. Raises BrokenEnvironment if it is not of the space;
-        `when` says which one it is."""
+        """An observation as a vector [width]. Raises BrokenEnvironment for one outside the space;
+        `when` says where in the episode it came."""
         try:
             if self._masked:
                 seen = {key: seen[key] for key in self._space.spaces}

@@ -81,7 +81,7 @@ def _value(space: Any, action: Action) -> Any:
 
 
 def check_playable(space: Any, seat: str) -> None:
-    """Raise `EntrypointError` for an action space that has no values in JSON."""
+    """Raise `EntrypointError` for an action space whose actions cannot be written as JSON."""
     spaces = _spaces()
     known = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Text)
     if isinstance(space, spaces.Dict):
@@ -94,7 +94,7 @@ def check_playable(space: Any, seat: str) -> None:
         parts = []
     else:
         raise EntrypointError(
-            f"'{seat}' has the action space {space}, which no text can be a move of",
+            f"'{seat}' has the action space {space}, whose actions cannot be written as JSON",
             field="action_space",
             value=str(space),
             remedy="Wrap the environment in one whose actions are numbers, texts or lists of them.",
