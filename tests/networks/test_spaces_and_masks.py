@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,42 @@ def test_the_value_of_an_agent_is_bootstrapped_where_it_was_cut_off(cut: bool) -
     drawn = fragment["actions"][0, :, 1]
     wanted = 1 + (0.5 * float(then.max()) if cut else 0.0)
     assert now[drawn].numpy() == pytest.approx(wanted, abs=0.05)
+
+
+MASK = st.lists(st.integers(0, 1), min_size=3, max_size=3).filter(any)
+PARTS = st.builds(
+    Part,
+    joins=st.integers(0, 5),
+    leaves=st.integers(1, 8),
+    cut=st.booleans(),
+    masks=st.dictionaries(st.integers(0, 6), MASK),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(others=st.lists(PARTS, max_size=3), first=PARTS, steps=st.integers(1, 7))
+def test_every_agent_decides_from_when_it_joins_until_it_leaves(
+    others: list[Part], first: Part, steps: int
+) -> None:
+    parts = {f"agent_{i}": part for i, part in enumerate([replace(first, joins=0), *others])}
+    # `Cast` asserts that actions come from those who are there, and are legal.
+    fragment = played(cast(steps=steps, **parts)).fragments["p"]
+    leaves = {name: max(part.leaves, part.joins + 1) for name, part in parts.items()}
+    there = [
+        any(part.joins <= t < leaves[name] for name, part in parts.items())
+        for t in range(steps + 1)
+    ]
+    end = min(steps, there.index(False) if False in there else steps)
+    acting = fragment.arrays.get("acting", np.ones_like(fragment["rewards"], bool))
+    for i, (name, part) in enumerate(parts.items()):
+        joined = part.joins < end
+        length = min(end, leaves[name]) if joined else end
+        assert fragment["lengths"][:, i].tolist() == [length] * 2
+        decided = acting[:length, 0, i].sum()
+        assert decided == (length - part.joins if joined else 0)
+        assert fragment.returns()[:, i].tolist() == [decided] * 2
+        if joined and leaves[name] <= end:
+            assert fragment["terminated"][0, i] == (not part.cut and leaves[name] <= end)
 
 
 @pytest.mark.filterwarnings("ignore:The old environment creation API")

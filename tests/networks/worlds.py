@@ -106,7 +106,8 @@ class Cast(ParallelEnv[str, Any, Any]):
         cut = {name: gone[name] and self._parts[name].cut for name in were}
         self.agents = [name for name in were if not gone[name]]
         self.agents += [name for name, part in self._parts.items() if part.joins == self._step]
-        return *self._seen([*were, *self.agents], rewards=were), over, cut, self._infos(were)
+        seen = [*were, *self.agents]
+        return *self._seen(seen, rewards=were), over, cut, self._infos(seen)
 
     def _seen(self, names: Sequence[str], rewards: Sequence[str] | None = None) -> tuple[Any, ...]:
         seen: dict[str, Any] = {}
