@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
-from troupe.networks.vector import BrokenEnvironment, Observed, Stepped, VectorEnvironment
+from troupe.networks.vector import (
+    BrokenEnvironment,
+    Observed,
+    Stepped,
+    VectorEnvironment,
+    name_of,
+)
 from troupe.rpc.errors import InvalidArgument, NotFound
 
 
@@ -187,8 +193,9 @@ def _playable(
             asked = none & alive if acting is None else none & alive & acting
             for copy, agent in np.argwhere(asked):
                 raise BrokenEnvironment(
-                    f"the action mask of agent '{environment.agents[agent]}' {_after(step)} in "
-                    f"copy {copy} allows no action, and its episode goes on",
+                    f"the action mask of agent '{environment.agents[agent]}' of "
+                    f"{name_of(environment)} {_after(step)} in copy {copy} allows no action, and "
+                    "its episode goes on",
                     kind="no_legal_action",
                     field="legal",
                     remedy="Allow at least one action, or end the agent's episode.",

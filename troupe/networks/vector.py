@@ -105,6 +105,11 @@ class VectorEnvironment(Protocol):
         ...
 
 
+def name_of(environment: VectorEnvironment) -> str:
+    """The name of an environment in errors: its `name` if it has one, else its class."""
+    return str(getattr(environment, "name", type(environment).__name__))
+
+
 class BrokenEnvironment(FailedPrecondition):
     """An environment returned something that cannot be played. `field` names the array: one of
     `Observed` or `Stepped`, or `action_mask`.

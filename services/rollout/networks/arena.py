@@ -26,6 +26,7 @@ from troupe.networks.vector import (
     Observed,
     Stepped,
     VectorEnvironment,
+    name_of,
 )
 from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
@@ -175,7 +176,7 @@ class Interruptible:
     def __init__(self, environment: VectorEnvironment) -> None:
         self._environment = environment
         self.agents, self.spaces = environment.agents, environment.spaces
-        self.copies = environment.copies
+        self.copies, self.name = environment.copies, name_of(environment)
         self.stop = threading.Event()
 
     def reset(self, seed: int) -> Observed:

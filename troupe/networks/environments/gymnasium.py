@@ -20,6 +20,9 @@ class PettingZooCopies:
     actions are `action_mask` in an agent's `infos` or in its observation; an agent without one may
     take any action. Actions of a `Box` are scaled from [-1, 1] to its bounds."""
 
+    name = ""
+    """What errors call the environment."""
+
     def __init__(
         self,
         copies: int,
@@ -34,6 +37,7 @@ class PettingZooCopies:
         EntrypointError."""
         make = load_attribute(entrypoint, "environment.entrypoint")
         self.copies = copies
+        self.name = self.name or entrypoint
         self._copies_of = [make(**settings, **(make_args or {})) for _ in range(copies)]
         first = self._copies_of[0]
         if hasattr(first, "agent_iter"):
@@ -46,7 +50,7 @@ class PettingZooCopies:
         # The environment's own names, which need not be texts.
         self._names = tuple(first.possible_agents)
         self.agents = tuple(map(str, self._names))
-        owners = [f"agent '{name}'" for name in self.agents]
+        owners = [f"agent '{name}' of {self.name}" for name in self.agents]
         self._views = [
             ObservedSpace(first.observation_space(name), owner)
             for name, owner in zip(self._names, owners, strict=True)
@@ -202,6 +206,7 @@ class GymnasiumCopies(PettingZooCopies):
     ) -> None:
         """`id` as Gymnasium knows it; `gymnasium.make` also gets `settings` and `make_args`, which
         may have names that are parameters here. Raises as `PettingZooCopies`."""
+        self.name = id
         super().__init__(
             copies,
             "troupe.networks.environments.gymnasium:OnlyAgent",
