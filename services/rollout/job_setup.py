@@ -311,7 +311,10 @@ class Preparation:
         count_tokens = token_counter(spec, languages)
         try:
             if spec.offline is not None:
-                demonstrations = QuerySource(spec.offline.tasks, spec.seed, count_tokens)
+                field = "preferences.tasks" if spec.preferences else "supervised.tasks"
+                demonstrations = QuerySource(
+                    spec.offline.tasks, spec.seed, count_tokens, field=field
+                )
                 await demonstrations.load("train")
             if spec.workflow is not None and spec.tasks is not None:
                 evaluations = {name: one.tasks for name, one in spec.evaluations.items()}

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.trajectories.queries import QuerySource
-from troupe.data.rows import DataError, DataRows, content_of, load_rows
+from troupe.data.rows import DataRows, content_of, load_rows
+from troupe.data.tables import DataError
 from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
 from troupe.functions.library.answers import solves_puzzle
 from troupe.job import RowsSpec, TasksSpec

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from troupe.data.rows import CountTokens, DataError, DataRows, load_rows
+from troupe.data.rows import CountTokens, DataRows, load_rows
+from troupe.data.tables import DataError
 from troupe.job.data import TasksSpec
 from troupe.workflow.environments.adapters.verifiers import VerifiersTasks
 from troupe.workflow.loading import Tasks, load_tasks
@@ -208,17 +209,26 @@ def _open_mix(
 def _part(rows: DataRows, fraction: float, *, training: bool, field: str) -> DataRows:
     """The rows that are set aside for evaluations, or the others.
 
-    A hash of a row decides, so that equal rows are on one side, whatever their order is.
+    A hash of a row decides, so that the order of the rows does not matter. Equal rows are on one
+    side, and each side has at least one row.
     """
-    count = round(fraction * len(rows))
-    if not 0 < count < len(rows):
+    digests, counts = np.unique(rows.digests, return_counts=True)
+    if len(digests) < 2:
         raise DataError(
-            f"{fraction:g} of {len(rows)} rows are {count}",
+            f"evaluations and training need different rows, and all {len(rows):,} are equal",
             kind="no_rows",
             field=f"{field}.held_out",
             value=fraction,
-            remedy="Both training and evaluations need rows.",
+            remedy="Add rows, or name another split or file.",
         )
-    limit = np.partition(rows.digests, count - 1)[count - 1]
-    aside = rows.digests <= limit
+    wanted = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+    fits, taken = np.zeros(len(digests), dtype=bool), 0
+    for at, count in enumerate(counts.tolist()):
+        if taken + count <= wanted:
+            fits[at], taken = True, taken + count
+        if taken == wanted:
+            break
+    if not taken:  # every row is there more often than `wanted`
+        fits[counts.argmin()] = True
+    aside = np.isin(rows.digests, digests[fits])
     return rows.where(~aside if training else aside)

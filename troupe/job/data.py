@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import normpath
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -24,13 +25,17 @@ READERS: Final = {
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
+    ".arrow": "arrow",
 }
+_COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst")
 FieldName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)]
 
 
 def reader_of(source: str) -> str | None:
     """The reader of a local file, by the ending of its name; None for anything else."""
+    for end in _COMPRESSED:
+        source = source.removesuffix(end)
     return next((reader for end, reader in READERS.items() if source.endswith(end)), None)
 
 
@@ -39,8 +44,9 @@ class RowsSpec(Section):
 
     dataset: str = Field(default="", max_length=4096)
     """Id on the Hugging Face hub (`openai/gsm8k`), a local folder of one, or a local file:
-    `.parquet`, `.jsonl`, `.json`, `.csv`, `.tsv`; `*` matches several. Paths are those of the hosts
-    that read it. Needs `pip install "troupe[data]"`."""
+    `.parquet`, `.arrow`, `.jsonl`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`, `.bz2`, `.xz`,
+    `.zst`); `*` matches several. Paths are those of the hosts that read it. Needs
+    `pip install "troupe[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
     """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""
     revision: str | None = Field(default=None, min_length=1, max_length=256)
@@ -199,7 +205,22 @@ class TasksSpec(RowsSpec):
                 f"({', '.join(READERS)}), and `{self.dataset}` is a file, which has no splits; "
                 "name another file, or a fraction"
             )
+        for one in self.every.values():
+            if one.held_out is not None and any(map(one._holds_out_rows_of, self.every.values())):
+                raise ValueError(
+                    f"held_out: `{one.held_out}` are the rows that are trained on; name another "
+                    "split or file, or a fraction (0.05) of the rows"
+                )
         return self
+
+    def _holds_out_rows_of(self, other: TasksSpec) -> bool:
+        """Whether `held_out` names the training rows of `other`."""
+        if not isinstance(self.held_out, str) or not other.dataset:
+            return False
+        if reader_of(other.dataset):
+            return normpath(self.held_out) == normpath(other.dataset)
+        same = (self.dataset, self.config) == (other.dataset, other.config)
+        return same and self.held_out == (other.split or "train")
 
 
 class MixedTasksSpec(TasksSpec):

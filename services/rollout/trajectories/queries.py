@@ -39,9 +39,13 @@ class QuerySource:
         seed: int = 0,
         count_tokens: CountTokens | None = None,
         evaluations: Mapping[str, TasksSpec | None] = MappingProxyType({}),
+        *,
+        field: str = "tasks",
     ) -> None:
         """`seed`: that of the job. `count_tokens`: by the tokenizers of its policies.
-        `evaluations`: by name the tasks of evaluations; None: those of the job."""
+        `evaluations`: by name the tasks of evaluations; None: those of the job. `field`: the
+        section of the job that `spec` is, for errors."""
+        self._field = field
         self._specs = {"": spec, **{n: own for n, own in evaluations.items() if own is not None}}
         self._open = partial(open_tasks, seed=seed, count_tokens=count_tokens)
         self._splits: dict[_Split, TaskSplit] = {}
@@ -104,11 +108,14 @@ class QuerySource:
         async with self._lock:
             if named not in self._splits:
                 name, split = named
-                load = partial(self._open, self._specs[name], split)
+                load = partial(self._open, self._specs[name], split, field=self._section(name))
                 if name:
-                    load = partial(load, field=f"evaluations.{name}.tasks", whole=True)
+                    load = partial(load, whole=True)
                 self._splits[named] = await call_in_thread(load)
             return self._splits[named]
+
+    def _section(self, evaluation: str) -> str:
+        return f"evaluations.{evaluation}.tasks" if evaluation else self._field
 
     def _make_items(
         self, tasks: TaskSplit, key: tuple[_Split, int], wanted: Iterable[tuple[_Split, int]]
@@ -129,10 +136,10 @@ class QuerySource:
     def _item(self, tasks: TaskSplit, named: _Split, index: int) -> Mapping[str, Any]:
         name, split = named
         where = f"{split}[{index}] of {tasks.source}"
-        field = f"evaluations.{name}." if name else ""
         spec = self._specs[name]
         kinds = {"source": spec.source, "mix": spec.mixed, "verifiers": spec.verifiers}
-        field += f"tasks.{next((kind for kind, given in kinds.items() if given), 'dataset')}"
+        kind = next((kind for kind, given in kinds.items() if given), "dataset")
+        field = f"{self._section(name)}.{kind}"
         try:
             item = tasks[index]
             # A copy: a mapping of user code may raise whenever it is read.

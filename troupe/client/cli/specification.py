@@ -349,9 +349,14 @@ def read_data(job: JobSpec) -> list[str]:
     Raises `JobSpecError` for one that cannot be read as the job says.
     """
     sets = {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
+    learned = {
+        f"{name}.tasks": one.tasks
+        for name, one in (("supervised", job.supervised), ("preferences", job.preferences))
+        if one is not None
+    }
     wanted = [
         (field, tasks)
-        for field, tasks in {"tasks": job.tasks, **sets}.items()
+        for field, tasks in {"tasks": job.tasks, **learned, **sets}.items()
         if tasks is not None and (tasks.dataset or tasks.mixed)
     ]
     count_tokens = None
@@ -369,13 +374,18 @@ def read_data(job: JobSpec) -> list[str]:
             )
         notes = []
         for field, tasks in wanted:
-            own = field == "tasks"
-            splits = ["train"] if own else ["held_out"]
-            if own and job.tasks is not None and job.tasks.holds_out:
+            evaluated = field in sets
+            splits = ["held_out"] if evaluated else ["train"]
+            if field == "tasks" and job.tasks is not None and job.tasks.holds_out:
                 splits.append("held_out")
             for split in splits:
                 notes += open_tasks(
-                    tasks, split, job.seed, field=field, count_tokens=count_tokens, whole=not own
+                    tasks,
+                    split,
+                    job.seed,
+                    field=field,
+                    count_tokens=count_tokens,
+                    whole=evaluated,
                 ).notes
         return notes
     except (WorkflowError, TroupeError) as error:

@@ -1,0 +1,376 @@
+"""Values of data files: they reach a query as they were written, or are refused."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import datetime
+import decimal
+import gzip
+import io
+import json
+import lzma
+import math
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from troupe.data.rows import DataRows, load_rows
+from troupe.data.tables import DataError
+from troupe.data.tasks import open_tasks
+from troupe.job import RowsSpec, TasksSpec
+from troupe.job.data import JobTasksSpec
+from troupe.outcomes import json_text
+
+Write = Callable[[str, str | bytes], str]
+# Texts that readers of tables like to turn into something else.
+TEMPTING = [
+    *("2024-01-05", "2024-01-05T10:00:00Z", "12:30", "007", "1.50", "1e5", "NA", "null", "None"),
+    *("nan", "inf", "true", "False", "123456789012345678901234567890", " x ", "0x1F", "1,5", "-"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file; returns its path."""
+
+    def written(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return written
+
+
+@pytest.fixture
+def fresh(write: Write) -> Callable[[str, str], str]:
+    """Writes each file under a new name: the examples of one property share a folder."""
+    numbers = count()
+    return lambda name, content: write(f"{next(numbers)}-{name}", content)
+
+
+def load(path: str, **spec: Any) -> DataRows:
+    return load_rows(RowsSpec(dataset=path, duplicates="keep", **spec), "tasks")
+
+
+def all_of(rows: DataRows) -> list[dict[str, Any]]:
+    return [rows[index] for index in range(len(rows))]
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def comma_separated(rows: list[dict[str, str]], separator: str = ",") -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), delimiter=separator, quoting=csv.QUOTE_ALL)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(TEMPTING)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner),
+    max_leaves=6,
+)
+_EXAMPLES = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@_EXAMPLES
+@given(
+    rows=st.lists(
+        st.dictionaries(st.sampled_from("abc"), _JSON).map(lambda row: {"id": "x", **row}),
+        min_size=1,
+        max_size=4,
+    ),
+    kind=st.sampled_from(["lines", "array"]),
+)
+def test_a_row_of_json_is_read_as_written(
+    fresh: Callable[[str, str], str], rows: list[dict[str, Any]], kind: str
+) -> None:
+    path = (
+        fresh("rows.jsonl", lines(rows))
+        if kind == "lines"
+        else fresh("rows.json", json.dumps(rows, indent=1))
+    )
+    found = all_of(load(path))
+    # Compared as JSON: 1, 1.0 and true are equal in Python.
+    assert [json_text(row) for row in found] == [json_text(row) for row in rows]
+
+
+@_EXAMPLES
+@given(
+    cells=st.lists(
+        st.lists(
+            st.sampled_from(TEMPTING)
+            | st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=1)
+            | st.just("two\r\nlines\nand a half"),
+            min_size=2,
+            max_size=2,
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    separator=st.sampled_from([",", "\t"]),
+)
+def test_a_cell_of_csv_is_its_text(
+    fresh: Callable[[str, str], str], cells: list[list[str]], separator: str
+) -> None:
+    rows = [dict(zip(("id", "answer"), row, strict=True)) for row in cells]
+    path = fresh("rows.tsv" if separator == "\t" else "rows.csv", comma_separated(rows, separator))
+    kept = [row for row in rows if any(cell.strip() for cell in row.values())]
+    assert all_of(load(path)) == kept
+
+
+def test_csv_numbers_keep_their_digits(write: Write) -> None:
+    content = "id,answer\r\n007,1.50\r\n1,2.5\r\n123456789012345678901234567890,NA\r\n"
+    path = write("rows.csv", content)
+    assert all_of(load(path, columns={"id": "id", "answer": "answer"})) == [
+        {"id": "007", "answer": "1.50"},
+        {"id": "1", "answer": "2.5"},
+        {"id": "123456789012345678901234567890", "answer": "NA"},
+    ]
+
+
+def test_dates_in_json_lines_are_text(write: Write) -> None:
+    rows = [{"question": "when?", "answer": "2024-01-05", "created": "2024-01-05T10:00:00"}]
+    assert all_of(load(write("rows.jsonl", lines(rows)))) == rows
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_rows(write: Write) -> None:
+    assert all_of(load(write("a.jsonl", '\ufeff{"q": "1"}\r\n\r\n{"q": "2"}\r\n'))) == [
+        {"q": "1"},
+        {"q": "2"},
+    ]
+    assert all_of(load(write("a.csv", "\ufeffq,r\r\n1,2\r\n"))) == [{"q": "1", "r": "2"}]
+
+
+@pytest.mark.parametrize(("end", "pack"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+def test_compressed_files_are_read(write: Write, end: str, pack: Any) -> None:
+    rows = [{"id": "007", "answer": "2024-01-05"}]
+    packed = pack.compress(lines(rows).encode())
+    assert all_of(load(write(f"rows.jsonl.{end}", packed))) == rows
+    packed = pack.compress(comma_separated(rows).encode())
+    assert all_of(load(write(f"rows.csv.{end}", packed))) == rows
+
+
+def test_files_in_a_folder_are_read_as_written_too(write: Write, tmp_path: Path) -> None:
+    rows = [{"a": "2024-01-05"}, {"a": 1, "b": None}, {"a": 1.5}, {"a": "x"}]
+    write("lines/train.jsonl", lines(rows))
+    write("array/train.json", json.dumps(rows))
+    write("cells/train.csv", "a,b\n007,NA\n")
+    write("tabs/train.tsv", "a\tb\n007\tNA\n")
+    for name in ("lines", "array"):
+        assert all_of(load(str(tmp_path / name), split="train[:75%]")) == rows[:3], name
+    for name in ("cells", "tabs"):
+        assert all_of(load(str(tmp_path / name))) == [{"a": "007", "b": "NA"}], name
+
+
+def test_rows_that_json_tells_apart_are_no_duplicates(write: Write) -> None:
+    rows = [{"a": 1}, {"a": "1"}, {"a": 1.0}, {"a": True}, {"a": 1, "b": None}, {"a": 1}]
+    path = write("rows.jsonl", lines(rows))
+    assert all_of(load_rows(RowsSpec(dataset=path), "tasks")) == rows[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"q": 1}\n{"q": \n', "row 1 is not a JSON object"),
+        ("a.jsonl", '{"q": 1}\n[1]\n', "row 1 is not a JSON object: its type is list"),
+        ("a.json", "[1, 2]", "row 0 is not a JSON object: its type is int"),
+        ("a.json", '[{"q": 1}', "cannot be read: JSONDecodeError"),
+        ("a.csv", "a,b\n1,2,3\n", "Length of header or names does not match"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.csv", "a,b\n\u00e9,2\n".encode("latin-1"), "UnicodeDecodeError"),
+    ],
+)
+def test_a_row_that_cannot_be_parsed_is_named(
+    write: Write, name: str, content: str | bytes, said: str
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        load(write(name, content))
+    assert (caught.value.kind, caught.value.field) == ("dataset_unreadable", "tasks.dataset")
+
+
+def parquet(tmp_path: Path, columns: Mapping[str, Any]) -> str:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(dict(columns)), path)
+    return str(path)
+
+
+WITHOUT_JSON = {
+    "timestamp": [None, datetime.datetime(2024, 1, 5)],
+    "date": [None, datetime.date(2024, 1, 5)],
+    "time": [None, datetime.time(12)],
+    "decimal": [None, decimal.Decimal("1.50")],
+    "bytes": [None, b"raw"],
+    "infinity": [0.0, math.inf],
+    "inside": [None, [{"when": datetime.datetime(2024, 1, 5)}]],
+    "nan_inside": [None, [math.nan]],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_JSON)
+def test_a_value_without_a_json_form_is_refused_only_where_it_is_used(
+    tmp_path: Path, name: str
+) -> None:
+    path = parquet(tmp_path, {"q": ["a", "b"], "other": WITHOUT_JSON[name]})
+    assert all_of(load(path, columns={"q": "q"})) == [{"q": "a"}, {"q": "b"}]
+    everything = load(path)
+    assert all_of(everything) == [{"q": "a"}, {"q": "b"}]
+    assert "without the columns other" in str(everything.report)
+    with pytest.raises(DataError, match=r"column 'other' of .*rows.parquet has .* in row 1") as no:
+        load(path, columns={"q": "q", "answer": "other"})
+    assert (no.value.kind, no.value.field) == ("not_json", "tasks.columns.answer")
+    with pytest.raises(DataError, match="'other'"):
+        load(path, max_characters={"other": 100})
+
+
+def test_a_number_too_large_for_a_float_is_refused_where_it_is_used(write: Write) -> None:
+    path = write("rows.jsonl", '{"q": "a", "x": 1}\n{"q": "b", "x": 1e999}\n')
+    assert all_of(load(path)) == [{"q": "a"}, {"q": "b"}]
+    with pytest.raises(DataError, match="in row 1"):
+        load(path, columns={"q": "q", "x": "x"})
+
+
+def test_nan_is_a_number_that_is_missing(tmp_path: Path) -> None:
+    path = parquet(tmp_path, {"q": ["a", "b"], "x": [math.nan, 1.0]})
+    assert all_of(load(path)) == [{"q": "a", "x": None}, {"q": "b", "x": 1.0}]
+    rows = load(path, columns={"q": "q", "x": "x"})
+    assert rows.report.dropped == {"empty": (1, (0,))}
+
+
+def test_items_of_a_list_have_only_the_keys_that_they_were_written_with(tmp_path: Path) -> None:
+    """Arrow gives all tools the keys of each, and fills them with nulls."""
+    tools = [
+        {"name": "a", "parameters": {"x": {"type": "string", "enum": ["p", "q"]}}},
+        {"name": "b", "parameters": {"y": {"type": "number"}}},
+    ]
+    parts = [{"hint": "h", "level": None}, {"hint": None, "level": 2}]
+    path = parquet(tmp_path, {"q": ["a", "b"], "tools": [tools, None], "extra": parts})
+    rows = all_of(load(path))
+    assert rows == [
+        {"q": "a", "tools": tools, "extra": parts[0]},
+        {"q": "b", "tools": None, "extra": parts[1]},
+    ]
+    (row,) = all_of(load(path, columns={"tools": "tools"}))
+    assert row == {"tools": tools}
+
+
+def test_a_column_that_only_late_rows_have_is_a_column(write: Write) -> None:
+    rows: list[dict[str, Any]] = [{"a": str(n)} for n in range(5000)] + [{"a": "z", "b.c": "!"}]
+    found = load(write("rows.jsonl", lines(rows)), columns={"a": "a", "late": "b.c"})
+    assert all_of(found) == [{"a": "z", "late": "!"}]
+
+
+def held_out_of(path: str, fraction: float) -> tuple[list[Any], list[Any]]:
+    spec = TasksSpec(dataset=path, held_out=fraction, duplicates="keep")
+    train, held_out = (open_tasks(spec, split, 0) for split in ("train", "held_out"))
+    return (
+        [train[index]["q"] for index in range(len(train))],
+        [held_out[index]["q"] for index in range(len(held_out))],
+    )
+
+
+def test_of_rows_that_are_mostly_equal_the_other_one_is_held_out(write: Write) -> None:
+    path = write("rows.jsonl", lines([{"q": "a"}] * 9 + [{"q": "b"}]))
+    assert held_out_of(path, 0.2) == (["a"] * 9, ["b"])
+
+
+@_EXAMPLES
+@given(
+    questions=st.lists(st.sampled_from("abcd"), min_size=1, max_size=20),
+    fraction=st.floats(0.001, 0.999),
+)
+def test_equal_rows_are_on_one_side_and_no_side_is_empty(
+    fresh: Callable[[str, str], str], questions: list[str], fraction: float
+) -> None:
+    path = fresh("rows.jsonl", lines([{"q": one} for one in questions]))
+    if len(set(questions)) == 1:
+        with pytest.raises(DataError, match="different rows") as caught:
+            held_out_of(path, fraction)
+        assert (caught.value.kind, caught.value.field) == ("no_rows", "tasks.held_out")
+        return
+    train, held_out = held_out_of(path, fraction)
+    assert train
+    assert held_out
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(questions)
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        {"dataset": "a.jsonl", "held_out": "a.jsonl"},
+        {"dataset": "a.jsonl", "held_out": "./a.jsonl"},
+        {"dataset": "data/*.jsonl", "held_out": "data/../data/*.jsonl"},
+        {"dataset": "owner/name", "held_out": "train"},
+        {"dataset": "owner/name", "split": "test", "held_out": "test"},
+        {"mix": {"x": {"dataset": "a.jsonl"}, "y": {"dataset": "b.jsonl", "held_out": "a.jsonl"}}},
+    ],
+)
+def test_training_rows_cannot_be_held_out(tasks: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"held_out: .* are the rows that are trained on"):
+        JobTasksSpec.model_validate(tasks)
+
+
+def test_a_held_out_file_cannot_be_a_training_file_under_another_name(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("data/a.jsonl", lines([{"q": "a"}, {"q": "b"}]))
+    (tmp_path / "link.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for dataset, held_out in (
+        (path, "data/a.jsonl"),
+        (path, "link.jsonl"),
+        ("data/*.jsonl", path),
+    ):
+        spec = TasksSpec(dataset=dataset, held_out=held_out)
+        with pytest.raises(DataError, match="one of the files") as caught:
+            open_tasks(spec, "held_out", 0)
+        assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
+
+
+@pytest.mark.parametrize(
+    ("split", "held_out", "shared"),
+    [
+        (None, "train[:10%]", 1),
+        ("train[:90%]", "train[50%:]", 4),
+        ("train+test", "test", 2),
+        ("train[:90%]", "train[90%:]", 0),
+        (None, "test", 0),
+    ],
+)
+def test_held_out_rows_cannot_be_part_of_the_training_split(
+    write: Write, tmp_path: Path, split: str | None, held_out: str, shared: int
+) -> None:
+    write("set/train.jsonl", lines([{"q": str(n)} for n in range(10)]))
+    write("set/test.jsonl", lines([{"q": "x"}, {"q": "y"}]))
+    spec = TasksSpec(dataset=str(tmp_path / "set"), split=split, held_out=held_out)
+    if not shared:
+        assert len(open_tasks(spec, "held_out", 0))
+        return
+    with pytest.raises(DataError, match=f"{shared} of its rows") as caught:
+        open_tasks(spec, "held_out", 0)
+    assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")

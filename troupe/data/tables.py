@@ -1,0 +1,387 @@
+"""Opens the rows of a data set as written: local files, or a data set of the Hugging Face hub.
+
+The `datasets` library finds, downloads, decompresses and memory-maps the files. It also infers
+types: a text that looks like a date becomes a timestamp, 007 becomes 7. Troupe lets it infer none.
+JSON is read line by line as text and parsed by Python, and every CSV cell is text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from troupe.job.data import RowsSpec, reader_of
+from troupe.job.section import no_directory
+from troupe.outcomes import described
+from troupe.workflow.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder
+
+# The names that a data set has, each with the names of its parts.
+Names = Mapping[str, "Names"]
+
+_HUB_REMEDY: Final = (
+    "Check the id; a private or gated one needs HF_TOKEN where it is read. Without the hub: "
+    "`hf download --repo-type dataset ID` beforehand, or name local files."
+)
+_TEXT: Final = "text"
+
+
+class DataError(WorkflowError):
+    """Rows cannot be had: `kind` is `data_library_missing`, `dataset_missing`, `hub_unreachable`,
+    `split_missing`, `split_overlap`, `column_missing`, `dataset_unreadable`, `not_json` or
+    `no_rows`."""
+
+    kind = "dataset_unreadable"
+
+
+class Table(ABC):
+    """The rows of a data set by number. They stay on the disk until they are read."""
+
+    def __init__(self, table: Dataset, lengths: Mapping[str, int] | None = None) -> None:
+        """`lengths`: how many rows each split has; None: as the library says."""
+        self._table = table
+        splits = table.info.splits or {}
+        self.lengths = lengths or {name: one.num_examples for name, one in splits.items()}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @abstractmethod
+    def names(self, rows: int) -> Names:
+        """The columns and their parts; JSON has those of the first `rows` rows."""
+
+    @abstractmethod
+    def read(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Rows `begin` to `end`. A row has the keys that it was written with."""
+
+    def only(self, columns: Sequence[str]) -> Table:
+        """The same rows; columns other than `columns` need not be read."""
+        return self
+
+
+class ArrowTable(Table):
+    """Rows of Parquet, CSV and other files with columns."""
+
+    def __init__(self, table: Dataset) -> None:
+        super().__init__(table.with_format("arrow"))
+        self._as_written = {
+            name: convert
+            for name, kind in table.features.items()
+            if (convert := _as_written(kind)) is not None
+        }
+
+    def names(self, rows: int) -> Names:
+        """The columns and their parts."""
+        return _parts(self._table.features)
+
+    def read(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Rows `begin` to `end`."""
+        rows: list[dict[str, Any]] = self._table[begin:end].to_pylist()
+        for name, convert in self._as_written.items():
+            for row in rows:
+                row[name] = convert(row[name])
+        return rows
+
+    def only(self, columns: Sequence[str]) -> Table:
+        """The same rows without the other columns."""
+        return ArrowTable(self._table.select_columns(list(columns)))
+
+
+def _parts(kind: Any) -> Names:
+    return {name: _parts(part) for name, part in kind.items()} if isinstance(kind, Mapping) else {}
+
+
+def _as_written(kind: Any, *, listed: bool = False) -> Callable[[Any], Any] | None:
+    """A function that undoes what Arrow did to values of a type; None: nothing to undo.
+
+    All items of a list have the same keys in Arrow, which fills those that an item was written
+    without: tools of two shapes would each show the parameters of the other, as nulls. So nulls
+    within items of lists are left out. The `Json` type keeps values as JSON text.
+    """
+    import datasets
+
+    if isinstance(kind, datasets.Json):
+        return lambda value: None if value is None else json.loads(value)
+    if isinstance(kind, Mapping):
+        parts = {name: _as_written(part, listed=listed) for name, part in kind.items()}
+        if not listed and not any(parts.values()):
+            return None
+
+        def of_struct(value: Any) -> Any:
+            if value is None:
+                return None
+            return {
+                name: convert(part) if (convert := parts[name]) is not None else part
+                for name, part in value.items()
+                if not (listed and part is None)
+            }
+
+        return of_struct
+    item = getattr(kind, "feature", None)
+    inner = None if item is None else _as_written(item, listed=True)
+    if inner is None:
+        return None
+    return lambda value: None if value is None else [inner(one) for one in value]
+
+
+class JsonTable(Table):
+    """Rows of JSON: one text each, parsed when it is read, with Python's exact integers."""
+
+    def __init__(
+        self, texts: Dataset, field: str, lengths: Mapping[str, int] | None = None
+    ) -> None:
+        """`field`: of the job, for errors."""
+        super().__init__(texts, lengths)
+        self._field = field
+
+    def names(self, rows: int) -> Names:
+        """The keys of the first `rows` rows and of the objects in them."""
+        found: dict[str, Any] = {}
+        for row in self.read(0, rows):
+            _collect(row, found)
+        return found
+
+    def read(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Rows `begin` to `end`; a blank line is a row without keys. Raises `DataError`."""
+        lines = self._table[begin:end][_TEXT]
+        return [self._parsed(number, line) for number, line in enumerate(lines, begin)]
+
+    def _parsed(self, number: int, line: str) -> dict[str, Any]:
+        if not line.strip():
+            return {}
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._no_object(number, described(error), line) from error
+        if not isinstance(row, dict):
+            raise self._no_object(number, f"its type is {type(row).__name__}", line)
+        return row
+
+    def _no_object(self, number: int, why: str, line: str) -> DataError:
+        return DataError(
+            f"row {number} is not a JSON object: {why}",
+            field=self._field,
+            value=line[:100],
+            remedy="Write one JSON object per line, or the whole file as one array of objects.",
+        )
+
+
+def _collect(row: Mapping[str, Any], names: dict[str, Any]) -> None:
+    for name, value in row.items():
+        parts = names.setdefault(name, {})
+        if isinstance(value, Mapping):
+            _collect(value, parts)
+
+
+def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
+    """The rows of `spec` as written. Blocking: downloads and converts at first use.
+
+    `field`: the section of the job, for errors. `split`: held-out rows, which are a split instead
+    of `spec.split`, or a file instead of `spec.dataset`; they must not be among the training rows.
+    Raises `DataError`.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"the library `datasets` cannot be imported: {error}",
+            kind="data_library_missing",
+            field=f"{field}.dataset",
+            value=spec.dataset,
+            remedy='`pip install "troupe-rl[data]"` where rollout workers (and trainers) run.',
+        ) from error
+    datasets.disable_progress_bars()
+    # Otherwise each call asks the hub, also for local files.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    source = split if split and reader_of(split) else spec.dataset
+    reader = reader_of(source)
+    where = f"{field}.held_out" if source != spec.dataset else f"{field}.dataset"
+    wanted = "train" if reader else split or spec.split or "train"
+    if (reader and not glob.glob(source)) or (not reader and no_directory(source)):
+        raise DataError(
+            "there is no such file or folder",
+            kind="dataset_missing",
+            field=where,
+            value=source,
+            remedy="The path is that of the host that reads it, relative to the directory in which "
+            "its service was started.",
+        )
+    if source != spec.dataset and (same := _same_file(source, spec.dataset)):
+        raise _overlap(field, source, f"{same} is one of the files of `{field}.dataset`")
+    try:
+        if reader:
+            more = {"sep": "\t"} if ".tsv" in Path(source).suffixes else {}
+            builder = datasets.load_dataset_builder(reader, data_files=source, **more)
+        else:
+            builder = datasets.load_dataset_builder(source, spec.config, revision=spec.revision)
+        table = _open(builder, wanted, where)
+        shared = 0
+        if split and source == spec.dataset:
+            shared = _shared_rows(table.lengths, spec.split or "train", split)
+    except Exception as error:  # pyarrow, pandas, fsspec and the hub raise their own
+        of_split = f"{field}.{'held_out' if split else 'split'}", wanted
+        raise _explained(error, spec, field, (where, source), of_split) from error
+    if split and shared:
+        raise _overlap(field, split, f"{shared:,} of its rows are rows of the training split, too")
+    return table
+
+
+def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
+    """The rows of a split. JSON is opened as text, CSV with cells that are text."""
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+
+    if isinstance(builder, Json):
+        return _open_json(builder.config.data_files, split, field)
+    if isinstance(builder, Csv) and builder.config.features is None:
+        return _open_csv(builder, split)
+    builder.download_and_prepare()
+    return ArrowTable(builder.as_dataset(split=split))
+
+
+def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
+    import datasets
+
+    read = partial(datasets.load_dataset, _TEXT, data_files=files, encoding="utf-8-sig")
+    lines = read(split=split)
+    first = next((line for line in lines[_TEXT] if line.strip()), "{}")
+    if _is_object(first):
+        return JsonTable(lines, field)
+    # Each file is one value: an array of rows, or a single row. All have to fit into memory.
+    rows: dict[str, list[Any]] = {}
+    for name, documents in read(sample_by="document").items():
+        values = [json.loads(document) for document in documents[_TEXT]]
+        rows[name] = [row for one in values for row in (one if isinstance(one, list) else [one])]
+    lengths = {name: len(own) for name, own in rows.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    chosen = [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+    texts = datasets.Dataset.from_dict({_TEXT: [json.dumps(row) for row in chosen]})
+    return JsonTable(texts, field, lengths)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
+    """CSV whose cells are all text."""
+    import datasets
+    import pandas  # type: ignore[import-untyped]
+
+    common = {one.name for one in dataclasses.fields(datasets.BuilderConfig)}
+    chosen = {
+        one.name: getattr(builder.config, one.name)
+        for one in dataclasses.fields(builder.config)
+        if one.name not in common and getattr(builder.config, one.name) != one.default
+    }
+    # Without `index_col` a first row that is longer than the header shifts all cells.
+    as_text = {"encoding": "utf-8-sig", **chosen, "na_filter": False, "index_col": False}
+    files = builder.config.data_files
+    options = {**builder.config.pd_read_csv_kwargs, **as_text, "chunksize": None, "nrows": 0}
+    header = pandas.read_csv(next(iter(files.values()))[0], **options)
+    features = datasets.Features({name: datasets.Value("string") for name in header.columns})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Length of header or names does not match")
+        return ArrowTable(
+            datasets.load_dataset(
+                "csv", data_files=files, split=split, features=features, **as_text
+            )
+        )
+
+
+def _same_file(held_out: str, training: str) -> str | None:
+    """A file that both patterns match, under any name; None: there is none."""
+
+    def identity(path: str) -> tuple[int, int]:
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+
+    if not reader_of(training):
+        return None
+    known = {identity(path) for path in glob.glob(training)}
+    return next((path for path in glob.glob(held_out) if identity(path) in known), None)
+
+
+def _shared_rows(lengths: Mapping[str, int], training: str, held_out: str) -> int:
+    """How many rows two splits, or parts of splits, have in common."""
+    from datasets import ReadInstruction
+
+    ours, theirs = (
+        ReadInstruction.from_spec(split).to_absolute(dict(lengths))
+        for split in (training, held_out)
+    )
+    return sum(
+        max(0, min(one.to, other.to) - max(one.from_, other.from_))
+        for one in ours
+        for other in theirs
+        if one.splitname == other.splitname
+    )
+
+
+def _overlap(field: str, held_out: str, why: str) -> DataError:
+    return DataError(
+        f"held-out rows must not be training rows: {why}",
+        kind="split_overlap",
+        field=f"{field}.held_out",
+        value=held_out,
+        remedy="Name another split or file, or give a fraction (0.05) of the rows.",
+    )
+
+
+def _explained(
+    error: Exception,
+    spec: RowsSpec,
+    field: str,
+    of_source: tuple[str, str],
+    of_split: tuple[str, str],
+) -> DataError:
+    """The `DataError` for what the `datasets` library raised. `of_source`, `of_split`: field and
+    value of these."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    kinds: list[tuple[bool, str, tuple[str, object], str]] = [
+        (isinstance(error, ConnectionError), "hub_unreachable", of_source, _HUB_REMEDY),
+        (
+            isinstance(error, DatasetNotFoundError) and str(error).startswith("Revision"),
+            "dataset_missing",
+            (f"{field}.revision", spec.revision),
+            "Name a commit, branch or tag of the data set.",
+        ),
+        (isinstance(error, FileNotFoundError), "dataset_missing", of_source, _HUB_REMEDY),
+        (
+            isinstance(error, ValueError) and "split" in str(error).lower(),
+            "split_missing",
+            of_split,
+            "Name a split that the data set has.",
+        ),
+        (
+            isinstance(error, ValueError) and "config" in str(error).lower(),
+            "dataset_missing",
+            (f"{field}.config", spec.config),
+            "Name one of the configurations as `config`.",
+        ),
+    ]
+    for found, kind, (name, value), remedy in kinds:
+        if found:
+            return DataError(described(error), kind=kind, field=name, value=value, remedy=remedy)
+    cause = error.__cause__ or error
+    return DataError(
+        f"it cannot be read: {described(cause)}",
+        field=of_source[0],
+        value=of_source[1],
+        remedy="Check its contents (text is UTF-8). The `datasets` library, which reads it, writes "
+        "its cache below HF_HOME.",
+    )
