@@ -22,12 +22,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.workflow.stage import TOOLED, make_chat
+from troupe.data.demonstrations import demonstrations_of
 from troupe.data.rows import DataRows, load_rows
 from troupe.data.tables import DataError
 from troupe.data.tasks import open_tasks
 from troupe.job import RowsSpec, TasksSpec
 from troupe.job.data import JobTasksSpec
 from troupe.outcomes import json_text
+from troupe.workflow import Role, Sampling
 
 Write = Callable[[str, str | bytes], str]
 # Texts that readers of tables like to turn into something else.
@@ -374,3 +377,29 @@ def test_held_out_rows_cannot_be_part_of_the_training_split(
     with pytest.raises(DataError, match=f"{shared} of its rows") as caught:
         open_tasks(spec, "held_out", 0)
     assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
+
+
+def test_tools_of_two_shapes_in_parquet_are_shown_without_nulls(tmp_path: Path) -> None:
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    row = {
+        "messages": [
+            {"role": "user", "content": "3+4?"},
+            {"role": "assistant", "content": "", "tool_calls": [call("add", a=3, b=4)]},
+            {"role": "tool", "content": "7", "tool_call_id": "c"},
+            {"role": "assistant", "content": "", "tool_calls": [call("show", text="7")]},
+        ],
+        "tools": [tool("add", a={"type": "number"}), tool("show", text={"enum": ["7", "8"]})],
+    }
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    chat = make_chat(TOOLED)
+    who = {"solver": Role("solver", "p", chat, Sampling(max_new_tokens=8))}
+    found = demonstrations_of(load(str(path))[0], who)
+    assert found == demonstrations_of(row, who)
+    assert "null" not in chat.transcript(found[-1].prompt_ids + found[-1].response_ids)

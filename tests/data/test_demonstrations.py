@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from examples.preferences.pairs import Pairs
 from examples.supervised.rows import Rows
-from tests.workflow.stage import END, THINKING, make_chat
+from tests.workflow.stage import CHATML, END, THINKING, make_beginning_chat, make_chat
 from troupe.client.cli.specification import try_imports
 from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
 from troupe.job import load_job
 from troupe.workflow import Role, Sampling, WorkflowError
+from troupe.workflow.messages import parser_of
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 MORE = [*HELLO, {"role": "user", "content": "bye"}, {"role": "assistant", "content": "so long"}]
@@ -134,6 +136,149 @@ def test_the_rows_of_the_example_can_be_learned() -> None:
         (one,) = demonstrations_of(rows[index], who)
         assert one.agent == ("solver", "checker")[index % 2]
         assert one.response_ids[-1] == who["solver"].tokenizer.end_id
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+ASKS = "<|im_start|>assistant\n"
+# The generation prompt opens a thought. Of the message itself they show: what it says, thoughts
+# included, as Qwen3-Thinking; its answer alone, as QwQ and DeepSeek-R1; the whole content.
+_THINKS = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}SHOWN{% else %}{{ m.content }}{% endif %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+_ANSWER = "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+_THOUGHTS = (
+    "{{ '<think>\n' + (m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1]"
+    " if m.reasoning_content or '</think>' in m.content else '').strip() + '\n</think>\n\n' }}"
+)
+OPEN_TEMPLATES = {
+    "thoughts": _THINKS.replace("SHOWN", _THOUGHTS + _ANSWER),
+    "answer": _THINKS.replace("SHOWN", _ANSWER),
+    "content": _THINKS.replace("SHOWN", "{{ m.content }}"),
+    "no newline": _THINKS.replace("SHOWN", _ANSWER).replace(
+        "<think>\n' }}{% endif", "<think>' }}{% endif"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", OPEN_TEMPLATES)
+@pytest.mark.parametrize(
+    ("reply", "thoughts"),
+    [
+        (assistant("hello", reasoning_content="hm"), "hm"),
+        (assistant("hello", reasoning="hm"), "hm"),
+        (assistant("<think>\nhm\n</think>\n\nhello"), "hm"),
+        (assistant("hm\n</think>\n\nhello"), "hm"),
+        (assistant("hello"), ""),
+    ],
+)
+def test_a_reply_closes_the_thought_that_the_prompt_opens(
+    template: str, reply: dict[str, Any], thoughts: str
+) -> None:
+    who = roles("solver", template=OPEN_TEMPLATES[template])
+    ((prompt, learned),) = texts(demonstrations_of({"messages": [HELLO[0], reply]}, who), who)
+    assert prompt.rstrip().endswith(f"{ASKS}<think>")
+    # Together they are what a model of this family writes.
+    said = (prompt + learned).partition(ASKS)[2]
+    assert said == f"<think>\n{thoughts}\n</think>\n\nhello{END}"
+
+
+def test_thoughts_are_learned_where_the_template_leaves_them_out() -> None:
+    who = roles("solver")
+    row = {"messages": [HELLO[0], assistant("hello", reasoning_content="hm")]}
+    ((_, learned),) = texts(demonstrations_of(row, who), who)
+    assert learned == f"<think>\nhm\n</think>\n\nhello{END}"
+    inline = {"messages": [HELLO[0], assistant("<think>\nhm\n</think>\n\nhello")]}
+    for template in (CHATML, THINKING):
+        cut = roles("solver", template=template)
+        assert texts(demonstrations_of(inline, cut), cut)[0][1] == learned
+    silent = {n: replace(r, parser=parser_of("hermes", "none")) for n, r in who.items()}
+    with pytest.raises(WorkflowError, match="does not show `reasoning_content`"):
+        demonstrations_of(row, silent)
+
+
+def test_a_prompt_that_closes_the_thought_is_answered_without_one() -> None:
+    """As Qwen3's with `enable_thinking: false`, an option of the policy."""
+    template = OPEN_TEMPLATES["thoughts"].replace(
+        "<think>\n' }}{% endif",
+        "' + ('<think>\n' if enable_thinking else '<think>\n\n</think>\n\n') }}{% endif",
+    )
+    row = {"messages": [HELLO[0], assistant("hello", reasoning_content="hm")]}
+    who = roles("solver", template=template)
+    for thinks, learned in ((True, "hm\n</think>\n\nhello"), (False, "hello")):
+        own = {
+            name: replace(role, template_options={"enable_thinking": thinks})
+            for name, role in who.items()
+        }
+        assert texts(demonstrations_of(row, own), own)[0][1] == f"{learned}{END}"
+
+
+def test_calls_beside_a_thought_are_learned() -> None:
+    shown = _ANSWER + "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    who = roles("solver", template=_THINKS.replace("SHOWN", shown))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    row = {"messages": [HELLO[0], assistant("", tool_calls=[call], reasoning_content="hm")]}
+    ((_, learned),) = texts(demonstrations_of(row, who), who)
+    assert learned == f'hm\n</think>\n\n{{"x": 1}}{END}'
+
+
+@pytest.mark.parametrize("text", ["1+1=", ""])
+def test_texts_begin_with_the_token_that_the_tokenizer_puts_first(text: str) -> None:
+    chat, first = make_beginning_chat()
+    who = {"solver": Role("solver", "p", chat, Sampling(max_new_tokens=8))}
+    (one,) = demonstrations_of({"prompt": text, "completion": "2"}, who, template=False)
+    assert one.prompt_ids == (first, *chat.encode(text))
+    assert one.response_ids == (*chat.encode("2"), chat.end_id)
+    assert chat.encode_first("<|im_start|>a") == (first, *chat.encode("a"))
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, None, 1, 1.0])
+def test_messages_without_weight_are_shown_and_not_learned(weight: float | None) -> None:
+    who = roles("solver", system="be kind")
+    first = {**MORE[1], "weight": weight}
+    found = texts(demonstrations_of({"messages": [MORE[0], first, *MORE[2:]]}, who), who)
+    learned = [f"so long{END}"] if weight == 0 else [f"hello{END}", f"so long{END}"]
+    assert [reply for _, reply in found] == learned
+    assert "hello" in found[-1][0]
+
+
+@pytest.mark.parametrize("weight", [0.5, -1, 2, "0", [1]])
+def test_another_weight_is_refused(weight: Any) -> None:
+    row = {"messages": [*MORE[:3], {**MORE[3], "weight": weight}]}
+    with pytest.raises(WorkflowError, match="message 3 has the `weight`") as refused:
+        demonstrations_of(row, roles("solver"))
+    assert refused.value.kind == "bad_demonstration"
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize("prompt", ["hi", HELLO[:1], [{"role": "user", "content": "hi\n"}]])
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
+def test_sides_that_repeat_the_prompt_are_learned_from_their_last_message(
+    prompt: Any, before: list[Any]
+) -> None:
+    """As in UltraFeedback and its likes: `chosen` and `rejected` are whole conversations."""
+    who = roles("solver")
+    rejected = [HELLO[0], assistant("go away")]
+    plain = {"prompt": [*before, HELLO[0]], "chosen": "hello", "rejected": "go away"}
+    row = {"prompt": prompt, "chosen": [*before, *HELLO], "rejected": [*before, *rejected]}
+    assert preferences_of(row, who) == preferences_of(plain, who)
+    completed = {"prompt": prompt, "completion": [*before, *HELLO]}
+    assert demonstrations_of(completed, who) == demonstrations_of(
+        {"messages": [*before, *HELLO]}, who
+    )
+
+
+def test_a_side_that_begins_with_another_question_is_refused() -> None:
+    row = {"prompt": "hi", "chosen": [{"role": "user", "content": "ho"}, HELLO[1]], "rejected": "x"}
+    with pytest.raises(WorkflowError, match=r"of `chosen`, .* role user, but not with") as refused:
+        preferences_of(row, roles("solver"))
+    assert refused.value.kind == "bad_preference"
 
 
 PAIRS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
 from tests.endpoint.stage import ADD, TOOLED, calls
-from tests.workflow.stage import Script, make_agents, make_chat
+from tests.workflow.stage import Script, make_agents, make_beginning_chat, make_chat
 from troupe.endpoint.promises import mismatch
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agents
@@ -368,6 +368,15 @@ async def test_prompts_are_continued_each_by_itself() -> None:
             answer = await one.post("/completions", prompt=bad)
             assert answer.status_code == 400
             assert answer.json()["error"]["param"].startswith("prompt"), bad
+
+
+async def test_a_text_that_is_continued_begins_as_the_tokenizer_begins_texts() -> None:
+    chat, first = make_beginning_chat()
+    async with served("a", chat=chat) as one:
+        await one.post("/completions", prompt="xy")
+        assert one.script.asked[-1][1] == (first, *chat.encode("xy"))
+        await one.post("/completions", prompt=list(chat.encode("xy")))
+        assert one.script.asked[-1][1] == chat.encode("xy"), "ids are taken as they are"
 
 
 async def test_template_arguments_are_taken_in_both_ways() -> None:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from troupe.workflow import Agents, ChatTokenizer, Role, Sampling
@@ -18,6 +18,11 @@ CHARACTERS = "\n " + string.ascii_letters + string.digits + string.punctuation
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}",
 )
 # As Qwen3's: thoughts of earlier replies are cut from the history.
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
@@ -46,6 +51,16 @@ def make_chat(
 ) -> ChatTokenizer:
     """The same, as a workflow uses it."""
     return ChatTokenizer(make_tokenizer(template, merges))
+
+
+def make_beginning_chat() -> tuple[ChatTokenizer, int]:
+    """The same with a tokenizer that begins sequences with a token, as Llama's; and this token."""
+    tokenizer = make_tokenizer()
+    first: int = tokenizer.convert_tokens_to_ids(START)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, first)]
+    )
+    return ChatTokenizer(tokenizer), first
 
 
 @dataclass

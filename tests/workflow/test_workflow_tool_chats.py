@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.workflow.stage import CHATML, Script, make_agents, make_chat
+from tests.workflow.stage import CHATML, TOOLED, Script, make_agents, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError, Reply, WorkflowError
 from troupe.workflow.messages import parse_messages, plain
 
-TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
-    "{{ m.content }}",
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-    "</tool_call>{% endfor %}",
-)
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {}}}
 ASKED = {"role": "user", "content": "3+4?"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
@@ -214,3 +209,40 @@ def test_people_see_calls_as_json() -> None:
         ("user", "3+4?"),
         ("assistant", '{"name": "add", "arguments": {"a": 3}}'),
     ]
+
+
+# As Qwen3-Coder's: it goes through the arguments, and fails on anything but an object.
+PARAMETERS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }};{% endfor %}{% endfor %}",
+)
+
+
+def called(**function: Any) -> list[dict[str, Any]]:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", **function}}]
+    return [ASKED, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+@pytest.mark.parametrize("arguments", ["null", " null\n", "", "{}", None, {}])
+def test_a_call_without_arguments_has_empty_ones(arguments: Any) -> None:
+    for messages in (called(arguments=arguments), called()):
+        _, said = parse_messages(messages, None)
+        make_chat(PARAMETERS).first_ids((("user", "3+4?"), said, ("tool", "7")))
+        assert plain(said) == ("assistant", '{"name": "add", "arguments": {}}')
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "3", '"a"', "true", "[null]"])
+def test_arguments_that_are_no_object_are_refused_as_such(arguments: str) -> None:
+    with pytest.raises(InvalidMessagesError, match=r"arguments of a call are .* not a JSON") as no:
+        parse_messages(called(arguments=arguments), None)
+    assert no.value.field == "messages[1].tool_calls[0].function.arguments"
+    assert '"{}"' in (no.value.remedy or "")
+
+
+def test_arguments_that_are_no_json_stay_as_a_model_wrote_them() -> None:
+    _, said = parse_messages(called(arguments="{a: 1"), None)
+    assert plain(said) == ("assistant", '{"name": "add", "arguments": {a: 1}')
+    with pytest.raises(ChatTemplateError) as refused:
+        make_chat(PARAMETERS).first_ids((("user", "3+4?"), said))
+    assert "JSON objects as arguments" in (refused.value.remedy or "")

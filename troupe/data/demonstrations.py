@@ -2,7 +2,9 @@
 
 A row is a mapping: `messages`, a conversation as in OpenAI's chat, of which every message of the
 assistant is learned, or the last one; or `prompt` and `completion`, two texts or two lists of
-messages. `tools` (JSON schemas) are shown by the chat template. `agent` names who learns the row.
+messages. Messages with `weight: 0` are not learned. A completion may be the whole conversation,
+which begins with the prompt. `tools` (JSON schemas) are shown by the chat template. `agent` names
+who learns the row.
 
 A preference is a row with two of these: `prompt`, `chosen` and `rejected`; or `chosen` and
 `rejected`, conversations whose last messages are compared.
@@ -18,9 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from troupe.workflow.agent import Role
-from troupe.workflow.conversation import PLAIN, ChatTokenizer
-from troupe.workflow.errors import WorkflowError
-from troupe.workflow.messages import Rendering, parse_messages, parse_tools
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.errors import WorkflowError, shown
+from troupe.workflow.messages import (
+    Rendering,
+    parse_messages,
+    parse_template_options,
+    parse_tools,
+)
 
 _KIND: Final = "bad_demonstration"
 _REMEDY: Final = (
@@ -68,10 +75,8 @@ def demonstrations_of(
         if row.get("messages") is not None:
             given, known = row["messages"], 0
         else:
-            before = _listed(prompt, "user")
-            given, known = [*before, *_listed(completion, "assistant")], len(before)
-        rendering = Rendering(parse_tools(row.get("tools")).text)
-        found = _replies(chat, given, known, role.system_prompt, rendering)
+            given, known = _joined(_listed(prompt, "user"), _listed(completion, "assistant"))
+        found = _replies(role, given, known, row.get("tools"))
         found = found[-1:] if turns == "last" else found
     return [
         Demonstration(
@@ -130,33 +135,68 @@ def preferences_of(
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _replies(
-    chat: ChatTokenizer,
-    given: Any,
-    known: int,
-    system_prompt: str | None,
-    rendering: Rendering = PLAIN,
-) -> list[_Pair]:
-    """Prompt and response of each message of the assistant from message `known` on."""
-    messages = parse_messages(given, system_prompt)
-    known += len(messages) - len(given)  # the system prompt in front
+def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
+    """Prompt and response of each message of the assistant that is learned: from message `known`
+    on, unless its `weight` is 0."""
+    chat = role.tokenizer
+    options = parse_template_options(None, role.template_options)
+    rendering = Rendering(parse_tools(tools).text, options)
+    messages = parse_messages(given, role.system_prompt)
+    weights = [1] if isinstance(given, str) else [_weight(*one) for one in enumerate(given)]
+    added = len(messages) - len(weights)  # the system prompt in front
     found = [
         (
             tuple(chat.first_ids(messages[:at], rendering)),
-            chat.reply_ids(messages[: at + 1], rendering),
+            chat.reply_ids(messages[: at + 1], rendering, role.parser.think_tags),
         )
         for at, message in enumerate(messages)
-        if message[0] == "assistant" and at >= max(known, 1)
+        if message[0] == "assistant" and at >= max(known + added, 1) and weights[at - added]
     ]
     if not found:
-        raise _bad("no message of the assistant follows another message, so nothing is learned")
+        raise _bad(
+            "no message of the assistant follows another message (and has no `weight` of 0), so "
+            "nothing is learned"
+        )
     return found
+
+
+def _weight(number: int, message: Any) -> int:
+    """The `weight` of a message, as in OpenAI's format for fine-tuning; 1 where it has none."""
+    weight = message.get("weight") if isinstance(message, Mapping) else None
+    if weight not in (None, 0, 1):
+        raise _bad(
+            f"message {number} has the `weight` {shown(weight)}, and there are 0 (it is not "
+            "learned) and 1"
+        )
+    return 1 if weight is None else int(weight)
+
+
+def _joined(prompt: list[Any], completion: list[Any]) -> tuple[list[Any], int]:
+    """A conversation, and how many of its messages are known: the prompt and the completion, or
+    the completion alone where it repeats the prompt, as many sets of preferences do."""
+    if not prompt or not completion:
+        return [*prompt, *completion], len(prompt)
+    before, after = (
+        [(role, content.strip(), *more) for role, content, *more in parse_messages(part, None)]
+        for part in (prompt, completion)
+    )
+    # A system message may stand before the prompt that is repeated.
+    for skipped in (0, 1) if after[0][0] == "system" else (0,):
+        known = skipped + len(before)
+        if after[skipped:known] == before:
+            return completion, known
+    if before[-1][0] == "user" and after[0][0] in ("system", "user"):
+        raise _bad(
+            f"its completion begins with a message of role {after[0][0]}, but not with the "
+            "messages of its prompt"
+        )
+    return [*prompt, *completion], len(prompt)
 
 
 def _plain(chat: ChatTokenizer, prompt: str, completion: str) -> _Pair:
     """Two texts as they are; the first token of a row without a prompt is not learned."""
     response = chat.encode(completion) + (() if chat.end_id is None else (chat.end_id,))
-    ids = chat.encode(prompt)
+    ids = chat.encode_first(prompt)
     if not ids:
         ids, response = response[:1], response[1:]
     if not response:

@@ -222,7 +222,7 @@ def _complete_all(
     """n continuations of each prompt, in the order of the prompts; all or none."""
     tokenizer = agent.role.tokenizer
     calls = [
-        agent.generate(tokenizer.encode(p) if isinstance(p, str) else p, n=n, **sampling)
+        agent.generate(tokenizer.encode_first(p) if isinstance(p, str) else p, n=n, **sampling)
         for p in prompts
     ]
 

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from troupe.model_output import THINK_TAGS, ThinkTags
 from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
@@ -82,18 +83,40 @@ class ChatTokenizer:
         return self._cached(_key_of(rendering, messages), compute)
 
     def reply_ids(
-        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
+        self,
+        messages: tuple[AnyMessage, ...],
+        rendering: Rendering = PLAIN,
+        tags: ThinkTags = THINK_TAGS,
     ) -> tuple[int, ...]:
         """Ids of the last message, the assistant's, as a reply to `first_ids` of the others: what
-        the template shows of it up to the end of the turn, or its content and the end token."""
+        the template shows of it up to the end of the turn, or its content and the end token.
+
+        Its thoughts come first, between `tags`, also where the template leaves them out; a prompt
+        that ends inside a thought is a thought that the reply closes. Raises `ChatTemplateError`.
+        """
         before = self._render(messages[:-1], rendering)
-        whole = self._render(messages, rendering, prompt=False)
+        message, prompt = messages[-1], before.rstrip()
+        opened = next((pair for pair in tags if prompt.endswith(pair[0])), None)
+        if any(prompt.endswith(closing) for _, closing in tags):
+            # The prompt asks for a reply without thoughts.
+            tags, message = (), _without_thoughts(message)
+        whole = self._render((*messages[:-1], message), rendering, prompt=False)
+        shown = _shown_reply(message, before, whole, opened)
         end = "" if self.end_id is None else self._decode([self.end_id])
-        text = messages[-1][1] + end
-        if whole.startswith(before):
-            text = whole[len(before) :]
-            text = text[: text.rindex(end) + len(end)] if end and end in text else text + end
-        return self.encode(text)
+        if end and end in shown:
+            shown = shown[: shown.rindex(end)]
+        thoughts = _thoughts_of(message, opened, tags)
+        if thoughts not in shown or (opened and opened[1] not in shown):
+            if not tags:
+                raise ChatTemplateError(
+                    "the chat template does not show `reasoning_content`",
+                    field="tokenizer.chat_template",
+                    remedy="Leave it out, or name the model's `reasoning_parser`.",
+                )
+            opening, closing = opened or tags[0]
+            begin = f"{opening}\n" if not opened else "\n" if before == prompt else ""
+            shown = f"{begin}{thoughts}\n{closing}\n\n{shown.lstrip()}"
+        return self.encode(shown + end)
 
     def suffix_ids(
         self,
@@ -140,6 +163,20 @@ class ChatTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` without added special tokens."""
         return tuple(self._encode(text))
+
+    def encode_first(self, text: str) -> tuple[int, ...]:
+        """Ids of `text` as the beginning of a sequence: models that were trained with a
+        beginning-of-sequence token get it. Chat templates write theirs themselves."""
+        ids = self.encode(text)
+        return ids if ids[: len(self._first_ids)] == self._first_ids else self._first_ids + ids
+
+    @cached_property
+    def _first_ids(self) -> tuple[int, ...]:
+        """What the tokenizer adds in front of a sequence; most often nothing, or one token."""
+        alone = tuple(self._tokenizer.encode("a", add_special_tokens=False))
+        whole = tuple(self._tokenizer.encode("a", add_special_tokens=True))
+        at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        return whole[:at]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Numbers of tokens of `texts`, without added special tokens."""
@@ -326,7 +363,8 @@ class ChatTokenizer:
                 f"the chat template refused the conversation: {error}",
                 field="tokenizer.chat_template",
                 value=[message[0] for message in messages],
-                remedy="Use the roles in the order that the template allows.",
+                remedy="Use the roles in the order that the template allows, and JSON objects as "
+                "arguments of tool calls.",
             ) from error
         return rendered
 
@@ -359,6 +397,44 @@ def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
     """
     whole = [about, *([(m[0], len(m[1]), hash(m[1]), m[2:]) for m in part] for part in parts)]
     return xxhash.xxh3_128_digest(repr(whole).encode("utf-8", "surrogatepass"))
+
+
+def _shown_reply(
+    message: AnyMessage, before: str, whole: str, opened: tuple[str, str] | None
+) -> str:
+    """What a template shows of a reply and after it: `whole` without the prompt `before`, which may
+    have `opened` a thought that `whole` lacks; else the content. Without the opening tag that the
+    prompt has."""
+    opening = opened[0] if opened else ""
+    if whole.startswith(before):
+        return whole[len(before) :]
+    if opened and whole.startswith(stem := before.rstrip().removesuffix(opening)):
+        shown = whole[len(stem) :]
+    elif isinstance(message, ToolMessage) and message.calls:
+        raise ChatTemplateError(
+            "the chat template shows a reply with tool calls otherwise than it asks for one",
+            field="tokenizer.chat_template",
+            remedy="Use a template whose generation prompt is how it begins a reply.",
+        )
+    else:
+        shown = message[1]
+    begins = shown.lstrip()
+    return begins.removeprefix(opening) if opened and begins.startswith(opening) else shown
+
+
+def _without_thoughts(message: AnyMessage) -> AnyMessage:
+    return message._replace(thoughts="") if isinstance(message, ToolMessage) else message
+
+
+def _thoughts_of(message: AnyMessage, opened: tuple[str, str] | None, tags: ThinkTags) -> str:
+    """The thoughts of a reply: `reasoning_content`, or what its content has between tags."""
+    if isinstance(message, ToolMessage) and message.thoughts:
+        return message.thoughts.strip()
+    for opening, closing in tags:
+        head, closed, _ = message[1].partition(closing)
+        if closed and (opened or head.lstrip().startswith(opening)):
+            return head.strip().removeprefix(opening).strip()
+    return ""
 
 
 def _after_reply(rendered: str) -> str | None:

@@ -599,30 +599,43 @@ def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
         function = item.get("function") if isinstance(item, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, Mapping):
-            arguments = _arguments(arguments, f"messages[{index}].tool_calls[{number}]")
-        if not isinstance(name, str) or not isinstance(arguments, str):
+        if not isinstance(name, str) or not isinstance(arguments, str | Mapping | None):
             raise InvalidMessagesError(
                 "a call needs a `function` with `name` and `arguments`, both strings",
                 field=f"messages[{index}].tool_calls[{number}]",
                 value=item,
                 remedy="Send the reply's `tool_calls` back as they came.",
             )
+        field = f"messages[{index}].tool_calls[{number}].function.arguments"
         call_id = safe_text(item.get("id") or "")
-        calls.append(ToolCall(call_id, utf8_text(name), utf8_text(arguments)))
+        calls.append(ToolCall(call_id, utf8_text(name), _arguments(arguments, field)))
     return tuple(calls)
 
 
-def _arguments(given: Mapping[str, Any], field: str) -> str:
-    try:
-        return json_text(dict(given))
-    except NotJsonError as error:
-        raise InvalidMessagesError(
-            f"the arguments of a call are not JSON: {error}",
-            field=f"{field}.function.arguments",
-            value=given,
-            remedy="Send the reply's `tool_calls` back as they came.",
-        ) from error
+def _arguments(given: str | Mapping[str, Any] | None, field: str) -> str:
+    """The arguments of a call as text. Null, by which some models say that there are none, becomes
+    an empty object; text that is not JSON stays, because models write such calls."""
+    if isinstance(given, Mapping):
+        try:
+            return json_text(dict(given))
+        except NotJsonError as error:
+            raise _bad_arguments(given, f"are not JSON: {error}", field) from error
+    text = given or ""
+    value = {} if text.startswith("{") else read_json(text or "null", {})
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise _bad_arguments(text, f"are {shown(value)}, not a JSON object", field)
+    return utf8_text(text)
+
+
+def _bad_arguments(given: Any, why: str, field: str) -> InvalidMessagesError:
+    return InvalidMessagesError(
+        f"the arguments of a call {why}",
+        field=field,
+        value=given,
+        remedy='Send a JSON object as text; without arguments "{}".',
+    )
 
 
 def as_template_takes(message: AnyMessage) -> dict[str, Any]:
