@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -188,6 +189,27 @@ def test_files_in_a_folder_are_read_as_written_too(write: Write, tmp_path: Path)
         assert all_of(load(str(tmp_path / name), split="train[:75%]")) == rows[:3], name
     for name in ("cells", "tabs"):
         assert all_of(load(str(tmp_path / name))) == [{"a": "007", "b": "NA"}], name
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_without_the_hub_downloaded_files_are_read_as_written(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: bool
+) -> None:
+    """As `hf download` leaves them. The library's own copy of the rows has inferred types."""
+    rows = [{"question": "when?", "answer": "2024-01-05T10:00:00"}]
+    commit = "0" * 40
+    files = tmp_path / "hub" / "datasets--someone--dates"
+    for path, text in (("refs/main", commit), (f"snapshots/{commit}/train.jsonl", lines(rows))):
+        (files / path).parent.mkdir(parents=True)
+        (files / path).write_text(text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    if prepared:
+        folder = tmp_path / "cache" / "someone___dates" / "default" / "0.0.0" / "hash"
+        folder.mkdir(parents=True)
+        datasets.DatasetInfo(dataset_name="dates", config_name="default").write_to_directory(folder)
+    assert all_of(load("someone/dates")) == rows
 
 
 def test_rows_that_json_tells_apart_are_no_duplicates(write: Write) -> None:

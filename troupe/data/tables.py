@@ -14,6 +14,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -223,7 +224,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             more = {"sep": "\t"} if ".tsv" in Path(source).suffixes else {}
             builder = datasets.load_dataset_builder(reader, data_files=source, **more)
         else:
-            builder = datasets.load_dataset_builder(source, spec.config, revision=spec.revision)
+            builder = _hub_builder(source, spec)
         table = _open(builder, wanted, where)
         shared = 0
         if split and source == spec.dataset:
@@ -234,6 +235,33 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
     if split and shared:
         raise _overlap(field, split, f"{shared:,} of its rows are rows of the training split, too")
     return table
+
+
+def _hub_builder(source: str, spec: RowsSpec) -> DatasetBuilder:
+    """The builder of a folder or of a data set of the hub. Without the hub the files count that it
+    gave earlier, rather than rows that the library made of them, whose types it inferred."""
+    import datasets
+    from datasets.packaged_modules.cache.cache import Cache
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def downloaded() -> DatasetBuilder:
+        folder = snapshot_download(
+            source, repo_type="dataset", revision=spec.revision, local_files_only=True
+        )
+        return datasets.load_dataset_builder(folder, spec.config)
+
+    try:
+        found = datasets.load_dataset_builder(source, spec.config, revision=spec.revision)
+    except ConnectionError as error:
+        try:
+            return downloaded()
+        except LocalEntryNotFoundError:
+            raise error from None
+    if isinstance(found, Cache):
+        with suppress(LocalEntryNotFoundError):
+            return downloaded()
+    return found
 
 
 def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
