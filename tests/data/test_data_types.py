@@ -238,6 +238,16 @@ def test_a_row_that_cannot_be_parsed_is_named(
     assert (caught.value.kind, caught.value.field) == ("dataset_unreadable", "tasks.dataset")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "q,r\n")],
+)
+def test_a_file_without_rows_is_refused_as_such(write: Write, name: str, content: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load(write(name, content))
+    assert (caught.value.kind, caught.value.field) == ("no_rows", "tasks.dataset")
+
+
 def parquet(tmp_path: Path, columns: Mapping[str, Any]) -> str:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(dict(columns)), path)

@@ -227,7 +227,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             builder = _hub_builder(source, spec)
         table = _open(builder, wanted, where)
         shared = 0
-        if split and source == spec.dataset:
+        if split and source == spec.dataset and table.lengths:
             shared = _shared_rows(table.lengths, spec.split or "train", split)
     except Exception as error:  # pyarrow, pandas, fsspec and the hub raise their own
         of_split = f"{field}.{'held_out' if split else 'split'}", wanted
@@ -280,7 +280,13 @@ def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
 def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
     import datasets
 
-    read = partial(datasets.load_dataset, _TEXT, data_files=files, encoding="utf-8-sig")
+    read = partial(
+        datasets.load_dataset,
+        _TEXT,
+        data_files=files,
+        encoding="utf-8-sig",
+        features=datasets.Features({_TEXT: datasets.Value("string")}),
+    )
     lines = read(split=split)
     first = next((line for line in lines[_TEXT] if line.strip()), "{}")
     if _is_object(first):
@@ -381,6 +387,12 @@ def _explained(
     from datasets.exceptions import DatasetNotFoundError
 
     kinds: list[tuple[bool, str, tuple[str, object], str]] = [
+        (
+            isinstance(error, ValueError) and "corresponds to no data" in str(error),
+            "no_rows",
+            of_source,
+            "Give it rows.",
+        ),
         (isinstance(error, ConnectionError), "hub_unreachable", of_source, _HUB_REMEDY),
         (
             isinstance(error, DatasetNotFoundError) and str(error).startswith("Revision"),

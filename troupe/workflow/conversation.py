@@ -175,7 +175,8 @@ class ChatTokenizer:
         """What the tokenizer adds in front of a sequence; most often nothing, or one token."""
         alone = tuple(self._tokenizer.encode("a", add_special_tokens=False))
         whole = tuple(self._tokenizer.encode("a", add_special_tokens=True))
-        at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        at = next(places, 0)
         return whole[:at]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
