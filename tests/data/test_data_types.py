@@ -282,6 +282,15 @@ def test_a_value_without_a_json_form_is_refused_only_where_it_is_used(
         load(path, max_characters={"other": 100})
 
 
+@pytest.mark.parametrize("name", ["answer", "messages", "tools"])
+def test_a_field_that_ready_code_reads_is_used_without_columns(tmp_path: Path, name: str) -> None:
+    path = parquet(tmp_path, {"q": ["a", "b"], name: WITHOUT_JSON["inside"]})
+    with pytest.raises(DataError, match=f"column '{name}' .* in row 1") as caught:
+        load(path)
+    assert (caught.value.kind, caught.value.field) == ("not_json", f"tasks.columns.{name}")
+    assert all_of(load(path, columns={"q": "q"})) == [{"q": "a"}, {"q": "b"}]
+
+
 def test_a_number_too_large_for_a_float_is_refused_where_it_is_used(write: Write) -> None:
     path = write("rows.jsonl", '{"q": "a", "x": 1}\n{"q": "b", "x": 1e999}\n')
     assert all_of(load(path)) == [{"q": "a"}, {"q": "b"}]

@@ -29,6 +29,11 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 _BATCH: Final = 4096
 _NAMED: Final = 5
 _EMPTY: Final = "empty"
+# Fields that ready workflows, ready rewards and demonstrations read: without `columns`, too, they
+# count as used.
+_READY: Final = frozenset(
+    ("messages", "prompt", "question", "answer", "completion", "chosen", "rejected", "tools")
+)
 _DUPLICATE: Final = "duplicates"
 
 
@@ -144,7 +149,7 @@ def load_rows(
             checked.add([fields.of(row) for row in table.read(begin, begin + _BATCH)])
             begin += _BATCH
         except _NoJsonError as error:
-            if error.name in {*spec.columns, *spec.max_characters, *spec.max_tokens}:
+            if error.name in {*spec.columns, *spec.max_characters, *spec.max_tokens, *_READY}:
                 raise _not_json(error, spec, f"{field}.columns.{error.name}", name) from error
             # Nobody said that it is used: the rows are looked at again, without it.
             fields = _Fields(paths, {*fields.left_out, error.name})
@@ -178,7 +183,7 @@ def _not_json(error: _NoJsonError, spec: RowsSpec, field: str, source: str) -> D
         kind="not_json",
         field=field,
         value=column,
-        remedy="Write it as text or as a finite number, or leave the column out of `columns`.",
+        remedy="Write it as text or as a finite number, or name the other columns in `columns`.",
     )
 
 
