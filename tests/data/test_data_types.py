@@ -394,6 +394,11 @@ def test_a_held_out_file_cannot_be_a_training_file_under_another_name(
         with pytest.raises(DataError, match="one of the files") as caught:
             open_tasks(spec, "held_out", 0)
         assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
+    other = write("data/b.jsonl", lines([{"q": "c"}]))
+    mix = {"a": {"dataset": path}, "b": {"dataset": other, "held_out": "link.jsonl"}}
+    with pytest.raises(DataError, match="one of the files") as caught:
+        open_tasks(JobTasksSpec.model_validate({"mix": mix}), "held_out", 0)
+    assert caught.value.field == "tasks.mix.b.held_out"
 
 
 @pytest.mark.parametrize(

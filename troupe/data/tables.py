@@ -217,8 +217,8 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             remedy="The path is that of the host that reads it, relative to the directory in which "
             "its service was started.",
         )
-    if source != spec.dataset and (same := _same_file(source, spec.dataset)):
-        raise _overlap(field, source, f"{same} is one of the files of `{field}.dataset`")
+    if source != spec.dataset:
+        check_files_apart(field, source, spec.dataset)
     try:
         if reader:
             more = {"sep": "\t"} if ".tsv" in Path(source).suffixes else {}
@@ -336,17 +336,19 @@ def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
         )
 
 
-def _same_file(held_out: str, training: str) -> str | None:
-    """A file that both patterns match, under any name; None: there is none."""
+def check_files_apart(field: str, held_out: str, training: str) -> None:
+    """Raises `DataError` if a file is one of `held_out` and of `training`, under any name."""
 
     def identity(path: str) -> tuple[int, int]:
         found = os.stat(path)
         return found.st_dev, found.st_ino
 
-    if not reader_of(training):
-        return None
+    if not reader_of(held_out) or not reader_of(training):
+        return
     known = {identity(path) for path in glob.glob(training)}
-    return next((path for path in glob.glob(held_out) if identity(path) in known), None)
+    for path in glob.glob(held_out):
+        if identity(path) in known:
+            raise _overlap(field, held_out, f"{path} is one of the files `{training}`")
 
 
 def _shared_rows(lengths: Mapping[str, int], training: str, held_out: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from troupe.data.rows import CountTokens, DataRows, load_rows
-from troupe.data.tables import DataError
+from troupe.data.tables import DataError, check_files_apart
 from troupe.job.data import TasksSpec
 from troupe.workflow.environments.adapters.verifiers import VerifiersTasks
 from troupe.workflow.loading import Tasks, load_tasks
@@ -191,6 +191,10 @@ def _open_mix(
             field=f"{field}.mix",
             remedy="Give one of them `held_out`: a split, a file, or a fraction (0.05).",
         )
+    for name, one in chosen.items():
+        for other in spec.mixed.values():
+            if isinstance(one.held_out, str) and not training:
+                check_files_apart(f"{field}.mix.{name}", one.held_out, other.dataset)
     parts = [
         open_tasks(one, split, seed, field=f"{field}.mix.{name}", count_tokens=count_tokens)
         for name, one in chosen.items()
