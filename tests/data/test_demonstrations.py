@@ -201,6 +201,17 @@ def test_thoughts_are_learned_where_the_template_leaves_them_out() -> None:
         demonstrations_of(row, silent)
 
 
+@pytest.mark.parametrize("shows", ["", "<think>\n\n</think>\n\n"])
+def test_a_thought_that_is_part_of_the_answer_is_learned(shows: str) -> None:
+    template = CHATML.replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' %}" + shows + "{% endif %}{{ m.content }}"
+    )
+    who = roles("solver", template=template)
+    row = {"messages": [HELLO[0], assistant("hello", reasoning_content="hell")]}
+    ((_, learned),) = texts(demonstrations_of(row, who), who)
+    assert learned == f"<think>\nhell\n</think>\n\nhello{END}"
+
+
 def test_a_prompt_that_closes_the_thought_is_answered_without_one() -> None:
     """As Qwen3's with `enable_thinking: false`, an option of the policy."""
     template = OPEN_TEMPLATES["thoughts"].replace(

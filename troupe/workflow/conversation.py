@@ -106,7 +106,12 @@ class ChatTokenizer:
         if end and end in shown:
             shown = shown[: shown.rindex(end)]
         thoughts = _thoughts_of(message, opened, tags)
-        if thoughts not in shown or (opened and opened[1] not in shown):
+        plain = (*messages[:-1], _without_thoughts(message))
+        # A thought may be part of the answer, too: only a rendering without it tells.
+        lost = thoughts not in shown or (
+            plain[-1] != message and whole == self._render(plain, rendering, prompt=False)
+        )
+        if lost or (opened and opened[1] not in shown):
             if not tags:
                 raise ChatTemplateError(
                     "the chat template does not show `reasoning_content`",
@@ -114,6 +119,9 @@ class ChatTokenizer:
                     remedy="Leave it out, or name the model's `reasoning_parser`.",
                 )
             opening, closing = opened or tags[0]
+            empty, closed, answer = shown.partition(closing)
+            if closed and empty.strip() in ("", opening):
+                shown = answer  # a template that shows an empty thought
             begin = f"{opening}\n" if not opened else "\n" if before == prompt else ""
             shown = f"{begin}{thoughts}\n{closing}\n\n{shown.lstrip()}"
         return self.encode(shown + end)
