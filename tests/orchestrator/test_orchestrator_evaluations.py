@@ -65,6 +65,23 @@ async def test_named_evaluations_report_passes_majorities_and_intervals(cluster:
     assert notices.count("rows: 3 of 4 rows") == 1
 
 
+async def test_samples_without_an_answer_do_not_vote(cluster: Cluster) -> None:
+    """Of four samples three have an empty answer; in one evaluation none has any."""
+    script = cluster.rollouts[0].script
+    script.metrics = lambda ticket: {"rewards.right": float(number_of(ticket) == 3)}
+    script.answer = lambda ticket: (
+        "72" if ticket.evaluation == "some" and number_of(ticket) == 3 else ""
+    )
+    same = {"queries": 2, "samples": 4, "success": "right"}
+    sets = {"some": same, "none": {**same, "answer_pattern": "#(.*)"}, "silent": same}
+    reward = {"right": {"ready": "exact"}}
+    job_id = await cluster.submit(job_yaml(evaluations=sets, rewards=reward))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    majorities = {name: job.metrics.get(f"evaluations/{name}/maj@4") for name in sets}
+    assert majorities == {"some": 1.0, "none": 0.0, "silent": None}
+
+
 async def test_trajectories_that_fail_solve_nothing(cluster: Cluster) -> None:
     script = cluster.rollouts[0].script
     script.fail = lambda ticket: "broken" if ticket.evaluation and number_of(ticket) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.functions.declared import look_up
 from troupe.functions.declaration import definition_of
 from troupe.workflow import Query, ToolError, Tools, WorkflowError
 from troupe.workflow.messages import ToolCall, parse_tools
+from troupe.workflow.scoring import answer_of
 
 
 class Adder:
@@ -23,6 +25,43 @@ class Adder:
         if "a" not in arguments:
             raise ToolError("KeyError: 'a'", kind="raised", traceback="...")
         return json.dumps({"sum": arguments["a"] + arguments["b"]})
+
+
+@pytest.mark.parametrize(
+    ("reply", "pattern", "vote"),
+    [
+        ("it is #72", r"#(.*)", "72"),
+        ("#7 or #72 ", r"#(\S*)", "72"),
+        ("#  7\n 2 ", r"(?s)#(.*)", "7 2"),
+        ("it is #0", r"#(.*)", "0"),
+        ("it is # ", r"#(.*)", None),
+        ("#72, no: #", r"#(\d*)", None),
+        ("#\N{NO-BREAK SPACE}", r"#(.*)", None),
+        (r"\boxed{}", r"\\boxed\{(.*)\}", None),
+        ("it is 72", r"#(.*)", None),
+        ("it is #", r"#(\d+)?", None),
+        ("", r".*", None),
+        ("72", None, None),
+    ],
+)
+def test_a_reply_without_an_answer_has_no_vote(reply: str, pattern: str, vote: str) -> None:
+    turns: Any = [SimpleNamespace(reply=SimpleNamespace(text=reply))]
+    assert answer_of(Query("q", "held_out", 0, {}), turns, pattern) == vote
+
+
+@pytest.mark.parametrize(
+    ("answer", "vote"),
+    [("72", "72"), (72, "72"), (0, "0"), (False, "False"), ("", None), (" ", None)],
+)
+def test_the_answer_of_a_workflow_comes_first_and_an_empty_one_is_no_vote(
+    answer: Any, vote: str | None
+) -> None:
+    query, turns = (
+        Query("q", "held_out", 0, {}),
+        [SimpleNamespace(reply=SimpleNamespace(text="#7"))],
+    )
+    query.answer = answer
+    assert answer_of(query, turns, r"#(.*)") == vote  # type: ignore[arg-type]
 
 
 def test_a_query_is_a_mapping_with_identity() -> None:

@@ -64,13 +64,14 @@ async def rewards_of(
 
 def answer_of(query: Query, turns: Sequence[TurnRecord], pattern: str | None) -> str | None:
     """What a trajectory votes for: `query.answer`, else what `pattern` cuts out of its last reply,
-    white space folded. None: nothing."""
+    white space folded. None: nothing, or only white space."""
     answer = query.answer
     if answer is None and pattern is not None:
         replies = [turn.reply.text for turn in turns if turn.reply is not None]
         *_, found = [None, *re.finditer(pattern, replies[-1] if replies else "")]
         answer = found and found[1 if found.re.groups else 0]
-    return None if answer is None else safe_text(" ".join(str(answer).split()), _ANSWER_CHARS)
+    text = "" if answer is None else " ".join(str(answer).split())
+    return safe_text(text, _ANSWER_CHARS) or None
 
 
 def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str, float]:

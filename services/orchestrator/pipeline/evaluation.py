@@ -137,10 +137,9 @@ class SolvedQueries:
     def add(self, event: ro.TrajectoryEvent) -> None:
         """Counts an ended trajectory; one that failed has not solved its query."""
         if event.state == pb.TRAJECTORY_STATE_COMPLETED:
-            answer = event.answer if event.HasField("answer") else None
             success = success_of(event.rewards, event.metrics, self._spec.success)
             solved = success >= self._spec.threshold
-            self._votes[event.query_id].append((answer, solved))
+            self._votes[event.query_id].append((event.answer or None, solved))
         elif event.state == pb.TRAJECTORY_STATE_FAILED:
             self._votes[event.query_id].append((None, False))
 
@@ -150,7 +149,9 @@ class SolvedQueries:
         if not (queries and self._spec.counts_solved):
             return {}
         found: dict[str, list[float]] = defaultdict(list)
-        voted = any(answer is not None for votes in queries for answer, _ in votes)
+        voted = self._spec.answer_pattern is not None or any(
+            answer is not None for votes in queries for answer, _ in votes
+        )
         for votes in queries:
             ks = [k for k in steps_of_k(self._spec.samples) if k <= len(votes)]
             solved = sum(solved for _, solved in votes)
