@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.functions.library.judge import read_score
-from troupe.model_output import DEEPEST, Parsed, read_json, read_reply
+from troupe.model_output import DEEPEST, Parsed, read_blocks, read_json, read_reply, unfenced
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.interface import Observation
@@ -54,6 +54,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "json": read_json,
     "canonical": canonical,
     "judge": scored,
+    "blocks": read_blocks,
+    "fence": unfenced,
     "move": moved,
     "numbers": numbers,
     "rendering": rendered,
@@ -97,6 +99,14 @@ PIECES = [
     "1e400 ",
     "```",
     "```json\n",
+    "```\n",
+    "    ```\n",
+    "x```\n",
+    "```a\nx```\n",
+    "~~~\n",
+    "````md\n",
+    "> ",
+    "1. ",
     "`",
     " ",
     "\n",

@@ -1,4 +1,4 @@
-"""Parsers of model output: strict JSON, thoughts and tool calls.
+"""Parsers of model output: strict JSON, thoughts, tool calls and fenced code blocks.
 
 All parsers take linear time in the length of the text and raise no errors for any text.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -288,3 +290,129 @@ class _Reader:
         self._parts.append(_TextPart("calls", self._text[begin:end], calls))
         self._at = end
         return end
+
+
+class TextBlock(NamedTuple):
+    """A fenced code block of a reply, or the text between two of them."""
+
+    text: str
+    """Lines that end with a newline; those of a fenced block lack their common indentation."""
+    info: str | None = None
+    """The info string after the opening fence (`python title="x"`); None: the text is not
+    fenced."""
+
+
+class _Fence(NamedTuple):
+    """The fence that opens a block."""
+
+    before: str
+    run: str
+    info: str
+    column: int
+    quoted: bool
+
+
+_NEWLINE: Final = re.compile(r"\r\n?|\n")
+# Markers of quotes and lists that may stand before a fence.
+_CONTAINERS: Final = re.compile(r"(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])(?=[ \t]))*")
+_QUOTE: Final = re.compile(r"(?:[ \t]{0,3}> ?)+")
+_FENCE: Final = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})(.*)")
+# Only one word may follow a fence behind other text: a sentence about fences opens no block.
+_LATE_FENCE: Final = re.compile(r"([^`]*(?:`{1,2}[^`]+)*?)(?<!`)(`{3,})([^\s`]*)[ \t]*")
+_CLOSING: Final = re.compile(r"[\s>]*(`{3,}|~{3,})[ \t]*(?:</.*)?")
+_MARKDOWN: Final = frozenset({"markdown", "md"})
+
+
+def read_blocks(text: str) -> list[TextBlock]:
+    """Split `text` into fenced code blocks and the text between them, without blank ones.
+
+    Fences are those of CommonMark 0.31, section 4.5: at least three backticks or tildes with any
+    info string, closed by a fence that is at least as long and is not indented further than three
+    columns, else by the end of the text. Models also write fences that no Markdown parser accepts;
+    these count, too: behind other text (`Code: ```python`), before a closing tag
+    (` ```</answer>`), behind the last line of code, and at any indentation. A block of Markdown is
+    replaced by the blocks inside it.
+    """
+    blocks: list[TextBlock] = []
+    for block in _split(text):
+        inner = _split(block.text) if _word(block.info) in _MARKDOWN else []
+        blocks += inner if any(one.info is not None for one in inner) else [block]
+    return blocks
+
+
+def unfenced(text: str) -> str:
+    """The content of a text that consists of one fenced block or one code span, else `text`."""
+    text = text.strip()
+    ticks = len(text) - len(text.lstrip("`"))
+    inside = text[ticks : len(text) - ticks]
+    if ticks and "\n" not in inside and text == f"{'`' * ticks}{inside}{'`' * ticks}":
+        return inside[4:] if _word(inside) == "json" else inside
+    blocks = _split(text)
+    return blocks[0].text if len(blocks) == 1 and blocks[0].info is not None else text
+
+
+def _word(info: str | None) -> str:
+    return next(iter((info or "").split()), "").lower()
+
+
+def _split(text: str) -> list[TextBlock]:
+    lines = _NEWLINE.split(text)
+    closings = [
+        (at, found[1]) for at, line in enumerate(lines) if (found := _CLOSING.fullmatch(line))
+    ]
+    blocks: list[TextBlock] = []
+    at = begin = 0
+    while at < len(lines):
+        fence = _opening(lines[at])
+        if fence is None:
+            at += 1
+            continue
+        blocks.append(_block([*lines[begin:at], fence.before]))
+        inside, at = _until_closed(lines, at + 1, fence, closings)
+        blocks.append(_block(inside, fence))
+        begin = at
+    blocks.append(_block(lines[begin:]))
+    return [one for one in blocks if one.text.strip()]
+
+
+def _opening(line: str) -> _Fence | None:
+    before = cast("re.Match[str]", _CONTAINERS.match(line))[0]
+    if found := _FENCE.fullmatch(line, len(before)):
+        run, info = found.groups()
+        return _Fence("", run, info.strip(), len(before.expandtabs(4)), ">" in before)
+    if found := _LATE_FENCE.fullmatch(line):
+        before, run, info = found.groups()
+        return _Fence(before, run, info, _column(line), quoted=False)
+    return None
+
+
+def _column(line: str) -> int:
+    """The column of the first character that is neither white space nor a quote marker."""
+    line = line.expandtabs(4)
+    return len(line) - len(line.lstrip(" >"))
+
+
+def _until_closed(
+    lines: Sequence[str], begin: int, fence: _Fence, closings: Sequence[tuple[int, str]]
+) -> tuple[Sequence[str], int]:
+    """The lines of a block from line `begin` on, and the number of the line after the block."""
+    for number in range(bisect_left(closings, (begin, "")), len(closings)):
+        at, run = closings[number]
+        # A fence inside a string of indented code is further in.
+        if run.startswith(fence.run) and _column(lines[at]) <= max(3, fence.column):
+            return lines[begin:at], at + 1
+    late = re.compile(rf"(.*[^\s{fence.run[0]}]){fence.run}{fence.run[0]}*\s*")
+    for at in range(begin, len(lines)):
+        if found := late.fullmatch(lines[at]):
+            return [*lines[begin:at], found[1]], at + 1
+    return lines[begin:], len(lines)
+
+
+def _block(lines: Sequence[str], fence: _Fence | None = None) -> TextBlock:
+    if fence is None:
+        return TextBlock("\n".join(lines))
+    if fence.quoted:
+        lines = [line[found.end() if (found := _QUOTE.match(line)) else 0 :] for line in lines]
+    margins = [line[: len(line) - len(line.lstrip())] for line in lines if line.strip()]
+    margin = len(os.path.commonprefix(margins))  # noqa: RUF071 (texts, not paths)
+    return TextBlock("".join(f"{line[margin:]}\n" for line in lines), fence.info)

@@ -19,10 +19,8 @@ from services.rollout.trajectories.queries import QuerySource
 from troupe.data.rows import DataRows, content_of, load_rows
 from troupe.data.tables import DataError
 from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
-from troupe.functions.library.answers import solves_puzzle
 from troupe.job import RowsSpec, TasksSpec
 from troupe.job.data import JobTasksSpec
-from troupe.workflow import EntrypointError
 
 ROWS = [
     {"problem": "1 + 1", "extra": {"answer": "2"}},
@@ -238,37 +236,6 @@ def test_of_equal_rows_the_first_is_kept(tmp_path_factory: Any, numbers: list[in
     rows = load_rows(RowsSpec(dataset=str(path)), "tasks")
     assert [row["n"] for row in all_of(rows)] == list(dict.fromkeys(numbers))
     assert len(np.unique(rows.digests)) == len(rows)
-
-
-def test_puzzles_by_name_are_drawn_from_their_number_alone() -> None:
-    sets = {"spell_backward": {"min_word_len": 3, "max_word_len": 5}, "leg_counting": {"weight": 3}}
-    spec = TasksSpec(
-        source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": sets, "size": 200}
-    )
-    train, again = (open_tasks(spec, "train", 0) for _ in range(2))
-    held_out = open_tasks(spec, "held_out", 0)
-    items = [train[index] for index in range(200)]
-    assert items == [again[index] for index in range(200)]
-    asked = {item["question"].lower() for item in items}
-    assert asked.isdisjoint(held_out[index]["question"].lower() for index in range(200))
-    share = sum(item["dataset"] == "leg_counting" for item in items) / 200
-    assert 0.6 < share < 0.9
-    for item in items[:20]:
-        query = {"data": item}
-        turns = [{"agent": "a", "response": f"<answer>{item['answer']}</answer>", "tokens": 1}]
-        found = "<answer>(.*?)</answer>"
-        assert solves_puzzle(query, turns, {}, reply_pattern=found) == 1.0
-        assert solves_puzzle(query, turns, {}, reply_pattern="@@(.*)") < 1.0
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [({"spel_backward": {}}, "Look at spell_backward"), ({"leg_counting": {"no": 1}}, "no")],
-)
-def test_a_puzzle_that_is_none_is_refused(sets: dict[str, Any], said: str) -> None:
-    spec = TasksSpec(source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": sets})
-    with pytest.raises(EntrypointError, match=said):
-        open_tasks(spec, "train", 0)
 
 
 @settings(max_examples=8)

@@ -96,6 +96,14 @@ def test_the_last_reply_is_judged_with_the_task_and_the_rubric(endpoint: Endpoin
     assert len(set(tags)) == 4
 
 
+def test_a_task_that_the_query_lacks_is_an_error_and_nothing_is_asked(endpoint: Endpoint) -> None:
+    given: dict[str, Any] = {"base_url": endpoint.url, "model": "m", "task": "question"}
+    for data in ({"question": None}, {"questions": "2 + 2?"}):
+        with pytest.raises(ValueError, match="question"):
+            judge({**QUERY, "data": data}, TURNS, {}, **given)
+    assert not endpoint.requests
+
+
 @pytest.mark.parametrize("endpoint", [(score(7),)], indirect=True)
 def test_a_score_is_brought_to_zero_and_one(endpoint: Endpoint) -> None:
     assert ask(endpoint, lowest=1, highest=10) == pytest.approx(6 / 9)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import threading
+from decimal import Decimal
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given, settings
@@ -43,9 +45,40 @@ def said(*texts: str, agent: str = "solver") -> list[dict[str, Any]]:
         ("3", "nothing to say", 0.0),
         ("3", "", 0.0),
         ("3", "<think>it is 3</think>", 0.0),
+        ("0.0000001", "0.0000001", 1.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("0.0000001", "-0.0000001", 0.0),
+        ("0.0000001", "0", 0.0),
+        ("0", "0.0000001", 0.0),
+        ("\\frac{1}{3000000}", "0.000000333333", 1.0),
+        ("\\frac{1}{3000000}", "0.0", 0.0),
+        ("10^{-20}", "$1 \\times 10^{-20}$", 1.0),
+        ("10^{-20}", "$3 \\times 10^{-20}$", 0.0),
+        ("\\{0.0000001\\}", "$\\{0.0000002\\}$", 0.0),
+        ("(0.0000001, 1)", "$(0.0000002, 1)$", 0.0),
+        ("0.0000001x", "$0.0000002x$", 0.0),
+        (
+            "\\begin{pmatrix}0.0000001\\\\1\\end{pmatrix}",
+            "$\\begin{pmatrix}0.0000002\\\\1\\end{pmatrix}$",
+            0.0,
+        ),
+        ("1/3", "0.333333", 1.0),
+        (1e-7, "1e-7", 1.0),
+        (1e-7, "$10^{-7}$", 1.0),
+        ("1e-07", "0.0000001", 1.0),
+        ("1", "1e-5", 0.0),
+        ("2e-1", "$-1 + 2e$", 1.0),
+        (1e16, "10000000000000000", 1.0),
+        (1e16, "1", 0.0),
+        (1234, "1,234", 1.0),
+        (3.0, "3", 1.0),
+        (0, "0.0", 1.0),
+        (-5, "\N{MINUS SIGN}5", 1.0),
+        ("0.5", "\\boxed{\N{FULLWIDTH DIGIT ZERO}.\N{FULLWIDTH DIGIT FIVE}}", 1.0),
+        ("3", "\\boxed{}", 0.0),
     ],
 )
-def test_mathematics_is_compared_as_such(reference: str, reply: str, score: float) -> None:
+def test_mathematics_is_compared_as_such(reference: object, reply: str, score: float) -> None:
     assert math(query(answer=reference), said(reply), {}) == score
 
 
@@ -89,12 +122,109 @@ def test_texts_are_compared_without_regard_to_white_space() -> None:
     assert answers.exact(task, said("NYC"), {}, reply_pattern=r"is: (\w+)") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("reference", "reply", "score"),
+    [
+        # Texts are compared as texts,
+        ("1.50", "1.5", 0.0),
+        ("007", "7", 0.0),
+        ("None", "None", 1.0),
+        ("true", "True", 0.0),
+        ("a\r\n b", "a b", 1.0),
+        ("a\N{NO-BREAK SPACE}b", "a b", 1.0),
+        ("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "cafe\N{COMBINING ACUTE ACCENT}", 1.0),
+        ("x\N{SUPERSCRIPT TWO}", "x2", 0.0),
+        # numbers of the data by their decimal value,
+        (7, "7", 1.0),
+        (7, "7.0", 1.0),
+        (7, "007", 1.0),
+        (7, "+7", 1.0),
+        (7, "8", 0.0),
+        (7, "seven", 0.0),
+        (7, "", 0.0),
+        (7, "nan", 0.0),
+        (7, "\N{FULLWIDTH DIGIT SEVEN}", 1.0),
+        (7, "\N{ARABIC-INDIC DIGIT SEVEN}", 1.0),
+        (-7, "\N{MINUS SIGN}7", 1.0),
+        (7, "\N{MINUS SIGN}7", 0.0),
+        (0, "-0", 1.0),
+        (1.5, "1.50", 1.0),
+        (0.1, "0.1", 1.0),
+        (0.1, "0.10000000000000001", 0.0),
+        (0.00001, "0.00001", 1.0),
+        (0.00001, "1e-5", 1.0),
+        (0.00001, "0.00002", 0.0),
+        (1e16, "10000000000000000", 1.0),
+        (1e16, "1e16", 1.0),
+        (1e16, "10,000,000,000,000,000", 1.0),
+        (1e300, "1" + "0" * 300, 1.0),
+        (123456789012345678901234567890, "123456789012345678901234567890", 1.0),
+        (123456789012345678901234567890, "123456789012345678901234567891", 0.0),
+        (1234567.5, "1,234,567.5", 1.0),
+        (1234567, "1\N{NARROW NO-BREAK SPACE}234\N{NARROW NO-BREAK SPACE}567", 1.0),
+        (1234, "1,23,4", 0.0),
+        (12, "1,2", 0.0),
+        # and truth values as words.
+        (True, "true", 1.0),
+        (True, "True", 1.0),
+        (True, "1", 0.0),
+        (1, "True", 0.0),
+        (False, "FALSE", 1.0),
+        (False, "0", 0.0),
+        (False, "", 0.0),
+        # Of a list, one is enough.
+        (["7", 8, True], "8.0", 1.0),
+        (["7", 8, True], "true", 1.0),
+        (["7", 8, True], "9", 0.0),
+    ],
+)
+def test_references_are_compared_by_their_type(reference: object, reply: str, score: float) -> None:
+    assert answers.exact(query(answer=reference), said(reply), {}) == score
+
+
+@given(st.integers() | st.floats(allow_nan=False, allow_infinity=False))
+def test_property_a_number_equals_itself_in_any_notation(number: float) -> None:
+    exact = Decimal(repr(number))
+    for reply in (repr(number), f"{exact:f}", f"{exact:e}", f"{exact:,f}", f" {exact:f}0"):
+        same = Decimal(reply.replace(",", "")) == exact
+        assert answers.exact(query(answer=number), said(reply), {}) == float(same), reply
+
+
+@pytest.mark.parametrize(
+    "reference", [None, float("nan"), float("inf"), -float("inf"), [], [None], ["7", None], {}]
+)
+@pytest.mark.parametrize("reward", [answers.exact, math])
+def test_a_reference_that_nothing_can_equal_is_an_error(reward: Any, reference: object) -> None:
+    for reply in ("7", "None", "nan", "null", "[]", ""):
+        with pytest.raises(answers.BadReferenceError, match="'answer' of the query is"):
+            reward(query(answer=reference), said(reply), {})
+
+
+@pytest.mark.parametrize("reference", [{"text": "7"}, [["7"]], [{"text": "7"}]])
+def test_a_reference_with_parts_is_an_error_that_says_how_to_name_one(reference: object) -> None:
+    with pytest.raises(answers.BadReferenceError, match=r"no single value.*answers\.text"):
+        answers.exact(query(answer=reference), said("7"), {})
+
+
+@pytest.mark.parametrize("reference", [True, "", " ", ["3", ""], ["3", True]])
+def test_a_reference_that_is_no_mathematics_is_an_error(reference: object) -> None:
+    with pytest.raises(answers.BadReferenceError, match="no mathematics"):
+        math(query(answer=reference), said("1"), {})
+
+
+@pytest.mark.parametrize("reference", [["7", ""], "", ["", "7"]])
+def test_a_reply_without_the_pattern_is_wrong_whatever_the_reference(reference: object) -> None:
+    pattern = r"answer: (.*)"
+    for reply in ("I do not know", ""):
+        assert answers.exact(query(answer=reference), said(reply), {}, reply_pattern=pattern) == 0.0
+
+
 @settings(max_examples=40)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_exact_is_equality_up_to_white_space(one: str, other: str) -> None:
     if "think>" in one:
         return
-    same = " ".join(one.split()) == " ".join(other.split())
+    same = normalize("NFC", " ".join(one.split())) == normalize("NFC", " ".join(other.split()))
     assert answers.exact(query(answer=other), said(one), {}) == float(same)
 
 
@@ -122,6 +252,15 @@ def test_a_schema_that_refers_to_the_network_fetches_nothing() -> None:
     remote = {"$ref": "http://127.0.0.1:9/schema.json"}
     with pytest.raises(Exception, match="schema"):
         answers.json_schema(query(), said("{}"), {}, json_schema=remote)
+
+
+def test_a_schema_of_the_query_may_be_text_and_must_be_a_schema() -> None:
+    task = query(shape='{"type": "integer"}')
+    assert answers.json_schema(task, said("3"), {}, field="shape") == 1.0
+    assert answers.json_schema(task, said("3.5"), {}, field="shape") == 0.0
+    for shape in (None, [], "", "integer", 3, True, {"type": "whole"}, '{"type": "whole"}'):
+        with pytest.raises(answers.BadReferenceError, match="'shape' of the query is"):
+            answers.json_schema(query(shape=shape), said("3"), {}, field="shape")
 
 
 def test_a_format_is_blocks_in_order() -> None:
@@ -155,6 +294,82 @@ def test_code_is_scored_by_the_tests_of_the_query() -> None:
     assert answers.passes_tests(query(tests=tests), said(half), {}) == 0.0
     assert answers.passes_tests(query(tests=tests), said(half), {}, partial=True) == 0.5
     assert answers.passes_tests(query(tests=tests), said("no code"), {}, partial=True) == 0.0
+
+
+def test_files_beside_tests_are_there_and_are_not_run() -> None:
+    """Data, helpers, a package, fixtures; a file of the solution's name is the reply's."""
+    files = {
+        "test_all.py": "from solution import f\nfrom helpers import two\n"
+        "def test_a(four): assert f(two()) == four\n",
+        "helpers.py": "import json\ndef two(): return json.load(open('data.json'))['two']\n"
+        "def test_helper(): assert False\n",
+        "data.json": '{"two": 2}',
+        "README.md": "# Tests\n",
+        "conftest.py": "import pytest\n@pytest.fixture\ndef four(): return 4\n",
+        "package/__init__.py": "",
+        "solution.py": "def f(n): ...\ndef test_stub(): assert False\n",
+        "broken.py": "not Python (",
+    }
+    right = said("```python\ndef f(n): return n * n\n```")
+    wrong = said("```python\ndef f(n): return n\n\ndef test_own(): ...\n```")
+    assert answers.passes_tests(query(tests=files), right, {}) == 1.0
+    assert answers.passes_tests(query(tests=files), wrong, {}, partial=True) == 0.0
+
+
+def test_tests_of_one_name_in_several_folders_are_all_run() -> None:
+    test = (
+        "from solution import f\nfrom {0}_helpers import N\ndef test_{0}(): assert f(N) == N * N\n"
+    )
+    files = {f"{one}/test_f.py": test.format(one) for one in "abc"}
+    files |= {f"{one}/{one}_helpers.py": f"N = {n}\n" for n, one in enumerate("abc")}
+    files |= {"c/__init__.py": "", "c/test_f.py": test.format("c").replace("from c_", "from .c_")}
+    right = said("```python\ndef f(n): return n * n\n```")
+    some = said("```python\ndef f(n): return n * n if n < 2 else 0\n```")
+    assert answers.passes_tests(query(tests=files), right, {}) == 1.0
+    assert answers.passes_tests(query(tests=files), some, {}) == 0.0
+    assert answers.passes_tests(query(tests=files), some, {}, partial=True) == pytest.approx(2 / 3)
+
+
+def test_tests_under_other_names_are_run_where_no_file_has_a_name_of_pytest() -> None:
+    files = {"checks.py": "from solution import f\ndef test_a(): assert f(2) == 4\n", "a.txt": ""}
+    assert answers.passes_tests(query(tests=files), said("def f(n): return n * n"), {}) == 1.0
+    assert answers.passes_tests(query(tests=files), said("def f(n): return n"), {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None,
+        float("nan"),
+        7,
+        True,
+        "",
+        " \n",
+        ["assert f(2) == 4"],
+        {},
+        {"test_a.py": None},
+        {"test_a.py": ["def test_a(): ..."]},
+        {"data.json": "{}"},
+        {"conftest.py": "", "solution.py": "def test_a(): ..."},
+        "def test_a(:",
+        {"test_a.py": "assert f(2) == "},
+    ],
+)
+def test_tests_that_cannot_be_run_are_an_error(tests: object) -> None:
+    with pytest.raises(answers.BadReferenceError, match="'tests' of the query is"):
+        answers.passes_tests(query(tests=tests), said("def f(n): return n * n"), {})
+
+
+def test_an_agent_that_said_nothing_gets_nothing() -> None:
+    turns, task = said("4"), query(answer="", tests="def test_a(): assert False")
+    other: dict[str, Any] = {"agent": "checker"}
+    assert answers.exact(task, turns, {}, **other) == {"checker": 0.0}
+    assert answers.regex(task, turns, {}, **other, pattern=".*") == {"checker": 0.0}
+    assert answers.length(task, turns, {}, **other, most=9, unit="words") == {"checker": 0.0}
+    assert answers.length(task, turns, {}, **other, most=9) == {"checker": 0.0}
+    assert answers.json_schema(task, turns, {}, **other, json_schema={}) == {"checker": 0.0}
+    assert answers.tags(task, turns, {}, **other, tags=["a"]) == {"checker": 0.0}
+    assert math(query(answer="4"), turns, {}, **other) == {"checker": 0.0}
 
 
 def test_the_agent_that_is_named_is_scored_and_rewarded_alone() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import random
 from collections.abc import Mapping
 from typing import Any, Final
@@ -26,12 +25,17 @@ _HELD_OUT_SEED: Final = 12345
 # How often a question is drawn anew that belongs to the other split.
 _DRAWS: Final = 1000
 _SIZE: Final = 2**31
+# Sets that make all their puzzles at once, or allow only few: their sizes, unless `size` is given.
+_SMALL_SETS: Final = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 5000)
+# Keys of objects that stand for what JSON lacks: tuples, and dicts with other keys than texts.
+_TUPLE: Final = "$tuple"
+_DICT: Final = "$dict"
 
 
 class PuzzleTasks:
     """Puzzles of one split; puzzle i is drawn from (split, seed, i) alone.
 
-    Each is {"question", "answer", "dataset", "entry"}; `entry` is what the scorer takes.
+    Each is {"question", "answer", "dataset", "entry"}; `entry_of(entry)` is what the scorer takes.
     Seeds may well draw the same question, so a hash of the question decides its split: none is in
     both.
     """
@@ -60,7 +64,8 @@ class PuzzleTasks:
                 close = difflib.get_close_matches(name, DATASETS)
                 raise _refused(name, f"there is none of {len(DATASETS)}", ", ".join(close))
             try:
-                self._sets[name] = reasoning_gym.create_dataset(name, seed=0, size=_SIZE, **own)
+                own = {"seed": 0, "size": _SMALL_SETS.get(name, _SIZE), **own}
+                self._sets[name] = reasoning_gym.create_dataset(name, **own)
             except (TypeError, AssertionError, ValueError) as error:
                 raise _refused(name, f"{error}", "its configuration") from error
 
@@ -71,18 +76,40 @@ class PuzzleTasks:
         draw = random.Random(f"{self._seed}:{self._split}:{index}")
         (name,) = draw.choices(self._names, self._weights)
         for _ in range(_DRAWS):
-            entry = self._sets[name][draw.randrange(_SIZE)]
+            entry = self._sets[name][draw.randrange(len(self._sets[name]))]
             digest = hashlib.sha256(entry["question"].lower().encode()).digest()[0]
             if (digest < _HELD_OUT) == (self._split == "held_out"):
-                # Scorers are called elsewhere, with JSON.
-                entry = json.loads(json.dumps(entry, default=str))
                 return {
                     "question": entry["question"],
                     "answer": entry["answer"],
                     "dataset": name,
-                    "entry": entry,
+                    "entry": _as_json(entry),  # scorers are called elsewhere
                 }
         raise LookupError(f"{name} has no question of the split {self._split}: too few of them")
+
+
+def entry_of(value: Any) -> Any:
+    """An entry as its data set made it, from the JSON in a query."""
+    if isinstance(value, list):
+        return [entry_of(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TUPLE}:
+        return tuple(entry_of(one) for one in value[_TUPLE])
+    pairs = value[_DICT] if value.keys() == {_DICT} else value.items()
+    return {entry_of(key): entry_of(one) for key, one in pairs}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {_TUPLE: [_as_json(one) for one in value]}
+    if isinstance(value, list):
+        return [_as_json(one) for one in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _as_json(one) for key, one in value.items()}
+        return {_DICT: [[_as_json(key), _as_json(one)] for key, one in value.items()]}
+    return value if isinstance(value, int | float) or value is None else str(value)
 
 
 def _refused(name: str, why: str, hint: str) -> EntrypointError:

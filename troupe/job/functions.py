@@ -59,7 +59,8 @@ class ReadyArguments(Section):
 
 
 class ExactArguments(ReadyArguments):
-    """`exact`: the reply is the query's answer, but for white space; of a list, one of them."""
+    """`exact`: the reply is the query's answer, or one of a list. White space does not count, and
+    numbers of the data are compared by value."""
 
     answer: str = Field(default="answer", min_length=1)
     """Field of the query that is compared."""
@@ -84,7 +85,7 @@ class MathArguments(ReadyArguments):
     boxed: bool = False
     """Only an answer in `\\boxed{}` counts."""
     digits: int = Field(default=6, ge=0, le=15)
-    """Decimals to which numbers have to agree."""
+    """Decimals to which numbers have to agree; below 0.1 counted after the leading zeros."""
 
     _patterns = field_validator("answer_pattern")(check_pattern)
 
@@ -106,7 +107,8 @@ class JsonSchemaArguments(ReadyArguments):
     json_schema: dict[str, Any] | None = None
     """The schema; its `$schema` says which draft, by default the newest."""
     field: str = ""
-    """Field of the query that has the schema, instead of `json_schema`."""
+    """Field of the query that has the schema, as an object or as JSON text, instead of
+    `json_schema`."""
 
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
@@ -165,11 +167,12 @@ class LengthArguments(ReadyArguments):
 
 
 class TestsArguments(ReadyArguments):
-    """`tests`: the code of the reply (its last fenced block, else all of it) passes the query's
-    tests, run by pytest in a sandbox."""
+    """`tests`: the code of the reply (its last fenced block of Python, else its last block, else
+    all of it) passes the query's tests, run by pytest in a sandbox."""
 
     tests: str = Field(default="tests", min_length=1)
-    """Field of the query with the tests: the text of a file, or files by name."""
+    """Field of the query with the tests: the text of a pytest file, or texts by file name, of which
+    `test_*.py` and `*_test.py` are run."""
     file: str = Field(default="solution.py", min_length=1)
     """Name of the file with the reply's code, which tests import."""
     partial: bool = False
@@ -184,7 +187,7 @@ class PuzzleArguments(ReadyArguments):
 
     reply_pattern: str = ""
     """Regular expression that cuts the answer out of the reply: its first group, where it matches
-    last. Default: all of it."""
+    last. Default: all of it. For answers of several lines: `"(?s)<answer>(.*?)</answer>"`."""
 
     _patterns = field_validator("reply_pattern")(check_pattern)
 

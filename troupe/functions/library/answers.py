@@ -7,17 +7,43 @@ last one of the trajectory for all agents, with a number from 0 to 1, times `wei
 
 from __future__ import annotations
 
+import ast
+import math
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from troupe.functions.declaration import reward
-from troupe.functions.library.code import run_pytest
-from troupe.model_output import read_json, read_reply
+from troupe.functions.library.code import TEST_FILES, run_pytest
+from troupe.model_output import read_blocks, read_json, read_reply, unfenced
+from troupe.outcomes import shown
 
-_FENCED: Final = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
 _SPACE: Final = re.compile(r"\s+")
 _NOT_JSON: Final = object()
+# Info strings of Python blocks: `python title="x"`, `Python3.11`, `{.py}`, `solution.py`.
+_PYTHON: Final = re.compile(r"(?:[{.\s]*i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE)
+# Minus signs and full-width characters that keyboards of other scripts produce, as ASCII.
+_ASCII: Final[dict[int, int | str]] = {
+    0x2212: "-",
+    **{0xFEE0 + code: code for code in range(0x21, 0x7F)},
+}
+_THOUSANDS: Final = re.compile(r"(?<![\d.])\d{1,3}(?:[,\s]\d{3})+(?![\d,])")
+_TESTS_REMEDY: Final = "Give the query the text of a pytest file, or texts by file name."
+_NO_TESTS: Final = ("conftest.py", "__init__.py")
+
+Reference = str | Decimal | bool
+"""A reference answer: a text, or a number or truth value of the data."""
+
+
+class BadReferenceError(ValueError):
+    """A field of the query holds nothing that a reply can be compared with."""
+
+    def __init__(self, field: str, value: object, why: str, remedy: str) -> None:
+        super().__init__(f"{field!r} of the query is {shown(value, 200)}: {why}. {remedy}")
 
 
 @reward(timeout_seconds=20)
@@ -35,12 +61,14 @@ def exact(
 ) -> float | dict[str, float]:
     """1 where the reply is the query's answer, or one of them where that is a list.
 
-    White space counts as one blank, around the text not at all. `answer_pattern` and
-    `reply_pattern` cut the compared parts out.
+    Texts are compared with white space folded, numbers of the data by their decimal value
+    (1.50 is 1.5), truth values as `true` and `false` in any case. `answer_pattern` and
+    `reply_pattern` cut the compared parts out. Raises `BadReferenceError`.
     """
-    said = _folded(cut(spoken(turns, agent), reply_pattern) or "", ignore_case)
-    wanted = [_folded(one, ignore_case) for one in references(query, answer, answer_pattern)]
-    return rewarded(float(said in wanted), agent, weight)
+    wanted = references(query, answer, answer_pattern)
+    said = cut(spoken(turns, agent), reply_pattern)
+    right = said is not None and any(_equals(said, one, ignore_case) for one in wanted)
+    return rewarded(float(right), agent, weight)
 
 
 @reward(timeout_seconds=20)
@@ -56,7 +84,9 @@ def regex(
 ) -> float | dict[str, float]:
     """1 where `pattern` is found in the reply, or is the `whole` of it."""
     find = re.fullmatch if whole else re.search
-    return rewarded(float(find(pattern, spoken(turns, agent)) is not None), agent, weight)
+    text = spoken(turns, agent)
+    found = text is not None and find(pattern, text) is not None
+    return rewarded(float(found), agent, weight)
 
 
 @reward(timeout_seconds=20)
@@ -71,14 +101,23 @@ def json_schema(
     weight: float = 1.0,
 ) -> float | dict[str, float]:
     """1 where the reply is JSON that follows a JSON schema: `json_schema`, or the query's
-    `field`. A fence around it is ignored."""
-    from jsonschema import validators
+    `field`, an object or its JSON text. A fence around the reply is ignored. Raises
+    `BadReferenceError`."""
+    from jsonschema import SchemaError, validators
     from referencing import Registry
 
-    schema = json_schema if json_schema is not None else data_of(query, field)
-    text = spoken(turns, agent).strip()
-    fenced = _FENCED.fullmatch(text)
-    value = read_json(fenced[1] if fenced else text, _NOT_JSON)
+    schema = json_schema
+    if schema is None:
+        given = data_of(query, field)
+        schema = read_json(given) if isinstance(given, str) else given
+        remedy = "Give the query an object that is a JSON schema, or its JSON text."
+        if not isinstance(schema, dict):
+            raise BadReferenceError(field, given, "it is not a JSON schema", remedy)
+        try:
+            validators.validator_for(schema).check_schema(schema)
+        except SchemaError as error:
+            raise BadReferenceError(field, given, error.message, remedy) from error
+    value = read_json(unfenced(spoken(turns, agent) or ""), _NOT_JSON)
     # An empty registry: references lead nowhere but into the schema, never to the network.
     validator = validators.validator_for(schema)(schema, registry=Registry())
     valid = value is not _NOT_JSON and validator.is_valid(value)
@@ -98,7 +137,7 @@ def tags(
 ) -> float | dict[str, float]:
     """1 where the reply consists of `<tag>...</tag>` for each of `tags`, once and in this order.
     `opened`: the prompt ends with the first opening tag."""
-    text = last_of(turns, agent)
+    text = last_of(turns, agent) or ""
     if opened:
         text = f"<{tags[0]}>{text}"
     parts = r"\s*".join(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags)
@@ -123,8 +162,10 @@ def length(
     """1 where the reply has `least` to `most` tokens (characters, words); beyond these bounds it
     falls linearly, to 0 at `margin` from them. Thoughts count."""
     text = last_of(turns, agent)
+    if text is None:
+        return rewarded(0.0, agent, weight)
     if unit == "tokens":
-        size = next((turn["tokens"] for turn in reversed(turns) if agent in ("", turn["agent"])), 0)
+        size = next(turn["tokens"] for turn in reversed(turns) if agent in ("", turn["agent"]))
     else:
         size = len(text.split()) if unit == "words" else len(text)
     over = max(size - most, least - size, 0)
@@ -152,15 +193,13 @@ def passes_tests(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the code of the reply, its last fenced block, passes the query's tests: a text, or
-    a dict of files. `partial`: the fraction that passes."""
-    text = spoken(turns, agent)
-    fenced = _FENCED.findall(text)
-    given = data_of(query, tests)
-    files = dict(given) if isinstance(given, dict) else {"test_solution.py": str(given)}
+    """1 where the code of the reply (`code_in`) passes the query's tests: a text, or a dict of
+    files, of which those that pytest takes for tests are run. `partial`: the fraction that passes.
+    Raises `BadReferenceError`."""
+    files = _files_of(query, tests)
     report = run_pytest(
-        paths=sorted(files),
-        files={**files, file: fenced[-1] if fenced else text},
+        paths=_test_paths(files, tests, file),
+        files={**files, file: code_in(spoken(turns, agent) or "")},
         seconds=seconds,
         isolated=True,
     )
@@ -184,30 +223,51 @@ def solves_puzzle(
     the right answer, and as much as it sees fit for others."""
     import reasoning_gym
 
+    from troupe.data.reasoning_gym import entry_of
+
     answer = cut(spoken(turns, agent), reply_pattern)
     score = reasoning_gym.get_score_answer_fn(data_of(query, "dataset"))
+    entry = entry_of(data_of(query, "entry"))
     given = None if answer is None else answer.strip()
-    return rewarded(float(score(given, data_of(query, "entry"))), agent, weight)
+    try:
+        value = score(given, entry)
+    except Exception:
+        # Several scorers raise for a malformed answer. For the right one they raise only if the
+        # entry is at fault.
+        score(entry["answer"], entry)
+        value = 0.0
+    return rewarded(float(value), agent, weight)
 
 
-def last_of(turns: Sequence[dict[str, Any]], agent: str) -> str:
-    """The last reply of `agent`, or of all agents; empty if there is none."""
-    said = (turn["response"] for turn in reversed(turns) if agent in ("", turn["agent"]))
-    return str(next(said, ""))
+def last_of(turns: Sequence[dict[str, Any]], agent: str) -> str | None:
+    """The last reply of `agent`, or of all agents; None if there is none."""
+    said = (str(turn["response"]) for turn in reversed(turns) if agent in ("", turn["agent"]))
+    return next(said, None)
 
 
-def spoken(turns: Sequence[dict[str, Any]], agent: str) -> str:
+def spoken(turns: Sequence[dict[str, Any]], agent: str) -> str | None:
     """`last_of` without thoughts."""
-    return read_reply(last_of(turns, agent)).content
+    text = last_of(turns, agent)
+    return None if text is None else read_reply(text).content
 
 
-def cut(text: str, pattern: str) -> str | None:
+def cut(text: str | None, pattern: str) -> str | None:
     """What the first group of `pattern` (without groups: all of it) matches last in `text`; all of
     the text without a pattern; None where it does not match."""
-    if not pattern:
+    if text is None or not pattern:
         return text
     *_, found = [None, *re.finditer(pattern, text)]
     return found and found[1 if found.re.groups else 0]
+
+
+def code_in(text: str) -> str:
+    """The Python code of a reply: its last block that is marked as Python, else its last block
+    without a language, else its last block; all of a reply without fenced blocks."""
+    blocks = [block for block in read_blocks(text) if block.info is not None]
+    python = [block for block in blocks if _PYTHON.match(block.info or "")]
+    unmarked = [block for block in blocks if not block.info]
+    chosen = python or unmarked or blocks
+    return chosen[-1].text if chosen else text
 
 
 def data_of(query: dict[str, Any], name: str) -> Any:
@@ -219,16 +279,47 @@ def data_of(query: dict[str, Any], name: str) -> Any:
     return data[name]
 
 
-def references(query: dict[str, Any], answer: str, pattern: str) -> list[str]:
-    """The query's answers as texts. Raises ValueError for one in which `pattern` is not found."""
+def references(query: dict[str, Any], answer: str, pattern: str) -> list[Reference]:
+    """The query's answers. Raises `BadReferenceError` for one that is missing or no single value,
+    and where `pattern` is not found in it."""
     given = data_of(query, answer)
-    found = []
-    for one in given if isinstance(given, list) else [given]:
-        part = cut(str(one), pattern)
+    found = [_reference(answer, one) for one in (given if isinstance(given, list) else [given])]
+    if not found:
+        remedy = "Leave such rows out, or list at least one answer."
+        raise BadReferenceError(answer, given, "it lists no answer", remedy)
+    if not pattern:
+        return found
+    parts = []
+    for one in found:
+        part = cut(written(one), pattern)
         if part is None:
-            raise ValueError(f"answer_pattern {pattern!r} is not found in {str(one)[-200:]!r}")
-        found.append(part)
-    return found
+            why = f"answer_pattern {pattern!r} is not found in it"
+            raise BadReferenceError(answer, written(one)[-200:], why, "Change the pattern.")
+        parts.append(part)
+    return list(parts)
+
+
+def plain_characters(text: str) -> str:
+    """`text` with typographic minus signs and full-width characters as ASCII."""
+    return text.translate(_ASCII)
+
+
+def read_number(text: str) -> Decimal | None:
+    """The decimal number that `text` is, if it is one: with an exponent, separators of thousands,
+    digits of any script or a typographic minus sign."""
+    text = plain_characters(text).strip()
+    if found := _THOUSANDS.search(text):
+        text = text.replace(found[0], re.sub(r"[,\s]", "", found[0]))
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def written(one: Reference) -> str:
+    """A reference as text: a number without an exponent."""
+    return f"{one:f}" if isinstance(one, Decimal) else str(one)
 
 
 def rewarded(value: float, agent: str, weight: float) -> float | dict[str, float]:
@@ -236,6 +327,60 @@ def rewarded(value: float, agent: str, weight: float) -> float | dict[str, float
     return {agent: value * weight} if agent else value * weight
 
 
+def _reference(field: str, one: Any) -> Reference:
+    if isinstance(one, str | bool):
+        return one
+    if isinstance(one, int | float) and math.isfinite(one):
+        # The shortest decimal that is this double: what the data says.
+        return Decimal(repr(one))
+    if one is None or isinstance(one, float):
+        why = "it is missing" if one is None or math.isnan(one) else "it is not finite"
+        remedy = "Leave such rows out: a field that `tasks.columns` names drops rows without it."
+    else:
+        why = "it is no single value"
+        remedy = "Name the part with the answer, as `tasks.columns: {answer: answers.text}` does."
+    raise BadReferenceError(field, one, why, remedy)
+
+
+def _equals(said: str, wanted: Reference, ignore_case: bool) -> bool:
+    if isinstance(wanted, Decimal):
+        return read_number(said) == wanted
+    if isinstance(wanted, bool):
+        return _folded(said, True) == str(wanted).lower()
+    return _folded(said, ignore_case) == _folded(wanted, ignore_case)
+
+
 def _folded(text: str, ignore_case: bool) -> str:
-    text = _SPACE.sub(" ", text).strip()
-    return text.casefold() if ignore_case else text
+    # Equal letters may be one character or a letter and its accent (Unicode, annex 15).
+    text = unicodedata.normalize("NFC", _SPACE.sub(" ", text).strip())
+    return unicodedata.normalize("NFC", text.casefold()) if ignore_case else text
+
+
+def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
+    """The query's test files by name."""
+    given = data_of(query, field)
+    files = given if isinstance(given, Mapping) else {"test_solution.py": given}
+    for name, content in files.items():
+        if not isinstance(content, str):
+            why = f"{name} is no text" if files is given else "it is neither a text nor files"
+            raise BadReferenceError(field, given, why, _TESTS_REMEDY)
+    return dict(files)
+
+
+def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str]:
+    """Those of `files` that are tests: by pytest's names, else all Python modules."""
+    modules = {
+        name: PurePosixPath(name).name
+        for name in sorted(files)
+        if name != solution and files[name].strip() and name.endswith(".py")
+    }
+    named = [n for n, last in modules.items() if any(fnmatch(last, one) for one in TEST_FILES)]
+    paths = named or [n for n, last in modules.items() if last not in _NO_TESTS]
+    if not paths:
+        raise BadReferenceError(field, dict(files), "it has no tests", _TESTS_REMEDY)
+    for name in paths:
+        try:
+            ast.parse(files[name])
+        except (SyntaxError, ValueError) as error:
+            raise BadReferenceError(field, files[name], f"{error}", _TESTS_REMEDY) from error
+    return paths

@@ -237,13 +237,17 @@ import pytest
 from _pytest.config import default_plugins
 for name in default_plugins:
     importlib.import_module("_pytest." + name)
-sys.path.insert(0, os.getcwd())
-sys.exit(pytest.main(sys.argv[1:]))
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+sys.exit(pytest.main(sys.argv[2:]))
 """
+_PYTHON_OPTIONS: Final = ("-P", "-s", "-c", _STARTS_PYTEST)
+# Test files of one name may lie in several folders: pytest's default would import only one of them.
 _PYTEST: Final = (
-    *("-P", "-s", "-c", _STARTS_PYTEST),
     *("-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"),
+    "--import-mode=importlib",
 )
+TEST_FILES: Final = ("test_*.py", "*_test.py")
+"""Names of files in which pytest looks for tests."""
 # Files in which pytest looks for its settings, in its order.
 _SETTINGS: Final = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 _FIXTURES: Final = "conftest.py"
@@ -326,11 +330,19 @@ def run_pytest(
         given = os.environ.get("TROUPE_REWARD_CORES", "0") != "0"
         cores = len(os.sched_getaffinity(0)) if given else 1
         targets = [str(_inside(path)) for path in paths or ["."]]
+        imported = os.pathsep.join(_import_folders(targets))
         began = time.perf_counter()
         programs, places = [], []
         for number, (share, workers) in enumerate(_shares(targets, cores)):
             report = Path(reports) / f"{number}.xml"
-            options = [*_PYTEST, *governed, f"--junitxml={report}", *workers]
+            options = [
+                *_PYTHON_OPTIONS,
+                imported,
+                *_PYTEST,
+                *governed,
+                f"--junitxml={report}",
+                *workers,
+            ]
             options += ["-k", keyword] if keyword else []
             options += [word for plugin in plugins or () for word in ("-p", plugin)]
             programs.append(_python([*options, "--", *share]))
@@ -384,11 +396,23 @@ def _test_files(targets: list[str]) -> set[Path]:
     found: set[Path] = set()
     for target in map(Path, targets):
         if target.is_dir():
-            for pattern in ("test_*.py", "*_test.py"):
+            for pattern in TEST_FILES:
                 found.update(target.rglob(pattern))
         else:
             found.add(target)
     return found
+
+
+def _import_folders(targets: list[str]) -> list[str]:
+    """Folders from which tests import: the working directory, and the folders above packages that
+    test files lie in, as pytest's default puts them on the import path."""
+    folders = [Path.cwd()]
+    for path in sorted(_test_files(targets)):
+        folder = path.parent
+        while (folder / "__init__.py").is_file() and folder != folders[0]:
+            folder = folder.parent
+        folders.append(folder)
+    return list(dict.fromkeys(map(str, folders)))
 
 
 def _governed(files: Mapping[str, str] | None) -> list[str]:
@@ -421,7 +445,7 @@ def _write(files: dict[str, str]) -> list[str]:
     for path, content in files.items():
         target = _inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(content)
+        target.write_text(content, encoding="utf-8")
     return sorted(files)
 
 

@@ -24,7 +24,8 @@ from typing import Any, Final
 import httpx
 
 from troupe.functions.declaration import reward
-from troupe.model_output import read_json, read_reply
+from troupe.functions.library.answers import BadReferenceError, data_of
+from troupe.model_output import read_json, read_reply, unfenced
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
 # HTTP statuses after which a request is repeated.
@@ -173,7 +174,6 @@ a score from $lowest (worst) to $highest (best).
 """
 RUBRIC: Final = "Judge how correct, complete and to the point the answer is."
 _FIELDS: Final = ("task", "answer", "conversation", "rubric", "lowest", "highest", "tag")
-_FENCE: Final = "```"
 
 
 class JudgeError(Exception):
@@ -224,9 +224,12 @@ def judge(
     replies = [turn for turn in turns if agent in ("", turn["agent"])]
     if not replies:
         raise JudgeError("bad_template", f"agent {agent!r} said nothing")
-    data = query["data"]
+    data = data_of(query, task) if task else json.dumps(query["data"], ensure_ascii=False, indent=1)
+    if data is None:
+        remedy = "Leave such rows out, or name another field as `task`."
+        raise BadReferenceError(task, data, "there is nothing to judge by", remedy)
     values = {
-        "task": str(data[task]) if task else json.dumps(data, ensure_ascii=False, indent=1),
+        "task": str(data),
         "answer": replies[-1]["response"],
         "conversation": "\n\n".join(f"{turn['agent']}: {turn['response']}" for turn in turns),
         "rubric": rubric,
@@ -272,10 +275,7 @@ def judge(
 def read_score(reply: str, lowest: float, highest: float) -> float:
     """The score of a reply that is one JSON object, fenced or not, after any thoughts. Raises
     ValueError."""
-    text = read_reply(reply).content.strip()
-    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) >= 2 * len(_FENCE):
-        text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
-    found = read_json(text)
+    found = read_json(unfenced(read_reply(reply).content))
     if not isinstance(found, dict):
         raise ValueError("not one JSON object")
     score = found.get("score")
