@@ -74,3 +74,45 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
     status, _, err = run("job", "validate", str(path), "--imports", "--set", "tasks.dataset=no.csv")
     assert status == 2
     assert err.startswith("error: tasks.dataset = no.csv: there is no such file or folder")
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "said"),
+    [
+        ("{ready: exact}", '{"q": "a", "answer": "1"}\n{"q": "b", "answer": null}\n', "is missing"),
+        ("{ready: exact}", '{"q": "a", "answer": {"text": "1"}}\n', "no single value"),
+        ("{ready: exact}", '{"q": "a"}\n', "no field 'answer'"),
+        (r"{ready: math, arguments: {answer_pattern: '#(.*)'}}", '{"answer": "7"}\n', "not found"),
+        ("{ready: math}", '{"answer": ["7", ""]}\n', "no mathematics"),
+        (
+            "{ready: json_schema, arguments: {field: s}}",
+            '{"s": "{}"}\n{"s": "x"}\n',
+            "no JSON schema",
+        ),
+        ("{ready: exact}", '{"q": "a", "answer": 1}\n', None),
+        ("{ready: math}", '{"q": "a", "answer": "1/2"}\n', None),
+        ("{ready: tests}", '{"q": "a", "tests": "def test_a(): ..."}\n', None),
+    ],
+)
+def test_references_that_a_ready_reward_cannot_use_are_named(
+    run: Run,
+    job_yaml: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: str,
+    rows: str,
+    said: str | None,
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("rows.jsonl").write_text(rows)
+    path = job(job_yaml, team="async def solve(query, agents, tools): ...")
+    text = path.read_text().replace('{source: "imported_tasks:Tasks"}', "{dataset: rows.jsonl}")
+    path.write_text(text)
+    more = ("--set", f"rewards.right={reward}")
+    status, _, err = run("job", "validate", str(path), "--imports", *more)
+    if said is None:
+        assert (status, err) == (0, "")
+    else:
+        assert status == 2
+        assert err.startswith("error: rewards.right.arguments.")
+        assert said in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from troupe.functions.library.answers import solves_puzzle
 from troupe.job.data import TasksSpec
 from troupe.workflow.errors import EntrypointError
 
-# As in docs/data.md: `.` matches newlines, too.
 PATTERN = "(?s)<answer>(.*?)</answer>"
 # Sets whose answers have several lines, whose entries have tuples or dicts with numbers as keys, or
 # whose scorers raise for wrong answers. The others are in the slow suite.
@@ -63,6 +63,11 @@ def test_the_own_answer_of_a_puzzle_is_right_after_its_way_through_json(name: st
             except Exception:
                 expected = 0.0
             assert scored(item, wrong) == expected
+
+
+def test_the_pattern_of_the_documentation_is_the_one_that_is_tested() -> None:
+    text = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    assert f"reply_pattern: '{PATTERN}'" in text
 
 
 def test_an_entry_that_its_scorer_cannot_use_is_an_error() -> None:

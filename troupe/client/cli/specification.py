@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from troupe.client.cli import options
-from troupe.data.tasks import open_tasks
+from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.devices import Device, parse_devices
 from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
@@ -38,6 +38,7 @@ from troupe.job.sizing import (
     read_shape,
     setup_of,
 )
+from troupe.outcomes import shown
 from troupe.rpc.errors import TroupeError
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
 )
+# Rewards that look at the reference before the reply, and how many rows of a split they are tried
+# on: mathematics takes some milliseconds for each.
+_COMPARING: Final = ("exact", "math", "json_schema")
+_TRIED_ROWS: Final = 100
 # What errors call the value of an assignment.
 _VALUE: Final = "its value"
 _INTRO = """# Job reference
@@ -372,27 +377,52 @@ def read_data(job: JobSpec) -> list[str]:
                     for name, policy in job.policies.items()
                 },
             )
-        notes = []
+        notes: list[str] = []
+        problems: list[FieldProblem] = []
         for field, tasks in wanted:
             evaluated = field in sets
             splits = ["held_out"] if evaluated else ["train"]
             if field == "tasks" and job.tasks is not None and job.tasks.holds_out:
                 splits.append("held_out")
             for split in splits:
-                notes += open_tasks(
+                opened = open_tasks(
                     tasks,
                     split,
                     job.seed,
                     field=field,
                     count_tokens=count_tokens,
                     whole=evaluated,
-                ).notes
-        return notes
+                )
+                notes += opened.notes
+                # Rewards score trajectories, not demonstrations.
+                if field not in learned and not any(one.source for one in tasks.every.values()):
+                    problems += _bad_references(job, opened)
     except (WorkflowError, TroupeError) as error:
         problem = FieldProblem(
             error.field or "tasks", error.value or "", error.message, error.remedy or ""
         )
         raise JobSpecError([problem]) from error
+    if problems:
+        raise JobSpecError(problems)
+    return notes
+
+
+def _bad_references(job: JobSpec, tasks: TaskSplit) -> Iterator[FieldProblem]:
+    """For each ready reward that compares replies with a reference, the first row that has none
+    that it can use."""
+    rows = [tasks[number] for number in range(min(len(tasks), _TRIED_ROWS))]
+    for name, reward in job.rewards.items():
+        if reward.ready not in _COMPARING or reward.code is None:
+            continue
+        compare = load_attribute(reward.code, f"rewards.{name}.ready")
+        for argument, field in reward.query_fields.items():
+            for row in rows:
+                try:
+                    compare({"data": row}, [], {}, **reward.arguments)  # without any reply
+                except ValueError as error:
+                    message = f"{error} (row {shown(row, 200)} of {tasks.source})"
+                    yield FieldProblem(f"rewards.{name}.arguments.{argument}", field, message, "")
+                    break
 
 
 def _load_own(entrypoint: str, field: str) -> Any:

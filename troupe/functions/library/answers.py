@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any, Final
 
 from troupe.functions.declaration import reward
@@ -112,7 +113,7 @@ def json_schema(
         schema = read_json(given) if isinstance(given, str) else given
         remedy = "Give the query an object that is a JSON schema, or its JSON text."
         if not isinstance(schema, dict):
-            raise BadReferenceError(field, given, "it is not a JSON schema", remedy)
+            raise BadReferenceError(field, given, "it is no JSON schema", remedy)
         try:
             validators.validator_for(schema).check_schema(schema)
         except SchemaError as error:
@@ -372,7 +373,7 @@ def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str
     modules = {
         name: PurePosixPath(name).name
         for name in sorted(files)
-        if name != solution and files[name].strip() and name.endswith(".py")
+        if normpath(name) != normpath(solution) and files[name].strip() and name.endswith(".py")
     }
     named = [n for n, last in modules.items() if any(fnmatch(last, one) for one in TEST_FILES)]
     paths = named or [n for n, last in modules.items() if last not in _NO_TESTS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math as floats
 import re
 import threading
-from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any, Final
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -21,7 +21,6 @@ from troupe.functions.declaration import reward
 from troupe.functions.library.answers import (
     BadReferenceError,
     plain_characters,
-    read_number,
     references,
     rewarded,
     spoken,
@@ -35,12 +34,14 @@ _PRECISION: Final = 15
 # Texts with one of these are LaTeX that math-verify finds by itself.
 _MARKED: Final = ("$", "\\(", "\\[", "\\boxed")
 _BOXED: Final = "\\boxed"
-# Numbers with an exponent, which math-verify takes for a multiple of Euler's number, or cuts off at
-# the `e`. In LaTeX `2e-1` is one, and only `2e-01`, as programs write it, has an exponent.
-_EXPONENT: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?![\w^]|\.\d)")
-_PROGRAM_EXPONENT: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?[eE][-+]\d{2,3}(?![\w^]|\.\d)")
-# Decimals beyond which a double is 0.
-_MOST_DECIMALS: Final = 330
+# Numbers with an exponent, which math-verify takes for multiples of Euler's number, or cuts off at
+# the `e`; and those that can only be numbers, since programs write exponents so: `2e-01`.
+_EXPONENT, _PROGRAM_EXPONENT = (
+    re.compile(rf"(?<![\w.])-?\d+(?:\.\d+)?[eE]{exponent}(?![\w^]|\.\d)")
+    for exponent in (r"[-+]?\d{1,3}", r"[-+]\d{2,3}")
+)
+# No double other than 0 has more.
+_MOST_ZEROS: Final = 330
 
 
 @reward(timeout_seconds=60, memory_mib=1024)
@@ -59,57 +60,58 @@ def math(
     """1 where the final answer of the reply equals the query's.
 
     `answer_pattern` cuts the reference out of the field. `boxed`: only an answer in a box counts.
-    What takes too long to parse or to compare is wrong. Raises ValueError for a reference that is
-    no mathematics.
+    What takes too long to parse or to compare is wrong. Raises `BadReferenceError`.
     """
     seconds = _seconds()
-    said = _with_decimals(spoken(turns, agent) or "")
+    said = spoken(turns, agent) or ""
     if boxed and _BOXED not in said:
         return rewarded(0.0, agent, weight)
     # A box that is there comes before anything else that looks like an answer.
     latex = LatexExtractionConfig(boxed_match_priority=0)
-    reply = parse(
-        said,
-        extraction_config=[latex] if boxed else [latex, ExprExtractionConfig()],
-        parsing_timeout=seconds,
-    )
+    targets = [latex] if boxed else [latex, ExprExtractionConfig()]
+    reply = [
+        found
+        for text in _readings(said)
+        for found in parse(text, extraction_config=targets, parsing_timeout=seconds)
+    ]
     right = False
     for reference in references(query, answer, answer_pattern):
-        one = _with_decimals(written(reference), _PROGRAM_EXPONENT)
-        text = one if any(mark in one for mark in _MARKED) else f"${one}$"
+        one = _in_decimals(plain_characters(written(reference)), _PROGRAM_EXPONENT)
+        text = one if _is_latex(one) else f"${one}$"
         gold = parse(text, parsing_timeout=seconds) or parse(one, parsing_timeout=seconds)
         if not gold or isinstance(reference, bool):
             remedy = "Give the query a number, an expression or LaTeX, or use `exact`."
-            raise BadReferenceError(answer, one, "it is no mathematics", remedy)
-        zeros = _leading_zeros([*gold, *reply], seconds)
-        right = right or verify(
-            gold,
-            reply,
-            float_rounding=digits + zeros,
-            numeric_precision=_PRECISION + zeros,
-            timeout_seconds=seconds,
-        )
+            raise BadReferenceError(answer, reference, "it is no mathematics", remedy)
+        right = right or _equal(gold, reply, digits, seconds)
     return rewarded(float(right), agent, weight)
 
 
-def _with_decimals(text: str, pattern: re.Pattern[str] | None = None) -> str:
-    """`text` in ASCII digits, with decimals in place of numbers with an exponent."""
-    text = plain_characters(text)
-    if pattern is None:
-        latex = any(mark in text for mark in _MARKED)
-        pattern = _PROGRAM_EXPONENT if latex else _EXPONENT
-    return pattern.sub(lambda found: f"{read_number(found[0]):f}", text)
+def _is_latex(text: str) -> bool:
+    return any(mark in text for mark in _MARKED)
 
 
-def _leading_zeros(expressions: Iterable[Any], seconds: int | None) -> int:
-    """How many zeros follow the decimal point of the smallest number in `expressions`; rounding
-    that ignores them would make small numbers equal."""
+def _readings(text: str) -> list[str]:
+    """The texts that a reply may mean: in LaTeX `2e-1` is a number or a multiple of Euler's."""
+    plain = plain_characters(text)
+    decimal = _in_decimals(plain, _EXPONENT)
+    return list(dict.fromkeys([decimal, plain])) if _is_latex(plain) else [decimal]
 
-    def count() -> int:
+
+def _in_decimals(text: str, numbers: re.Pattern[str]) -> str:
+    """`text` with the `numbers` in it, which have exponents, written without these."""
+    return numbers.sub(lambda found: f"{Decimal(found[0]):f}", text)
+
+
+def _equal(gold: list[Any], reply: list[Any], digits: int, seconds: int | None) -> bool:
+    """Whether math-verify takes one of `gold` and one of `reply` for equal.
+
+    It rounds to a number of decimals, and would round small numbers to 0: those grow by the zeros
+    behind the decimal point of the smallest number.
+    """
+
+    def count_zeros() -> int:
         most = 0
-        for expression in expressions:
-            if isinstance(expression, str):
-                continue
+        for expression in (one for one in (*gold, *reply) if not isinstance(one, str)):
             matrix = isinstance(expression, MatrixBase)
             parts = preorder_traversal(Tuple(*expression.flat()) if matrix else expression)
             for part in parts:
@@ -118,12 +120,21 @@ def _leading_zeros(expressions: Iterable[Any], seconds: int | None) -> int:
                     size = abs(part.doit().evalf(2))
                     if size.is_Float and 0 < size < 1:
                         most = max(most, -floats.floor(floats.log10(size)) - 1)
-        return min(most, _MOST_DECIMALS)
+        return min(most, _MOST_ZEROS)
 
     try:
-        return int(timeout(seconds)(count)())
+        zeros = timeout(seconds)(count_zeros)()
     except (Exception, TimeoutException):  # sympy raises errors of many kinds
-        return 0
+        zeros = 0
+    return bool(
+        verify(
+            gold,
+            reply,
+            float_rounding=digits + zeros,
+            numeric_precision=_PRECISION + zeros,
+            timeout_seconds=seconds,
+        )
+    )
 
 
 def _seconds() -> int | None:
