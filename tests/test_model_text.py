@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.functions.library.judge import read_score
-from troupe.model_output import DEEPEST, Parsed, read_blocks, read_json, read_reply, unfenced
+from troupe.model_output import (
+    DEEPEST,
+    Parsed,
+    read_blocks,
+    read_fenced_json,
+    read_json,
+    read_reply,
+)
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.interface import Observation
@@ -55,7 +62,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "canonical": canonical,
     "judge": scored,
     "blocks": read_blocks,
-    "fence": unfenced,
+    "fenced json": read_fenced_json,
     "move": moved,
     "numbers": numbers,
     "rendering": rendered,

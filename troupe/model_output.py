@@ -317,10 +317,10 @@ _NEWLINE: Final = re.compile(r"\r\n?|\n")
 _CONTAINERS: Final = re.compile(r"(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])(?=[ \t]))*")
 _QUOTE: Final = re.compile(r"(?:[ \t]{0,3}> ?)+")
 _FENCE: Final = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})(.*)")
-# Only one word may follow a fence behind other text: a sentence about fences opens no block.
-_LATE_FENCE: Final = re.compile(r"([^`]*(?:`{1,2}[^`]+)*?)(?<!`)(`{3,})([^\s`]*)[ \t]*")
+_LATE_FENCE: Final = re.compile(r"([^`]*(?:`{1,2}[^`]+)*?)(?<!`)(`{3,})([^`]*)")
 _CLOSING: Final = re.compile(r"[\s>]*(`{3,}|~{3,})[ \t]*(?:</.*)?")
-_MARKDOWN: Final = frozenset({"markdown", "md"})
+_MARKDOWN: Final = re.compile(r"(?:markdown|md)(?!\S)", re.IGNORECASE)
+_NOTHING: Final = object()
 
 
 def read_blocks(text: str) -> list[TextBlock]:
@@ -335,24 +335,22 @@ def read_blocks(text: str) -> list[TextBlock]:
     """
     blocks: list[TextBlock] = []
     for block in _split(text):
-        inner = _split(block.text) if _word(block.info) in _MARKDOWN else []
+        inner = _split(block.text) if _MARKDOWN.match(block.info or "") else []
         blocks += inner if any(one.info is not None for one in inner) else [block]
     return blocks
 
 
-def unfenced(text: str) -> str:
-    """The content of a text that consists of one fenced block or one code span, else `text`."""
+def read_fenced_json(text: str, otherwise: Any = None) -> Any:
+    """`read_json` of a text that may be one fenced block or one code span."""
     text = text.strip()
-    ticks = len(text) - len(text.lstrip("`"))
-    inside = text[ticks : len(text) - ticks]
-    if ticks and "\n" not in inside and text == f"{'`' * ticks}{inside}{'`' * ticks}":
-        return inside[4:] if _word(inside) == "json" else inside
     blocks = _split(text)
-    return blocks[0].text if len(blocks) == 1 and blocks[0].info is not None else text
-
-
-def _word(info: str | None) -> str:
-    return next(iter((info or "").split()), "").lower()
+    fenced = blocks[0].text if len(blocks) == 1 and blocks[0].info is not None else text
+    # The JSON may begin or end in the line of a fence, or be in a code span.
+    ticks = len(text) - len(text.lstrip("`"))
+    bare = text[ticks:-ticks] if ticks and text.endswith("`" * ticks) else text
+    bare = bare[4:] if bare[:4].lower() == "json" else bare
+    value = read_json(fenced, _NOTHING)
+    return read_json(bare, otherwise) if value is _NOTHING else value
 
 
 def _split(text: str) -> list[TextBlock]:
@@ -382,7 +380,9 @@ def _opening(line: str) -> _Fence | None:
         return _Fence("", run, info.strip(), len(before.expandtabs(4)), ">" in before)
     if found := _LATE_FENCE.fullmatch(line):
         before, run, info = found.groups()
-        return _Fence(before, run, info, _column(line), quoted=False)
+        # A sentence about fences opens no block.
+        if before.rstrip().endswith((":", ">")) or len(f"{run}{info}".split()) == 1:
+            return _Fence(before, run, info.strip(), _column(line), quoted=False)
     return None
 
 

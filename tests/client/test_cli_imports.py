@@ -80,14 +80,14 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
     ("reward", "rows", "said"),
     [
         ("{ready: exact}", '{"q": "a", "answer": "1"}\n{"q": "b", "answer": null}\n', "is missing"),
-        ("{ready: exact}", '{"q": "a", "answer": {"text": "1"}}\n', "no single value"),
+        ("{ready: exact}", '{"q": "a", "answer": {"text": "1"}}\n', "not a single value"),
         ("{ready: exact}", '{"q": "a"}\n', "no field 'answer'"),
         (r"{ready: math, arguments: {answer_pattern: '#(.*)'}}", '{"answer": "7"}\n', "not found"),
-        ("{ready: math}", '{"answer": ["7", ""]}\n', "no mathematics"),
+        ("{ready: math}", '{"answer": ["7", ""]}\n', "not mathematics"),
         (
             "{ready: json_schema, arguments: {field: s}}",
             '{"s": "{}"}\n{"s": "x"}\n',
-            "no JSON schema",
+            "not a JSON schema",
         ),
         ("{ready: exact}", '{"q": "a", "answer": 1}\n', None),
         ("{ready: math}", '{"q": "a", "answer": "1/2"}\n', None),

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from troupe.functions.library.answers import code_in, json_schema
 from troupe.functions.library.judge import read_score
-from troupe.model_output import read_blocks, unfenced
+from troupe.model_output import read_blocks, read_fenced_json
 
 CODE = "def f(n):\n    return n * n\n"
 DOCUMENTED = 'def f(n):\n    """\n    ```\n    f(2)\n    ```\n    """\n    return n * n\n'
@@ -45,6 +45,9 @@ def indented(text: str, by: str) -> str:
         "`````python",
         "   ```python",
         "Here it is: ```python",
+        "Here it is: ``` python",
+        'Here it is: ```python title="x"',
+        "\N{ZERO WIDTH NO-BREAK SPACE}```python",
         "`f` is this: ```",
         "<answer>```python",
     ],
@@ -83,6 +86,7 @@ def test_code_is_found_behind_any_opening_fence(opening: str, newline: str) -> N
         f"```\nfirst draft\n```\n```\n{CODE}```",
         CODE,
         f"Put it into ``` and then\n```python\n{CODE}```",
+        f"Put it into ``` fences\n```python\n{CODE}```",
         f"Not ```this``` one:\n```python\n{CODE}```",
     ],
 )
@@ -119,6 +123,9 @@ def test_property_blocks_are_those_of_a_commonmark_parser(given_lines: list[str]
         '```json\n{"score": 0.5}',
         '```json {"score": 0.5}```',
         '```{"score": 0.5}```',
+        '```{"score":\n0.5}\n```',
+        '```json {"score":\n0.5}```',
+        '```JSON{"score": 0.5}\n```',
         '`{"score": 0.5}`',
         '<think>```json\n{"score": 1}\n```</think>\n```Json\n{"score": 0.5}\n```',
     ],
@@ -131,7 +138,8 @@ def test_json_is_read_whatever_its_fence_looks_like(reply: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["```", "````", "``", "```json\n```", "a ```json\n{}\n```", "```json\n{}\n```\n[]"]
+    "text",
+    ["```", "````", "``", "```json\n```", "a ```json\n{}\n```", "```json\n{}\n```\n[]", "json"],
 )
-def test_a_text_that_is_more_or_less_than_a_fence_stays_as_it_is(text: str) -> None:
-    assert unfenced(text) == text
+def test_a_text_that_is_more_or_less_than_fenced_json_is_none(text: str) -> None:
+    assert read_fenced_json(text) is None

@@ -206,13 +206,13 @@ def test_a_reference_that_nothing_can_equal_is_an_error(reward: Any, reference: 
 
 @pytest.mark.parametrize("reference", [{"text": "7"}, [["7"]], [{"text": "7"}]])
 def test_a_reference_with_parts_is_an_error_that_says_how_to_name_one(reference: object) -> None:
-    with pytest.raises(answers.BadReferenceError, match=r"no single value.*answers\.text"):
+    with pytest.raises(answers.BadReferenceError, match=r"not a single value.*answers\.text"):
         answers.exact(query(answer=reference), said("7"), {})
 
 
 @pytest.mark.parametrize("reference", [True, "", " ", ["3", ""], ["3", True]])
-def test_a_reference_that_is_no_mathematics_is_an_error(reference: object) -> None:
-    with pytest.raises(answers.BadReferenceError, match="no mathematics"):
+def test_a_reference_that_is_not_mathematics_is_an_error(reference: object) -> None:
+    with pytest.raises(answers.BadReferenceError, match="not mathematics"):
         math(query(answer=reference), said("1"), {})
 
 
@@ -313,6 +313,7 @@ def test_files_beside_tests_are_there_and_are_not_run() -> None:
         "package/__init__.py": "",
         "solution.py": "def f(n): ...\ndef test_stub(): assert False\n",
         "broken.py": "not Python (",
+        "of_another_row.py": None,
     }
     right = said("```python\ndef f(n): return n * n\n```")
     wrong = said("```python\ndef f(n): return n\n\ndef test_own(): ...\n```")

@@ -20,14 +20,14 @@ from typing import Any, Final
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.code import TEST_FILES, run_pytest
-from troupe.model_output import read_blocks, read_json, read_reply, unfenced
+from troupe.model_output import read_blocks, read_fenced_json, read_json, read_reply
 from troupe.outcomes import shown
 
 _SPACE: Final = re.compile(r"\s+")
 _NOT_JSON: Final = object()
 # Info strings of Python blocks: `python title="x"`, `Python3.11`, `{.py}`, `solution.py`.
 _PYTHON: Final = re.compile(r"(?:[{.\s]*i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE)
-# Minus signs and full-width characters that keyboards of other scripts produce, as ASCII.
+# The typographic minus sign and full-width characters, as ASCII.
 _ASCII: Final[dict[int, int | str]] = {
     0x2212: "-",
     **{0xFEE0 + code: code for code in range(0x21, 0x7F)},
@@ -60,7 +60,7 @@ def exact(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the reply is the query's answer, or one of them where that is a list.
+    """1 where the reply is the query's answer, or one of them if the answer is a list.
 
     Texts are compared with white space folded, numbers of the data by their decimal value
     (1.50 is 1.5), truth values as `true` and `false` in any case. `answer_pattern` and
@@ -113,12 +113,12 @@ def json_schema(
         schema = read_json(given) if isinstance(given, str) else given
         remedy = "Give the query an object that is a JSON schema, or its JSON text."
         if not isinstance(schema, dict):
-            raise BadReferenceError(field, given, "it is no JSON schema", remedy)
+            raise BadReferenceError(field, given, "it is not a JSON schema", remedy)
         try:
             validators.validator_for(schema).check_schema(schema)
         except SchemaError as error:
             raise BadReferenceError(field, given, error.message, remedy) from error
-    value = read_json(unfenced(spoken(turns, agent) or ""), _NOT_JSON)
+    value = read_fenced_json(spoken(turns, agent) or "", _NOT_JSON)
     # An empty registry: references lead nowhere but into the schema, never to the network.
     validator = validators.validator_for(schema)(schema, registry=Registry())
     valid = value is not _NOT_JSON and validator.is_valid(value)
@@ -338,7 +338,7 @@ def _reference(field: str, one: Any) -> Reference:
         why = "it is missing" if one is None or math.isnan(one) else "it is not finite"
         remedy = "Leave such rows out: a field that `tasks.columns` names drops rows without it."
     else:
-        why = "it is no single value"
+        why = "it is not a single value"
         remedy = "Name the part with the answer, as `tasks.columns: {answer: answers.text}` does."
     raise BadReferenceError(field, one, why, remedy)
 
@@ -360,12 +360,16 @@ def _folded(text: str, ignore_case: bool) -> str:
 def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
     """The query's test files by name."""
     given = data_of(query, field)
-    files = given if isinstance(given, Mapping) else {"test_solution.py": given}
+    if isinstance(given, str):
+        return {"test_solution.py": given}
+    if not isinstance(given, Mapping):
+        raise BadReferenceError(field, given, "it is neither text nor files", _TESTS_REMEDY)
+    # Tables give every row all the names that some row has, with null for the others.
+    files = {name: content for name, content in given.items() if content is not None}
     for name, content in files.items():
         if not isinstance(content, str):
-            why = f"{name} is no text" if files is given else "it is neither a text nor files"
-            raise BadReferenceError(field, given, why, _TESTS_REMEDY)
-    return dict(files)
+            raise BadReferenceError(field, given, f"{name} is not text", _TESTS_REMEDY)
+    return files
 
 
 def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str]:

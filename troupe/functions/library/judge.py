@@ -25,7 +25,7 @@ import httpx
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import BadReferenceError, data_of
-from troupe.model_output import read_json, read_reply, unfenced
+from troupe.model_output import read_fenced_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
 # HTTP statuses after which a request is repeated.
@@ -275,7 +275,7 @@ def judge(
 def read_score(reply: str, lowest: float, highest: float) -> float:
     """The score of a reply that is one JSON object, fenced or not, after any thoughts. Raises
     ValueError."""
-    found = read_json(unfenced(read_reply(reply).content))
+    found = read_fenced_json(read_reply(reply).content)
     if not isinstance(found, dict):
         raise ValueError("not one JSON object")
     score = found.get("score")

@@ -81,7 +81,7 @@ def math(
         gold = parse(text, parsing_timeout=seconds) or parse(one, parsing_timeout=seconds)
         if not gold or isinstance(reference, bool):
             remedy = "Give the query a number, an expression or LaTeX, or use `exact`."
-            raise BadReferenceError(answer, reference, "it is no mathematics", remedy)
+            raise BadReferenceError(answer, reference, "it is not mathematics", remedy)
         right = right or _equal(gold, reply, digits, seconds)
     return rewarded(float(right), agent, weight)
 
