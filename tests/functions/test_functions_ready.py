@@ -138,6 +138,9 @@ def test_texts_are_compared_without_regard_to_white_space() -> None:
         ("a\N{NO-BREAK SPACE}b", "a b", 1.0),
         ("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "cafe\N{COMBINING ACUTE ACCENT}", 1.0),
         ("x\N{SUPERSCRIPT TWO}", "x2", 0.0),
+        ("-5", "\N{MINUS SIGN}5", 1.0),
+        ("7", "\N{FULLWIDTH DIGIT SEVEN}", 1.0),
+        ("A", "\N{FULLWIDTH LATIN CAPITAL LETTER A}", 1.0),
         # numbers of the data by their decimal value,
         (7, "7", 1.0),
         (7, "7.0", 1.0),
@@ -164,6 +167,7 @@ def test_texts_are_compared_without_regard_to_white_space() -> None:
         (1e300, "1" + "0" * 300, 1.0),
         (123456789012345678901234567890, "123456789012345678901234567890", 1.0),
         (123456789012345678901234567890, "123456789012345678901234567891", 0.0),
+        (10**400, "1" + "0" * 400, 1.0),
         (1234567.5, "1,234,567.5", 1.0),
         (1234567, "1\N{NARROW NO-BREAK SPACE}234\N{NARROW NO-BREAK SPACE}567", 1.0),
         (1234, "1,23,4", 0.0),
@@ -228,7 +232,8 @@ def test_a_reply_without_the_pattern_is_wrong_whatever_the_reference(reference: 
 def test_exact_is_equality_up_to_white_space(one: str, other: str) -> None:
     if "think>" in one:
         return
-    same = normalize("NFC", " ".join(one.split())) == normalize("NFC", " ".join(other.split()))
+    plain = (normalize("NFC", " ".join(answers.plain_characters(t).split())) for t in (one, other))
+    same = len(set(plain)) == 1
     assert answers.exact(query(answer=other), said(one), {}) == float(same)
 
 

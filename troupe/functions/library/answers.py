@@ -62,9 +62,9 @@ def exact(
 ) -> float | dict[str, float]:
     """1 where the reply is the query's answer, or one of them if the answer is a list.
 
-    Texts are compared with white space folded, numbers of the data by their decimal value
-    (1.50 is 1.5), truth values as `true` and `false` in any case. `answer_pattern` and
-    `reply_pattern` cut the compared parts out. Raises `BadReferenceError`.
+    Texts are compared with white space folded and full-width characters as ASCII, numbers of the
+    data by their decimal value (1.50 is 1.5), truth values as `true` and `false` in any case.
+    `answer_pattern` and `reply_pattern` cut the compared parts out. Raises `BadReferenceError`.
     """
     wanted = references(query, answer, answer_pattern)
     said = cut(spoken(turns, agent), reply_pattern)
@@ -331,7 +331,9 @@ def rewarded(value: float, agent: str, weight: float) -> float | dict[str, float
 def _reference(field: str, one: Any) -> Reference:
     if isinstance(one, str | bool):
         return one
-    if isinstance(one, int | float) and math.isfinite(one):
+    if isinstance(one, int):
+        return Decimal(one)
+    if isinstance(one, float) and math.isfinite(one):
         # The shortest decimal that is this double: what the data says.
         return Decimal(repr(one))
     if one is None or isinstance(one, float):
@@ -353,7 +355,7 @@ def _equals(said: str, wanted: Reference, ignore_case: bool) -> bool:
 
 def _folded(text: str, ignore_case: bool) -> str:
     # Equal letters may be one character or a letter and its accent (Unicode, annex 15).
-    text = unicodedata.normalize("NFC", _SPACE.sub(" ", text).strip())
+    text = unicodedata.normalize("NFC", _SPACE.sub(" ", plain_characters(text)).strip())
     return unicodedata.normalize("NFC", text.casefold()) if ignore_case else text
 
 
