@@ -363,6 +363,8 @@ def test_tests_under_other_names_are_run_where_no_file_has_a_name_of_pytest() ->
         {"conftest.py": "", "solution.py": "def test_a(): ..."},
         {"./solution.py": "def test_a(): ..."},
         "def test_a(:",
+        "from solution import f\nassert f(2) == 4",
+        "def check(f): assert f(2) == 4",
         {"test_a.py": "assert f(2) == "},
     ],
 )

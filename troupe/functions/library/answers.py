@@ -387,7 +387,17 @@ def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str
         raise BadReferenceError(field, dict(files), "it has no tests", _TESTS_REMEDY)
     for name in paths:
         try:
-            ast.parse(files[name])
+            tree = ast.parse(files[name])
         except (SyntaxError, ValueError) as error:
             raise BadReferenceError(field, files[name], f"{error}", _TESTS_REMEDY) from error
+        # Further files may have settings of pytest, or tests that this one imports.
+        if len(files) == 1 and not any(map(_is_test, ast.walk(tree))):
+            why = "it defines no function `test_...`"
+            raise BadReferenceError(field, files[name], why, _TESTS_REMEDY)
     return paths
+
+
+def _is_test(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name.startswith("test")
+    return isinstance(node, ast.ClassDef)
