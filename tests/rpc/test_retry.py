@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from troupe.rpc import (
     NO_RETRY,
     Attempts,
+    DeadlineExceeded,
     InvalidArgument,
     ResourceExhausted,
     RetryPolicy,
@@ -51,6 +53,32 @@ async def test_attempts_end() -> None:
     call = Flaky(*[Unavailable(str(n)) for n in range(9)])
     with pytest.raises(Unavailable, match=r"3 \(4 attempts in"):
         await QUICK.run(call, None)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [ResourceExhausted("the disk is full", retry_after_ms=1), Unavailable("it starts")],
+)
+async def test_a_deadline_that_cuts_off_the_last_attempt_keeps_the_reason(
+    reason: ResourceExhausted | Unavailable,
+) -> None:
+    async def call(left: float | None) -> str:
+        assert left is not None
+        if not seen:
+            seen.append(left)
+            raise reason
+        await asyncio.sleep(left)
+        raise DeadlineExceeded("no answer within 0.3 s")
+
+    seen: list[float] = []
+    with pytest.raises(type(reason), match=rf"{reason.message} \(2 attempts in"):
+        await QUICK.run(call, 0.3)
+
+
+async def test_a_deadline_of_the_server_is_its_own_reason() -> None:
+    call = Flaky(Unavailable("it starts"), DeadlineExceeded("the query took too long"))
+    with pytest.raises(DeadlineExceeded, match="the query took too long"):
+        await QUICK.run(call, 600)
 
 
 async def test_a_wrong_request_is_not_repeated() -> None:

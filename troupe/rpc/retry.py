@@ -26,11 +26,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from troupe.rpc.errors import ResourceExhausted, TroupeError, Unavailable
+from troupe.rpc.errors import DeadlineExceeded, ResourceExhausted, TroupeError, Unavailable
 
 T = TypeVar("T")
 # Backoff is at its maximum long before; a larger exponent would overflow a float.
 _MAX_DOUBLINGS: Final = 64
+# An attempt may run out of time this much before the deadline by our clock.
+_DEADLINE_SLACK: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Attempts:
         self._rng: random.Random | None = None
         self.failures = 0
         """Failed attempts since the beginning, or since `reset`."""
+        self._answer: TroupeError | None = None
 
     def left(self) -> float | None:
         """Seconds until the deadline, at least a millisecond; None without one."""
@@ -123,11 +126,16 @@ class Attempts:
         """Count a failed attempt; seconds until the next one.
 
         Raises `error` when there is none: it is not retryable, or attempts or time are spent. A
-        `TroupeError` then says how often and how long it was tried.
+        `TroupeError` then says how often and how long it was tried. When the deadline cuts off the
+        last attempt, the error of the attempt before it is raised: that one has the reason.
         """
         self.failures += 1
         if not self._retryable(error):
+            if self._answer is not None and isinstance(error, DeadlineExceeded) and self._is_over():
+                raise self._counted(self._answer) from error
             raise error
+        if isinstance(error, TroupeError):
+            self._answer = error
         if self._rng is None:
             self._rng = random.Random(self._policy.seed)
         delay = self._policy.backoff(self.failures, error, self._rng)
@@ -135,9 +143,7 @@ class Attempts:
         late = self._deadline is not None and now + delay >= self._deadline
         most = self._policy.max_attempts
         if late or (most is not None and self.failures >= most):
-            if self.failures > 1 and isinstance(error, TroupeError):
-                error.message += f" ({self.failures} attempts in {now - self._start:.1f} s)"
-            raise error
+            raise self._counted(error) if isinstance(error, TroupeError) else error
         return delay
 
     async def failed(self, error: Exception) -> None:
@@ -147,6 +153,18 @@ class Attempts:
     def reset(self) -> None:
         """Restart the count after an attempt that made progress."""
         self.failures = 0
+        self._answer = None
+
+    def _is_over(self) -> bool:
+        return self._deadline is not None and (
+            time.monotonic() + _DEADLINE_SLACK >= self._deadline
+        )
+
+    def _counted(self, error: TroupeError) -> TroupeError:
+        if self.failures > 1:
+            seconds = time.monotonic() - self._start
+            error.message += f" ({self.failures} attempts in {seconds:.1f} s)"
+        return error
 
 
 NO_RETRY: Final = RetryPolicy(max_attempts=1)
