@@ -30,6 +30,7 @@ import redis
 from benchmarks.command import end, finish, options_of, quantile, scratch
 from services.chassis.app import serve
 from services.chassis.model_files import ModelServer
+from services.chassis.telemetry import Telemetry
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.server import OrchestratorService
 from services.orchestrator.settings import OrchestratorSettings
@@ -147,8 +148,8 @@ async def cluster(directory: Path) -> AsyncIterator[tuple[Jobs, str, psutil.Proc
         await until(lambda: bool(redis.Redis.from_url(url).ping()))
         made: list[Orchestrator] = []
 
-        def service(settings: OrchestratorSettings, telemetry: Any) -> OrchestratorService:
-            made.append(Orchestrator(settings))
+        def service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
+            made.append(Orchestrator(settings, telemetry))
             return OrchestratorService(made[0], ModelServer(settings))
 
         settings = OrchestratorSettings(redis_url=url, data_dir=directory, log_level="warning")

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import structlog
@@ -25,8 +25,11 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from services.chassis.telemetry import Telemetry
 from troupe.disks import shortage
+from troupe.redis_info import full, risks, unfitness, wrong_scheme
 from troupe.rpc import (
+    Attempts,
     FailedPrecondition,
     Internal,
     ResourceExhausted,
@@ -38,14 +41,15 @@ from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+E = TypeVar("E", bound=TroupeError)
+
 Value: TypeAlias = str | bytes | memoryview | int | float
 Command: TypeAlias = Sequence[Value]
 # Channel and message of a subscription; None when the subscription has begun.
 Published: TypeAlias = tuple[bytes, bytes] | None
 
 CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
-# Oldest Redis version with streams, effect replication of scripts that read the clock, and UNLINK.
-OLDEST_VERSION: Final = (6, 2)
 # A cluster client learns which node serves a slot from redirections (MOVED).
 _CLUSTER_TRIES: Final = 3
 # Connections at most. Redis executes one command at a time, so a burst may as well queue here.
@@ -63,14 +67,68 @@ _UNREACHABLE: Final = (
     exceptions.RedisClusterException,
     OSError,
 )
-# Error codes of a replica, of a primary without enough replicas, and of a full disk.
-_NO_WRITES: Final = (
-    exceptions.ReadOnlyError,
-    exceptions.MasterDownError,
-    exceptions.ClusterDownError,
-)
-_NO_WRITES_WORDS: Final = ("MISCONF", "READONLY", "read only replica", "NOREPLICAS", "BUSY ")
 _OTHER_TYPE: Final = "WRONGTYPE"
+# A key that is written to find out whether Redis takes writes, and how long it stays.
+_PROBE: Final = "troupe:probe"
+_PROBE_MILLISECONDS: Final = 1000
+# Seconds between two looks at a Redis in use.
+_WATCH_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """What Redis says when it serves no calls, or takes no writes, until an operator acts."""
+
+    words: tuple[str, ...]
+    """Parts of its error, one of which identifies it. Inside scripts errors have other codes."""
+    state: str
+    remedy: str
+
+
+_TROUBLES: Final = (
+    _Trouble(
+        ("loading the dataset",),
+        "is reading its data after a restart",
+        "Wait; `redis-cli INFO persistence` shows loading_eta_seconds.",
+    ),
+    _Trouble(
+        ("max number of clients",),
+        "has no connection left",
+        "Raise maxclients: `redis-cli CONFIG SET maxclients 10000`, and in redis.conf.",
+    ),
+    _Trouble(
+        ("BUSY ",),
+        "answers nothing while a script runs",
+        "End the script: `redis-cli SCRIPT KILL`.",
+    ),
+    _Trouble(
+        ("MISCONF",),
+        "takes no writes, since it cannot save them to disk",
+        "Free the disk that `redis-cli CONFIG GET dir` names. Where only snapshots fail and the "
+        "append-only file is on: `redis-cli CONFIG SET stop-writes-on-bgsave-error no`.",
+    ),
+    _Trouble(
+        ("READONLY", "read only replica"),
+        "takes no writes, since it is a replica",
+        "Set TROUPE_REDIS_URL to the primary, or make this one a primary: "
+        "`redis-cli REPLICAOF NO ONE`.",
+    ),
+    _Trouble(
+        ("Link with MASTER",),
+        "is a replica that has lost its primary",
+        "Set TROUPE_REDIS_URL to the primary (or `replica-serve-stale-data yes` to read).",
+    ),
+    _Trouble(
+        ("NOREPLICAS", "Not enough good replicas"),
+        "takes no writes, since it has too few replicas",
+        "Start its replicas, or lower min-replicas-to-write.",
+    ),
+    _Trouble(
+        ("CLUSTERDOWN", "cluster is down", "slot not served"),
+        "takes no writes, since nodes of its cluster are away",
+        "Start them; `redis-cli CLUSTER INFO` and `CLUSTER NODES` show which.",
+    ),
+)
 
 
 class KeyName:
@@ -97,11 +155,20 @@ class Script:
         return Script(text, hashlib.sha1(text.encode()).hexdigest())
 
 
+def as_error(kind: type[E], error: TroupeError) -> E:
+    """`error` as one of another class; it keeps its text, and loses the hint when to retry."""
+    return kind(
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
+    )
+
+
 class RedisClient:
     """Client that runs commands and scripts on one Redis, and retries while it is unreachable."""
 
     unavailable: ClassVar[type[Unavailable]] = Unavailable
     """The error of a Redis that does not answer, or takes no writes for now."""
+    waits_for: ClassVar[tuple[type[TroupeError], ...]] = (Unavailable,)
+    """The errors after which a command is sent again, for `patience` seconds."""
 
     def __init__(
         self,
@@ -124,6 +191,8 @@ class RedisClient:
         self.clustered = urlsplit(url).scheme in CLUSTER_SCHEMES
         self.problem: str | None = None
         """Why Redis cannot be reached, while `wait_ready` waits for it."""
+        self.ready = False
+        """Whether `wait_ready` has returned."""
         self._retries = retries
         self._timeout = timeout
         self._patience = patience
@@ -164,26 +233,26 @@ class RedisClient:
         if not commands:
             return []
 
-        async def attempt(_left: float | None) -> list[Any]:
-            try:
-                replies = await self._send(commands)
-                if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
-                    # Redis was restarted, or its scripts were flushed.
-                    await self._load_scripts()
-                    replies = await self._send(commands)
-            except FAILURES as error:
-                raise await self._failure(error) from error
-            for reply in replies:
-                if isinstance(reply, Exception) and not (
-                    keep_mistyped and str(reply).startswith(_OTHER_TYPE)
-                ):
-                    raise await self._failure(reply) from reply
-            return replies
+        return await self._patiently(lambda: self._try_each(commands, keep_mistyped))
 
+    async def _try_each(
+        self, commands: Sequence[Command], keep_mistyped: bool = False
+    ) -> list[Any]:
+        """`call_each` without retries."""
         try:
-            return await attempt(None)
-        except Unavailable:
-            return await self._retries.run(attempt, self._patience)
+            replies = await self._send(commands)
+            if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                # Redis was restarted, or its scripts were flushed.
+                await self._load_scripts()
+                replies = await self._send(commands)
+        except FAILURES as error:
+            raise await self._failure(error) from error
+        for reply in replies:
+            if isinstance(reply, Exception) and not (
+                keep_mistyped and str(reply).startswith(_OTHER_TYPE)
+            ):
+                raise await self._failure(reply) from reply
+        return replies
 
     async def run_script(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """The reply of one script."""
@@ -194,34 +263,63 @@ class RedisClient:
         return ("EVALSHA", self._scripts[script].sha, len(keys), *keys, *args)
 
     async def ping(self) -> None:
-        """Raise `unavailable` unless Redis answers."""
-        await self.call("PING")
+        """Raise unless Redis answers and takes writes. Not repeated."""
+        await self._try_each([("SET", _PROBE, "", "PX", _PROBE_MILLISECONDS)])
+
+    async def check(self) -> list[str]:
+        """`ping` and `risks`."""
+        await self.ping()
+        return await self.risks()
+
+    async def risks(self) -> list[str]:
+        """Warnings about this Redis. Raises `FailedPrecondition` if it may delete what it takes."""
+        return self._judged(await self._patiently(self._try_infos))
 
     async def info(self) -> dict[str, str]:
         """The fields of INFO. Of a cluster: memory of all primaries together, oldest version."""
+        return _added(await self._patiently(self._try_infos))
 
-        async def attempt(_left: float | None) -> dict[str, str]:
-            try:
-                async with self._slots, asyncio.timeout(self._timeout):
-                    if not self.clustered:
-                        return _texts(await self._redis.execute_command("INFO"))
-                    replies = await self._redis.execute_command(
-                        "INFO", target_nodes=RedisCluster.PRIMARIES
-                    )
-                    return _added([_texts(reply) for reply in replies.values()])
-            except FAILURES as error:
-                raise await self._failure(error) from error
-
+    async def _try_infos(self) -> list[dict[str, str]]:
+        """INFO of the server, or of each primary of the cluster."""
         try:
-            return await attempt(None)
-        except Unavailable:
-            return await self._retries.run(attempt, self._patience)
+            async with self._slots, asyncio.timeout(self._timeout):
+                if not self.clustered:
+                    return [_texts(await self._redis.execute_command("INFO"))]
+                replies = await self._redis.execute_command(
+                    "INFO", target_nodes=RedisCluster.PRIMARIES
+                )
+                return [_texts(reply) for reply in replies.values()]
+        except FAILURES as error:
+            raise await self._failure(error) from error
+
+    def _judged(self, infos: Sequence[dict[str, str]]) -> list[str]:
+        """Warnings about these servers. Raises `TroupeError` if one cannot keep state."""
+        for info in infos:
+            error = unfitness(info, self.address, clustered=self.clustered)
+            if isinstance(error, Unavailable):
+                raise as_error(self.unavailable, error)
+            if error is not None:
+                raise error
+        return list(dict.fromkeys(risk for info in infos for risk in risks(info)))
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of `attempt`, which is repeated while Redis is away."""
+        attempts: Attempts | None = None
+        while True:
+            try:
+                return await attempt()
+            except TroupeError as error:
+                if attempts is None:  # made when needed: few calls fail
+                    attempts = Attempts(
+                        self._retries, self._patience, lambda e: isinstance(e, self.waits_for)
+                    )
+                await attempts.failed(error)
 
     async def wait_ready(self) -> dict[str, str]:
         """Wait without a time limit until Redis answers; returns its INFO.
 
-        The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` if the server is too old
-        or refuses the credentials, since waiting would not help.
+        The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` if waiting would not help:
+        the server is too old, may evict keys, or refuses the credentials.
         """
         attempt, rng = 0, random.Random()
         self.problem = f"it waits for Redis at {self.address}"
@@ -229,7 +327,7 @@ class RedisClient:
             attempt += 1
             try:
                 info = await self._check_server()
-                self.problem = None
+                self.problem, self.ready = None, True
                 return info
             except Unavailable as error:
                 self.problem = str(error)
@@ -288,88 +386,151 @@ class RedisClient:
                 await self._redis.execute_command("SCRIPT LOAD", script.text, **targets)
 
     async def _check_server(self) -> dict[str, str]:
-        info = await self.info()
-        version = info["redis_version"]
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
-            raise FailedPrecondition(
-                f"Redis at {self.address} is too old",
-                kind="redis_version",
-                field="redis_version",
-                value=version,
-                remedy="Run Redis 6.2 or newer.",
-            )
+        infos = await self._patiently(self._try_infos)
+        for risk in self._judged(infos):
+            log.warning("redis_risk", redis=self.address, risk=risk)
         try:
             await self._load_scripts()
         except FAILURES as error:
             raise await self._failure(error) from error
-        return info
+        return _added(infos)
 
     async def _failure(self, error: Exception) -> TroupeError:
         """The typed error for an exception of redis-py."""
         found = self._typed(error)
+        if isinstance(found, ResourceExhausted):
+            return self._converted(full(self.address, await self._info_or_none()))
+        found = self._converted(found)
         if self._disk is None or not isinstance(found, Unavailable):
             return found
-        full = await asyncio.to_thread(shortage, self._disk)
-        if full is None:
+        no_room = await asyncio.to_thread(shortage, self._disk)
+        if no_room is None:
             return found
         return self.unavailable(
-            f"{found.message}: {full}",
+            f"{found.message}: {no_room}",
             kind="redis_unavailable",
             field="data_dir",
             value=self._disk,
             remedy="Free space there; jobs continue by themselves then.",
         )
 
+    async def _info_or_none(self) -> dict[str, str] | None:
+        """INFO for the text of an error; None if Redis does not answer."""
+        if self.clustered:  # which node is full is unknown
+            return None
+        try:
+            async with asyncio.timeout(self._timeout):
+                return _texts(await self._redis.execute_command("INFO", "memory"))
+        except FAILURES:
+            return None
+
+    def _converted(self, error: TroupeError) -> TroupeError:
+        """The error of a command as this client raises it."""
+        return error
+
     def _typed(self, error: Exception) -> TroupeError:
+        """The error for what redis-py raised, or for an error reply."""
         text = str(error)
-        if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
-            return FailedPrecondition(
-                f"Redis at {self.address} refuses us: {text}",
-                kind="redis_refuses",
-                field="redis_url",
-                value=self.address,
-                remedy="Put the user and password into TROUPE_REDIS_URL.",
+        if isinstance(error, exceptions.NoPermissionError):
+            return self._refused(
+                text, "Allow the user all commands on keys: ACL SETUSER NAME +@all ~*."
             )
+        if isinstance(error, exceptions.AuthenticationError):
+            return self._refused(text, "Put the user and password into TROUPE_REDIS_URL.")
+        if "protected mode" in text:
+            return self._refused(text, "Set a password (requirepass) and put it into the URL.")
         if isinstance(error, exceptions.MovedError | exceptions.AskError) or (
-            "cluster mode is not enabled" in text.lower()
+            "cluster mode" in text.lower()
         ):
-            found, wanted = ("a node of a cluster", "redis-cluster://")
-            if self.clustered:
-                found, wanted = ("no Redis Cluster", "redis://")
-            return FailedPrecondition(
-                f"Redis at {self.address} is {found}",
-                kind="redis_url",
-                field="redis_url",
-                value=self.address,
-                remedy=f"Begin TROUPE_STORE_REDIS_URL with {wanted}.",
-            )
+            return wrong_scheme(self.address, clustered=self.clustered)
+        for trouble in _TROUBLES:
+            if any(word in text for word in trouble.words):
+                return self._away(f"{trouble.state} ({text})", trouble.remedy)
         if isinstance(error, _UNREACHABLE):
             # For example `redis.ConnectionError: Error 111 connecting to ...`.
-            return self.unavailable(
-                f"Redis at {self.address} does not answer: {text or type(error).__name__}",
-                kind="redis_unavailable",
-                field="redis_url",
-                value=self.address,
-                remedy="Start Redis there, or set TROUPE_REDIS_URL to where it runs.",
+            return self._away(
+                f"does not answer: {text or type(error).__name__}",
+                "Start Redis there, or set TROUPE_REDIS_URL to where it runs.",
             )
         # Inside a script the error has another class, and up to Redis 6 another code.
         if isinstance(error, exceptions.OutOfMemoryError) or "'maxmemory'" in text:
-            return ResourceExhausted(
-                f"Redis at {self.address} is at its memory limit",
-                kind="redis_full",
-                field="maxmemory",
-                remedy="Raise maxmemory, or train on fewer trajectories per step.",
-                retry_after_ms=2000,
-            )
-        if isinstance(error, _NO_WRITES) or any(word in text for word in _NO_WRITES_WORDS):
-            return self.unavailable(
-                f"Redis at {self.address} takes no writes now: {text}",
-                kind="redis_unavailable",
-                field="redis_url",
-                value=self.address,
-                remedy="Free its disk, or point TROUPE_REDIS_URL at the primary.",
-            )
+            return full(self.address, None)
+        if "DB index is out of range" in text:
+            return self._refused(text, "Name a database below its setting `databases` in the URL.")
+        if text.lower().startswith("unknown command"):
+            return self._refused(text, "Use a Redis in which no command is renamed or removed.")
         return Internal(f"Redis at {self.address}: {text}", kind="redis_error")
+
+    def _away(self, state: str, remedy: str) -> Unavailable:
+        return self.unavailable(
+            f"Redis at {self.address} {state}",
+            kind="redis_unavailable",
+            field="redis_url",
+            value=self.address,
+            remedy=remedy,
+        )
+
+    def _refused(self, text: str, remedy: str) -> FailedPrecondition:
+        return FailedPrecondition(
+            f"Redis at {self.address} refuses us: {text}",
+            kind="redis_refuses",
+            field="redis_url",
+            value=self.address,
+            remedy=remedy,
+        )
+
+
+class RedisWatch:
+    """Looks every few seconds whether Redis still takes writes, and keeps what it is given.
+
+    Its settings can change while services run. A change is logged, and set in a gauge.
+    """
+
+    def __init__(self, client: RedisClient, telemetry: Telemetry) -> None:
+        self._client = client
+        self._gauge = telemetry.gauge(
+            "troupe_redis_unfit",
+            "1 while Redis is away, is full, takes no writes or may delete keys.",
+        )
+        self.trouble: TroupeError | None = None
+        """What was wrong at the last look."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, changed: Callable[[TroupeError | None], Awaitable[None]] | None = None) -> None:
+        """Begin to look; `changed` is awaited with the new `trouble`."""
+        self._task = asyncio.create_task(self._look_forever(changed), name="redis watch")
+
+    async def stop(self) -> None:
+        """End the looking. Repeatable."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _look_forever(
+        self, changed: Callable[[TroupeError | None], Awaitable[None]] | None
+    ) -> None:
+        while True:
+            if await self.look() and changed is not None:
+                await changed(self.trouble)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def look(self) -> bool:
+        """Update `trouble`; returns whether it has changed."""
+        before, self.trouble = self.trouble, None
+        try:
+            await self._client.check()
+        except TroupeError as error:
+            self.trouble = error
+        self._gauge.set(self.trouble is not None)
+        now = self.trouble
+        # Texts have figures that change from look to look.
+        if (before and (before.kind, before.remedy)) == (now and (now.kind, now.remedy)):
+            return False
+        if now is None:
+            log.info("redis_fit_again", redis=self._client.address)
+        else:
+            log.warning("redis_unfit", redis=self._client.address, kind=now.kind, error=str(now))
+        return True
 
 
 def shown(url: str) -> str:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from pydantic import Field
 
 from services.chassis.idempotency import compares, repeatable
+from services.chassis.redis import RedisWatch
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
@@ -338,9 +339,10 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
     name = "troupe.v1.ExperienceStore"
 
-    def __init__(self, store: Store, meters: Meters) -> None:
+    def __init__(self, store: Store, meters: Meters, redis_watch: RedisWatch) -> None:
         self.store = store
         self._meters = meters
+        self._redis_watch = redis_watch
         self._writes = Writes(store, meters)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -361,9 +363,11 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         """Start the store; returns once Redis answers."""
         await self.store.start()
         self._meters.start()
+        self._redis_watch.start()
 
     async def stop(self, grace: float) -> None:
         """Stop the store."""
+        await self._redis_watch.stop()
         await self._meters.stop()
         await self.store.stop()
 
@@ -372,6 +376,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.CreateTablesResponse:
         requests.check_common(request)
         requests.check_create(request)
+        await self.store.database.risks()
         await self.store.tables.create(
             request.job_id,
             request.policies,
@@ -644,7 +649,8 @@ def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceSto
     mark = settings.store_high_water_mib * MIB
     recent = settings.store_recent_mib * MIB
     store = Store(Database(settings.samples_url), high_water_bytes=mark, recent_bytes=recent)
-    return ExperienceStoreService(store, Meters(telemetry, store))
+    watch = RedisWatch(store.database, telemetry)
+    return ExperienceStoreService(store, Meters(telemetry, store), watch)
 
 
 def _written(answer: object) -> dict[str, Any]:

@@ -559,18 +559,9 @@ class Store:
     async def start(self) -> None:
         """Wait until Redis answers, then subscribe to notices and start to sweep.
 
-        Raises `FailedPrecondition` when waiting cannot help: Redis is too old, or refuses the
-        credentials.
+        Raises `FailedPrecondition` when waiting cannot help (`RedisClient.wait_ready`).
         """
         info = await self.database.wait_ready()
-        if info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") != "noeviction":
-            # An evicted key is a lost sample; refusing writes is an error that callers see.
-            log.warning(
-                "redis_may_evict",
-                redis=self.database.address,
-                policy=info.get("maxmemory_policy"),
-                remedy="Set maxmemory-policy to noeviction.",
-            )
         await self.notices.start()
         await self.sweeper.start()
         await self.high_water.start()

@@ -233,7 +233,7 @@ class ClusterView:
         status = orch.ServiceStatus(name="redis", address=self._shared.store.address)
         try:
             async with asyncio.timeout(self._seconds):
-                await self._shared.store.ping()
+                status.message = "; ".join(await self._shared.store.check())
             status.serving = True
         except (TroupeError, TimeoutError) as error:
             status.message = str(error) or f"no answer within {self._seconds:g} s"

@@ -21,7 +21,7 @@ import structlog
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import NAMES, WorkerHandle, WorkerRegistry
 from services.orchestrator.state.records import JobRecord
-from services.orchestrator.state.redis import RedisAccess, StateUnavailable
+from services.orchestrator.state.redis import NO_STATE, RedisAccess
 from troupe.job import LimitsSpec
 from troupe.rpc import FailedPrecondition, TroupeError
 
@@ -233,13 +233,13 @@ class LaunchGuard:
             async with asyncio.timeout(1):
                 for job_id in timers:
                     await self.clear(job_id)
-        except (StateUnavailable, TimeoutError) as error:
+        except (*NO_STATE, TimeoutError) as error:
             _log.warning("launches stay counted", error=str(error))
 
     async def _survive(self, job_id: str) -> None:
         await asyncio.sleep(self.seconds)
         try:
             await self.clear(job_id)
-        except StateUnavailable as error:
+        except NO_STATE as error:
             _log.warning("a launch stays counted", job_id=job_id, error=str(error))
         del self._timers[job_id]

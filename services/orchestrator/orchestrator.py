@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 import structlog
 
+from services.chassis.redis import RedisWatch
+from services.chassis.telemetry import Telemetry
 from services.orchestrator.cluster import ClusterView, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
@@ -64,8 +66,9 @@ _STORE_SECONDS: Final = 7200.0
 class Orchestrator:
     """All parts of the orchestrator, wired together; `server` is their gRPC interface."""
 
-    def __init__(self, settings: OrchestratorSettings) -> None:
+    def __init__(self, settings: OrchestratorSettings, telemetry: Telemetry) -> None:
         self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
+        self._redis_watch = RedisWatch(self._redis, telemetry)
         log = EventLog(self._redis)
         store_client = settings.client(retry=_STORE_RETRY).model_copy(
             update={"deadline_seconds": _STORE_SECONDS}
@@ -110,15 +113,37 @@ class Orchestrator:
         await self.functions.check_job(spec)
 
     async def start(self) -> None:
-        """Waits for Redis, then continues every job that had not ended."""
-        await self._redis.ping()
+        """Waits for Redis, then continues every job that had not ended.
+
+        Raises `FailedPrecondition` if Redis cannot keep jobs (`RedisClient.wait_ready`).
+        """
+        await self._redis.wait_ready()
+        self._redis_watch.start(self._tell_jobs)
         self.shared.workers.start()
         self.shared.trainer_scheduler.start()
         self.functions.start()
         await recover(self.shared.store, self.jobs, self._guard)
 
+    @property
+    def problem(self) -> str | None:
+        """Why `start` still waits for Redis."""
+        return self._redis.problem
+
+    async def _tell_jobs(self, trouble: TroupeError | None) -> None:
+        """Tells the users of running jobs that Redis has become unfit."""
+        if trouble is None:
+            return
+        for job_id in list(self.shared.store.live):
+            self.shared.log.show(job_id, orch.Activity(text=str(trouble)))
+            if isinstance(trouble, FailedPrecondition):  # Redis takes a notice
+                with suppress(TroupeError):
+                    await self.shared.log.notice(
+                        job_id, orch.Notice.SEVERITY_WARNING, str(trouble)
+                    )
+
     async def stop(self) -> None:
         """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
+        await self._redis_watch.stop()
         await self.jobs.stop()
         await self._guard.close()
         await self.functions.stop()

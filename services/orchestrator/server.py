@@ -136,6 +136,11 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         reward_pb2_grpc.add_RewardServicer_to_server(self._at.functions, server)
         transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
 
+    @property
+    def problem(self) -> str | None:
+        """Why Redis cannot be reached yet."""
+        return self._at.problem
+
     async def start(self) -> None:
         """Returns once Redis answers and unfinished jobs are continued."""
         await self._at.start()
@@ -404,7 +409,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
 def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
     """The service with `settings`."""
-    orchestrator = Orchestrator(settings)
+    orchestrator = Orchestrator(settings, telemetry)
     wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
     shared = orchestrator.shared
     wanted.set_function(lambda: shared.trainer_scheduler.wanted)

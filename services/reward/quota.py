@@ -17,7 +17,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.reward.worker import MOST_SECONDS
-from troupe.rpc import NO_RETRY, InvalidArgument, TroupeError
+from troupe.rpc import NO_RETRY, InvalidArgument, TroupeError, Unavailable
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
 log = structlog.get_logger("troupe.reward")
@@ -140,6 +140,10 @@ class QuotaManager:
     def why(self, holds: Mapping[str, int]) -> str:
         """Why units of `holds` are missing, by quota."""
         return "; ".join(filter(None, (self._feeds[name].why for name, _ in self._of(holds))))
+
+    async def start(self) -> None:
+        """Raise `FailedPrecondition` if the Redis that quotas are counted in cannot keep them."""
+        await self._buckets.check()
 
     async def stop(self) -> None:
         """Give all units back and close the connections."""
@@ -353,6 +357,9 @@ class LocalBuckets:
         now = time.monotonic()
         self._buckets[name].shut(now + seconds, now)
 
+    async def check(self) -> None:
+        """Nothing to check."""
+
     async def close(self) -> None:
         """Nothing to close."""
 
@@ -374,6 +381,18 @@ class RedisBuckets:
             timeout=_TIMEOUT,
             patience=_TIMEOUT,
         )
+
+    async def check(self) -> None:
+        """Raise `FailedPrecondition` if Redis may delete buckets, which would raise the limits.
+
+        A Redis that is away is not waited for: only functions with quotas need it.
+        """
+        try:
+            warnings = await self._redis.risks()
+        except Unavailable as error:
+            warnings = [str(error)]
+        for warning in warnings:
+            log.warning("quotas in Redis", reason=warning)
 
     async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
         """`TokenBucket.ask`, by Redis' clock."""

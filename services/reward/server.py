@@ -73,7 +73,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         reward_pb2_grpc.add_RewardServicer_to_server(self, server)
 
     async def start(self) -> None:
-        """Start the workers."""
+        """Start the workers. Raises `FailedPrecondition` if Redis cannot keep the quotas."""
+        if self._quotas is not None:
+            await self._quotas.start()
         await self._runtime.dispatcher.start()
 
     async def stop(self, grace: float) -> None:

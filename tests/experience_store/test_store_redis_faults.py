@@ -178,17 +178,6 @@ async def test_a_redis_that_wants_a_password_says_how_to_give_it(tmp_path: Path)
     server.stop()
 
 
-async def test_an_old_redis_is_refused(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def info(_self: Database) -> dict[str, str]:
-        return {"redis_version": "5.0.14"}
-
-    monkeypatch.setattr(Database, "info", info)
-    store = Store(Database(redis_url))
-    with pytest.raises(FailedPrecondition, match=r"6\.2"):
-        await store.start()
-    await store.stop()
-
-
 async def test_a_redis_that_hangs_at_the_start_is_waited_for_and_named(
     server: RedisServer,
 ) -> None:

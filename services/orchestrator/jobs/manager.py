@@ -22,7 +22,7 @@ from services.orchestrator.functions import Catalogue
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord
-from services.orchestrator.state.redis import StateUnavailable
+from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec, JobSpecError, parse_job
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
@@ -75,6 +75,7 @@ class Jobs:
         `job_id` is another job's.
         """
         spec = await _parse(text)
+        await self._shared.store.require_keeping()
         if self._check is not None:
             await self._check(spec)
         job_id = job_id or job_id_of(spec.name, request_id or new_id())
@@ -133,6 +134,7 @@ class Jobs:
         `InvalidArgument` naming every fault of the specification.
         """
         spec = await _parse(text) if text.strip() else None
+        await self._shared.store.require_keeping()
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
             if spec is not None:
@@ -272,7 +274,7 @@ class Jobs:
                         continue
                     try:
                         await self._guard.begin(job_id)
-                    except StateUnavailable:
+                    except NO_STATE:
                         await self._wait_for_redis()
                     self.launch(job_id)
                 await asyncio.sleep(self._guard.seconds)
@@ -313,8 +315,9 @@ class Jobs:
                 with suppress(TroupeError):
                     await self._shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, text)
                 return None
-            except StateUnavailable as error:
+            except NO_STATE as error:
                 _log.error("job waits for Redis", job_id=job_id, error=str(error))
+                self._shared.log.show(job_id, orch.Activity(text=f"waiting: {error}"))
                 await self._wait_for_redis()
                 # What the old runner had in memory may be older than what is in Redis.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)

@@ -44,7 +44,7 @@ from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import JobRecord
-from services.orchestrator.state.redis import StateUnavailable
+from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec
 from troupe.job.compatibility import advice
 from troupe.job.spec import evaluation_prefix
@@ -121,8 +121,8 @@ class JobRunner:
         """Returns when the job is paused or has ended.
 
         Cancelling this leaves the job as it is, for another runner to continue. So do the errors it
-        raises: `Superseded` (another orchestrator has the job) and `StateUnavailable` (Redis is
-        away, so nothing can be recorded).
+        raises: `Superseded` (another orchestrator has the job) and one of `NO_STATE` (Redis is away
+        or full, so nothing can be recorded).
         """
         try:
             await self._adopt()
@@ -130,7 +130,7 @@ class JobRunner:
         except asyncio.CancelledError:
             if not self._cancel or cancelled_from_outside():
                 raise
-        except (Superseded, StateUnavailable):
+        except (Superseded, *NO_STATE):
             raise
         except TroupeError as error:
             await self._end_failed(error)
@@ -309,7 +309,7 @@ class JobRunner:
         job."""
         while True:
             await asyncio.sleep(_EPOCH_SECONDS)
-            with suppress(StateUnavailable):  # the next write raises it
+            with suppress(*NO_STATE):  # the next write raises it
                 await self._shared.store.check_epoch(self._job_id, self._epoch)
 
     async def _run_steps(self, progress: JobProgress, engines: Engines) -> None:
@@ -377,7 +377,7 @@ class JobRunner:
                 await self._population.close()
             try:
                 await (await on_demand("slots")).unpublish_members(self._job)
-            except (Superseded, StateUnavailable):
+            except (Superseded, *NO_STATE):
                 raise
             except Exception as error:
                 # What stays published costs memory; a job without an end would cost more.

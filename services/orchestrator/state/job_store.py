@@ -28,10 +28,10 @@ from services.orchestrator.state.records import (
 )
 from services.orchestrator.state.redis import (
     INDEX,
+    NO_STATE,
     STATES,
     JobKeys,
     RedisAccess,
-    StateUnavailable,
 )
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
@@ -113,8 +113,16 @@ class JobStore:
         return self._redis.address
 
     async def ping(self) -> None:
-        """Raises `StateUnavailable` unless Redis answers."""
+        """Raises one of `NO_STATE` unless Redis takes writes."""
         await self._redis.ping()
+
+    async def check(self) -> list[str]:
+        """`ping`; returns warnings. Raises `FailedPrecondition` if Redis may delete jobs."""
+        return await self._redis.check()
+
+    async def require_keeping(self) -> None:
+        """Raises `FailedPrecondition` if Redis may delete jobs."""
+        await self._redis.risks()
 
     async def create(self, record: JobRecord) -> bool:
         """Stores a new job. False if the id is taken; that job's record stays as it is."""
@@ -243,7 +251,7 @@ class JobStore:
         members = [one.SerializeToString(deterministic=True) for one in settings]
         if not members:
             return
-        with suppress(StateUnavailable):
+        with suppress(*NO_STATE):
             await self._redis.call("SADD", JobKeys(job_id).resolved, *members)
 
     async def forget_resolved(self, job_id: str) -> None:

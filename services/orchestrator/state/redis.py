@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from services.chassis.redis import KeyName, RedisClient
-from troupe.rpc import Internal, RetryPolicy, TroupeError, Unavailable
+from services.chassis.redis import KeyName, RedisClient, as_error
+from troupe.rpc import FailedPrecondition, ResourceExhausted, RetryPolicy, TroupeError, Unavailable
 
 _PREFIX: Final = "troupe:orchestrator"
 _LUA: Final = Path(__file__).parent / "lua"
@@ -30,6 +30,19 @@ class StateUnavailable(Unavailable):
     """The orchestrator's Redis is away: nothing can be decided or recorded until it is back."""
 
     default_kind = "redis_unavailable"
+
+
+class StateFull(ResourceExhausted):
+    """The orchestrator's Redis is at its memory limit: nothing can be recorded until it has room.
+
+    Without a hint when to retry: the orchestrator itself waits, and its callers hear of it soon.
+    """
+
+    default_kind = "redis_full"
+
+
+# Jobs wait while one of these is raised.
+NO_STATE: Final = (StateUnavailable, StateFull)
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class RedisAccess(RedisClient):
     """
 
     unavailable = StateUnavailable
+    waits_for = NO_STATE
 
     def __init__(self, url: str, *, patience: float = 20.0, disk: Path | None = None) -> None:
         """`disk`: the directory of a Redis on this machine, which fails when its disk is full."""
@@ -117,11 +131,10 @@ class RedisAccess(RedisClient):
         parts = urlsplit(url)
         self.address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
-    def _typed(self, error: Exception) -> TroupeError:
-        found = super()._typed(error)
-        if isinstance(found, Internal | StateUnavailable):
-            return found
-        # A Redis that is full or refuses the password may be set right: jobs wait for that.
-        return StateUnavailable(
-            found.message, field=found.field, value=found.value, remedy=found.remedy
-        )
+    def _converted(self, error: TroupeError) -> TroupeError:
+        if isinstance(error, ResourceExhausted):
+            return as_error(StateFull, error)
+        if isinstance(error, FailedPrecondition) and self.ready:
+            # A Redis that refuses the password may be set right: jobs wait for that.
+            return as_error(StateUnavailable, error)
+        return error

@@ -1,0 +1,268 @@
+"""The services' Redis client: what Redis refuses, and which remedy the error names."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.chassis.redis import RedisClient, RedisWatch
+from services.chassis.telemetry import Telemetry
+from tests.support.redis_server import RedisServer
+from troupe.rpc import (
+    NO_RETRY,
+    FailedPrecondition,
+    ResourceExhausted,
+    RetryPolicy,
+    TroupeError,
+    Unavailable,
+)
+
+SCRIPTS = {"write": "return redis.call('SET', KEYS[1], ARGV[1])"}
+
+
+def client_of(url: str, *, timeout: float = 5.0) -> RedisClient:
+    return RedisClient(
+        url, SCRIPTS, name="test", retries=NO_RETRY, timeout=timeout, patience=timeout
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()  # one that cannot save does not stop in order
+
+
+async def first_script(client: RedisClient) -> None:
+    await client.wait_ready()
+    await client.run_script("write", ["key"], ["1"])
+
+
+async def errors_of(client: RedisClient) -> list[TroupeError]:
+    """What a plain write, a script, and a script among other commands raise."""
+    raised: list[TroupeError] = []
+    for write in (
+        lambda: client.call("SET", "key", "1"),
+        lambda: client.run_script("write", ["key"], ["1"]),
+        lambda: client.call_each([("GET", "key"), client.script_command("write", ["key"], ["1"])]),
+    ):
+        with pytest.raises(TroupeError) as caught:
+            await write()
+        raised.append(caught.value)
+    return raised
+
+
+def as_full(plain: redis.Redis) -> None:
+    plain.config_set("maxmemory", 1)
+
+
+def as_replica(plain: redis.Redis) -> None:
+    plain.replicaof("127.0.0.1", "1")  # type: ignore[no-untyped-call]
+
+
+def without_replicas(plain: redis.Redis) -> None:
+    plain.config_set("min-replicas-to-write", 1)
+
+
+def with_a_snapshot_that_fails(plain: redis.Redis) -> None:
+    directory = Path(str(plain.config_get("dir")["dir"]))
+    (directory / "taken" / "by").mkdir(parents=True)
+    plain.config_set("dbfilename", "taken")
+    plain.bgsave()
+    while plain.info("persistence")["rdb_last_bgsave_status"] != "err":
+        threading.Event().wait(0.02)
+    plain.config_set("save", "3600 1")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "words"),
+    [
+        (as_full, ResourceExhausted, ("is full: it uses", "Raise maxmemory")),
+        (as_replica, Unavailable, ("replica", "REPLICAOF NO ONE")),
+        (without_replicas, Unavailable, ("too few replicas", "min-replicas-to-write")),
+        (with_a_snapshot_that_fails, Unavailable, ("disk", "stop-writes-on-bgsave-error")),
+    ],
+)
+async def test_a_redis_that_takes_no_writes_says_why_and_what_mends_it(
+    server: RedisServer,
+    spoil: Callable[[redis.Redis], None],
+    kind: type[TroupeError],
+    words: tuple[str, ...],
+) -> None:
+    client = client_of(server.url)
+    await client.wait_ready()
+    with server.client() as plain:
+        await asyncio.to_thread(spoil, plain)
+        for error in await errors_of(client):
+            assert isinstance(error, kind), error
+            assert all(word in str(error) for word in words), error
+        with pytest.raises(kind):
+            await client.ping()
+    await client.close()
+
+
+async def test_a_redis_that_runs_an_endless_script_names_its_end(server: RedisServer) -> None:
+    client = client_of(server.url)
+    await client.wait_ready()
+    with server.client() as plain, server.client() as other:
+        plain.config_set("lua-time-limit", 1)
+
+        def loop() -> None:
+            with pytest.raises(redis.ResponseError):
+                other.eval("while true do end", 0)
+
+        endless = threading.Thread(target=loop)
+        endless.start()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await client.ping()
+                except Unavailable as error:
+                    assert "SCRIPT KILL" in str(error)  # noqa: PT017 - it begins sometime
+                    break
+        plain.script_kill()
+        endless.join()
+    await client.ping()
+    await client.close()
+
+
+async def test_a_redis_that_loads_its_data_is_waited_for() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as loading:
+        port = loading.sockets[0].getsockname()[1]
+        client = client_of(f"redis://127.0.0.1:{port}/0")
+        starting = asyncio.create_task(client.wait_ready())
+        async with asyncio.timeout(60):
+            while "reading its data" not in (client.problem or ""):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not starting.done()
+        starting.cancel()
+        await client.close()
+
+
+def with_user(plain: redis.Redis, *commands: str) -> None:
+    plain.acl_setuser(
+        "u", enabled=True, passwords=["+secret"], commands=["+@all", *commands], keys=["*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("commands", "words"),
+    [(("-evalsha",), ("evalsha", "ACL SETUSER")), (("-info",), ("info", "ACL SETUSER"))],
+)
+async def test_a_user_who_lacks_a_command_is_told_which(
+    server: RedisServer, commands: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    with server.client() as plain:
+        with_user(plain, *commands)
+    client = client_of(server.url.replace("//", "//u:secret@"))
+    with pytest.raises(FailedPrecondition) as caught:
+        await first_script(client)
+    assert caught.value.kind == "redis_refuses"
+    assert all(word in str(caught.value) for word in words)
+    assert "secret" not in str(caught.value)
+    await client.close()
+
+
+async def test_an_evicting_policy_is_noticed_where_config_is_forbidden(
+    server: RedisServer,
+) -> None:
+    with server.client() as plain:
+        plain.config_set("maxmemory", "1gb")
+        plain.config_set("maxmemory-policy", "allkeys-lru")
+        with_user(plain, "-config")
+    client = client_of(server.url.replace("//", "//u:secret@"))
+    with pytest.raises(FailedPrecondition) as caught:
+        await client.wait_ready()
+    assert caught.value.kind == "redis_evicts"
+    assert (caught.value.field, caught.value.value) == ("maxmemory-policy", "allkeys-lru")
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "path", "kind", "words"),
+    [
+        (("--cluster-enabled", "yes"), "/0", "redis_url", ("redis-cluster://",)),
+        ((), "/99", "redis_refuses", ("databases",)),
+        (("--rename-command", "EVALSHA", ""), "/0", "redis_refuses", ("renamed",)),
+        (("--rename-command", "INFO", "HIDDEN"), "/0", "redis_refuses", ("renamed",)),
+    ],
+)
+async def test_a_redis_that_is_set_up_otherwise_is_refused(
+    tmp_path: Path, extra: tuple[str, ...], path: str, kind: str, words: tuple[str, ...]
+) -> None:
+    server = RedisServer(tmp_path, extra=extra)
+    server.start()
+    client = client_of(server.url.removesuffix("/0") + path)
+    with pytest.raises(FailedPrecondition) as caught:
+        await first_script(client)
+    assert caught.value.kind == kind
+    assert all(word in str(caught.value) for word in words)
+    await client.close()
+    server.stop()
+
+
+async def test_a_watch_notices_a_policy_that_changes_and_that_it_is_mended(
+    server: RedisServer,
+) -> None:
+    client = client_of(server.url)
+    await client.wait_ready()
+    telemetry = Telemetry()
+    watch = RedisWatch(client, telemetry)
+
+    def gauge() -> float | None:
+        return telemetry.registry.get_sample_value("troupe_redis_unfit")
+
+    with server.client() as plain:
+        plain.config_set("maxmemory", "1gb")
+        assert not await watch.look()
+        assert (watch.trouble, gauge()) == (None, 0)
+        plain.config_set("maxmemory-policy", "volatile-ttl")
+        assert await watch.look()
+        assert watch.trouble is not None
+        assert watch.trouble.kind == "redis_evicts"
+        assert gauge() == 1
+        assert not await watch.look()
+        plain.config_set("maxmemory-policy", "noeviction")
+        assert await watch.look()
+        assert (watch.trouble, gauge()) == (None, 0)
+        plain.config_set("maxmemory", 1)
+        assert await watch.look()
+        assert isinstance(watch.trouble, ResourceExhausted)
+    await client.close()
+
+
+async def test_a_client_that_waits_for_room_goes_on_when_there_is_some(
+    server: RedisServer,
+) -> None:
+    class Patient(RedisClient):
+        waits_for = (Unavailable, ResourceExhausted)
+
+    client = Patient(
+        server.url,
+        SCRIPTS,
+        name="test",
+        retries=RetryPolicy(max_attempts=None, initial_backoff=0.01, max_backoff=0.05),
+        timeout=5,
+        patience=60,
+    )
+    await client.wait_ready()
+    with server.client() as plain:
+        plain.config_set("maxmemory", 1)
+        writing = asyncio.create_task(client.run_script("write", ["key"], ["1"]))
+        await asyncio.wait({writing}, timeout=0.2)
+        assert not writing.done()
+        plain.config_set("maxmemory", 0)
+        await asyncio.wait_for(writing, 60)
+        assert plain.get("key") == b"1"
+    await client.close()

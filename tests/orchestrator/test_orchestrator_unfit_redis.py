@@ -1,0 +1,152 @@
+"""A Redis that may delete keys is refused, and one that is full is told to users and waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.chassis.app import RunningServer
+from services.experience_store.server import StoreSettings
+from services.experience_store.server import make_service as make_store
+from services.orchestrator.server import make_service as make_orchestrator
+from services.orchestrator.settings import OrchestratorSettings
+from services.reward.server import RewardService, RewardSettings
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.redis_server import RedisServer
+from troupe.rpc import FailedPrecondition, ResourceExhausted
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+POLICIES = ("checker", "solver")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A durable Redis of the test's own."""
+    server = RedisServer(tmp_path, durable=True)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def own(server: RedisServer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A cluster on a Redis whose settings the test may change."""
+    cluster = Cluster(server.url, tmp_path)
+    await cluster.open()
+    await cluster.add_rollout()
+    await cluster.add_trainer()
+    yield cluster
+    await cluster.close()
+
+
+def let_evict(server: RedisServer, policy: str = "allkeys-lru") -> None:
+    with server.client() as plain:
+        plain.config_set("maxmemory", "1gb")
+        plain.config_set("maxmemory-policy", policy)
+
+
+def limit(server: RedisServer, maxmemory: int) -> None:
+    with server.client() as plain:
+        plain.config_set("maxmemory", maxmemory)
+
+
+async def redis_status(cluster: Cluster) -> orch.ServiceStatus:
+    picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+    return next(one for one in picture.services if one.name == "redis")
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (make_orchestrator, OrchestratorSettings),
+        (make_store, StoreSettings),
+        (RewardService, RewardSettings),
+    ],
+)
+async def test_a_service_does_not_start_on_a_redis_that_may_evict(
+    server: RedisServer, tmp_path: Path, make: Any, settings: Any
+) -> None:
+    let_evict(server)
+    quotas = {"reward_quotas": {"api": {"rate": 1}}} if make is RewardService else {}
+    given = settings(redis_url=server.url, data_dir=tmp_path, drain_seconds=0, **quotas)
+    running: RunningServer[Any] = RunningServer(make, given)
+    await running.open()
+    with pytest.raises(FailedPrecondition) as caught:
+        await asyncio.wait_for(running.become_ready(), 60)
+    assert (caught.value.field, caught.value.value) == ("maxmemory-policy", "allkeys-lru")
+    assert "CONFIG SET maxmemory-policy noeviction" in str(caught.value)
+    await running.close()
+
+
+async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
+    own: Cluster, server: RedisServer
+) -> None:
+    own.rollouts[0].script.seconds = 1000
+    job_id = await own.submit(job_yaml())
+    await own.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    assert (await redis_status(own)).serving
+    let_evict(server)
+    for refused in (own.submit(job_yaml("other")), own.resume(job_id)):
+        with pytest.raises(FailedPrecondition) as caught:
+            await refused
+        assert caught.value.kind == "redis_evicts"
+    status = await redis_status(own)
+    assert not status.serving
+    assert "maxmemory-policy = allkeys-lru" in status.message
+    async with asyncio.timeout(60):
+        async for event in own.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
+            if "maxmemory-policy = allkeys-lru" in event.notice.text:
+                break
+    with server.client() as plain:
+        plain.config_set("maxmemory-policy", "noeviction")
+    assert (await redis_status(own)).serving
+    await own.submit(job_yaml("other"))
+
+
+async def test_a_redis_without_an_append_only_file_serves_with_a_warning(
+    empty_redis: str, tmp_path: Path
+) -> None:
+    cluster = Cluster(empty_redis, tmp_path)
+    await cluster.open()
+    status = await redis_status(cluster)
+    assert status.serving
+    assert "appendonly" in status.message
+    await cluster.close()
+
+
+async def test_a_submission_to_a_full_redis_says_that_it_is_full(
+    own: Cluster, server: RedisServer
+) -> None:
+    shared = own.orchestrator.service._at  # type: ignore[union-attr]
+    shared._redis._patience = 0.1
+    limit(server, 1)
+    with pytest.raises(ResourceExhausted) as caught:
+        await own.submit(job_yaml())
+    assert caught.value.kind == "redis_full"
+    assert "Raise maxmemory" in str(caught.value)
+    status = await redis_status(own)
+    assert not status.serving
+    assert "is full: it uses" in status.message
+    limit(server, 0)
+    assert (await own.wait(await own.submit(job_yaml()))).state == pb.JOB_STATE_SUCCEEDED
+
+
+async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
+    own: Cluster, server: RedisServer
+) -> None:
+    service = own.orchestrator.service  # type: ignore[union-attr]
+    service._at._redis._patience = 0.1
+    own.rollouts[0].script.seconds = 0.1
+    job_id = await own.submit(job_yaml(pipeline__steps=4))
+    await own.until(job_id, lambda job: job.step >= 1)
+    limit(server, 1)
+    await own.until(job_id, lambda job: "is full: it uses" in job.activity)
+    limit(server, 0)
+    job = await own.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await own.check_accounts(job_id, 4, POLICIES)
