@@ -37,7 +37,7 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
-from troupe.rpc.addresses import split_address
+from troupe.rpc.addresses import join_address, split_address
 
 log = structlog.get_logger(__name__)
 
@@ -540,7 +540,7 @@ def shown(url: str) -> str:
         return f"unix://{parts.path}"
     if parts.scheme in CLUSTER_SCHEMES:
         return parts.netloc.rpartition("@")[2]
-    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path.rstrip('/')}"
+    return join_address(parts.hostname or "localhost", parts.port or 6379) + parts.path.rstrip("/")
 
 
 def _server(url: str, options: Mapping[str, Any]) -> Any:

@@ -15,7 +15,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from troupe.disks import memory_root
 from troupe.rpc import ClientSettings, InvalidArgument, RetryPolicy
-from troupe.rpc.addresses import is_loopback_host, join_address, split_address
+from troupe.rpc.addresses import (
+    is_loopback_host,
+    join_address,
+    reachable_host,
+    split_address,
+)
 from troupe.rpc.settings import Token
 
 S = TypeVar("S", bound="ServiceSettings")
@@ -121,8 +126,7 @@ class ServiceSettings(BaseSettings):
             # Of a pod it is "$(POD_IP):50051", where an IPv6 address has no brackets.
             host, port = split_address(self.advertise_address)
             return join_address(host, port) if host else port
-        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        return join_address(host, self.port)
+        return join_address(reachable_host(self.host), self.port)
 
     @property
     def cluster_addresses(self) -> list[str]:

@@ -148,7 +148,7 @@ class HostOwnership:
     def _start_somewhere(self) -> OwnerProcess:
         before = self.place()
         if not self._port and before is not None:
-            _, _, port = before.local.rpartition(":")
+            _, port = split_address(before.local)
             with suppress(TroupeError, ValueError):
                 return self._start(int(port))
         return self._start(self._port)

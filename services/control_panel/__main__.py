@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from services.chassis.process import read_pem, watch_parent
 from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
+from troupe.rpc.addresses import listen
 from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
 
@@ -30,7 +30,7 @@ def main() -> int:
         print(f"control panel: {error}", file=sys.stderr)
         return 1
     try:
-        listener = socket.create_server((settings.host, settings.port))
+        listener = listen(settings.host, settings.port)
     except OSError as error:
         problem = port_error(settings.host, settings.port, "TROUPE_PORT", error)
         print(f"control panel: {problem}", file=sys.stderr)

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.chassis.settings import ServiceSettings
 from services.control_panel import calls, views
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, is_wildcard_host
 from troupe.rpc.tokens import LinkCodes
 
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -70,7 +70,7 @@ class PanelSettings(ServiceSettings):
     def host_names(self) -> frozenset[str]:
         """Values of `Host`, besides loopback, that are names of this panel."""
         given = [one for one in self.panel_hosts.split(",") if one.strip()]
-        if self.host not in ("0.0.0.0", "::", ""):
+        if not is_wildcard_host(self.host):
             given.append(self.host)
         if self.advertise_address:
             given.append(self.advertise_address)

@@ -137,9 +137,7 @@ class Orchestrator:
             self.shared.log.show(job_id, orch.Activity(text=str(trouble)))
             if isinstance(trouble, FailedPrecondition):  # Redis takes a notice
                 with suppress(TroupeError):
-                    await self.shared.log.notice(
-                        job_id, orch.Notice.SEVERITY_WARNING, str(trouble)
-                    )
+                    await self.shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, str(trouble))
 
     async def stop(self) -> None:
         """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from troupe.cluster.layout import ANYBODY, Routes
+from troupe.rpc.addresses import split_address
 
 _CHUNK: Final = 64 * 1024
 _CONNECT_SECONDS: Final = 5.0
@@ -112,7 +113,7 @@ class Link:
         await self._forth.wait()
         if self._severed:
             return
-        host, _, port = self.target.rpartition(":")
+        host, port = split_address(self.target)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 far_reader, far_writer = await asyncio.open_connection(

@@ -9,11 +9,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
-from troupe.client import Client
+from tests.support.ports import free_port
+from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
+from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.layout import CORE
+from troupe.cluster.probes import inspect
+from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, is_alive, running_state
+from troupe.rpc.addresses import has_ipv6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,3 +91,27 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
             pass
         time.sleep(0.1)
     return False
+
+
+async def test_a_head_at_ipv6_loopback_serves_its_services_its_panel_and_its_metrics(
+    tmp_path: Path,
+) -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    settings = ClusterSettings(data_dir=tmp_path, role="head", host="::1", port=free_port())
+    async with EmbeddedCluster(settings) as cluster:
+        state = cluster.state
+        reports = await inspect(state, timeout=20)
+        assert [(one.record.name, one.reason) for one in reports if not one.healthy] == []
+        assert all(
+            one.record.address.startswith("[::1]:") for one in reports if one.record.name != "redis"
+        )
+        async with AsyncClient(state.orchestrator_address) as client:
+            services = {one.name: one for one in (await client.cluster()).services}
+        assert all(one.serving for one in services.values()), services
+        async with httpx.AsyncClient(timeout=60) as web:
+            assert (await web.get(f"{state.panel_url}/healthz")).status_code == 200
+            for one in reports:
+                if one.record.name in CORE:
+                    url = f"http://{one.record.metrics_address}/metrics"
+                    assert (await web.get(url)).status_code == 200

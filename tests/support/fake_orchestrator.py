@@ -21,6 +21,7 @@ from tests.support.fake_population import FakePopulation
 from tests.support.fake_tables import FakeTables
 from troupe import states
 from troupe.job import parse_job
+from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
 from troupe.v1 import common_pb2, reward_pb2, reward_pb2_grpc
 from troupe.v1 import orchestrator_pb2 as pb
@@ -358,14 +359,16 @@ class FakeFunctions(reward_pb2_grpc.RewardServicer):
 
 
 @asynccontextmanager
-async def serve(servicer: FakeOrchestrator, port: int = 0) -> AsyncIterator[str]:
+async def serve(
+    servicer: FakeOrchestrator, port: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[str]:
     """Serve on loopback; yields the address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     pb_grpc.add_OrchestratorServicer_to_server(servicer, server)
     reward_pb2_grpc.add_RewardServicer_to_server(FakeFunctions(), server)  # type: ignore[no-untyped-call]
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port(join_address(host, port))
     await server.start()
     try:
-        yield f"127.0.0.1:{bound}"
+        yield join_address(host, bound)
     finally:
         await server.stop(grace=0.1)

@@ -87,7 +87,8 @@ def check_address(address: str) -> str:
             "this is not an address.",
             field="address",
             value=address,
-            remedy="Give host:port of the orchestrator, for example 127.0.0.1:50051.",
+            remedy="Give host:port of the orchestrator, for example 127.0.0.1:50051 or "
+            "[::1]:50051.",
         )
     return address
 

@@ -45,8 +45,8 @@ from troupe.cluster.state import (
 )
 from troupe.cluster.supervisor import Supervisor, longest_stop
 from troupe.disks import is_foreseeable, private_directory
-from troupe.rpc.addresses import join_address
-from troupe.rpc.errors import TroupeError
+from troupe.rpc.addresses import http_url, join_address
+from troupe.rpc.errors import TroupeError, port_error
 from troupe.rpc.tokens import ClusterRecord
 
 # Ports to choose from: below 32768, where Linux's ephemeral range starts.
@@ -165,7 +165,9 @@ class EmbeddedCluster:
                 "engines and the trainer share the one device: bound what an SGLang server takes "
                 "(--mem-fraction-static in `engine.launch`)"
             )
-        ports = pick_ports(port_names(settings, devices), fixed=self._fixed_ports())
+        ports = pick_ports(
+            port_names(settings, devices), host=settings.host, fixed=self._fixed_ports()
+        )
         cluster_id = secrets.token_hex(3)
         token = require_token(settings.data_dir, settings.environment)
         orchestrator = settings.head or join_address(settings.reachable_host, ports["orchestrator"])
@@ -209,7 +211,7 @@ class EmbeddedCluster:
             routes=routes,
         )
         port = ports.get("control_panel")
-        panel = f"http://{settings.reachable_host}:{port}" if port else ""
+        panel = http_url(settings.reachable_host, port) if port else ""
         assert settings.transfer_dir is not None  # resolved
         self._state = ClusterState(
             cluster_id=cluster_id,
@@ -271,7 +273,7 @@ class EmbeddedCluster:
             return fixed
         if settings.port is not None or settings.role == "head":
             fixed["orchestrator"] = require_free(
-                settings.port or DEFAULT_HEAD_PORT, field="port", option="--port"
+                settings.port or DEFAULT_HEAD_PORT, settings.host, field="port", option="--port"
             )
         if settings.redis_url is None and settings.redis_port is not None:
             fixed["redis"] = require_free(
@@ -279,10 +281,10 @@ class EmbeddedCluster:
             )
         if settings.panel and settings.panel_port is not None:
             fixed["control_panel"] = require_free(
-                settings.panel_port, field="panel_port", option="--panel-port"
+                settings.panel_port, settings.host, field="panel_port", option="--panel-port"
             )
         elif settings.panel:
-            if is_free(DEFAULT_PANEL_PORT):
+            if is_free(DEFAULT_PANEL_PORT, settings.host):
                 fixed["control_panel"] = DEFAULT_PANEL_PORT
             else:
                 self._tell(f"port {DEFAULT_PANEL_PORT} is taken: the panel is at another")
@@ -357,34 +359,42 @@ def _make_transfer_dir(directory: Path) -> None:
         raise TransferDirNotWritable(directory, error) from error
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on this port of loopback now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a connection in TIME_WAIT does not block the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Whether a server could listen on this port of `host` now.
+
+    Raises `TroupeError` if this machine has no such host.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            # As servers do: a connection in TIME_WAIT does not block the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
             probe.listen(1)
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
-                return False
-            raise
-        return True
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise port_error(host, port, "--port", error, "--host") from error
+    return True
 
 
-def require_free(port: int, *, field: str, option: str) -> int:
+def require_free(port: int, host: str = LOOPBACK, *, field: str, option: str) -> int:
     """Return `port`, or raise `PortInUse` naming the setting and the option that changes it."""
-    if not is_free(port):
-        raise PortInUse(field=field, port=port, option=option)
+    if not is_free(port, host):
+        raise PortInUse(field=field, port=port, host=host, option=option)
     return port
 
 
 def pick_ports(
     names: Iterable[str],
     *,
+    host: str = LOOPBACK,
     fixed: dict[str, int] | None = None,
 ) -> dict[str, int]:
-    """A free port for every name, all different; `fixed` ones are used as given.
+    """A port for every name, all different, free at `host` and at loopback, where Redis listens;
+    `fixed` ones are used as given.
 
     The search begins at a random port, so that clusters that start at the same time do not collide.
     """
@@ -394,11 +404,11 @@ def pick_ports(
     for name in names:
         if name in chosen:
             continue
-        while candidate in chosen.values() or not is_free(candidate):
+        while candidate in chosen.values() or not (is_free(candidate, host) and is_free(candidate)):
             candidate = _next_port(candidate)
             tried += 1
             if tried > LAST_PORT - FIRST_PORT:
-                raise PortInUse(field="ports", port=candidate, option="")
+                raise PortInUse(field="ports", port=candidate, host=host, option="")
         chosen[name] = candidate
         candidate = _next_port(candidate)
     return chosen

@@ -20,10 +20,10 @@ class PortInUse(FailedPrecondition):
 
     default_kind = "port_in_use"
 
-    def __init__(self, *, field: str, port: int, option: str) -> None:
+    def __init__(self, *, field: str, port: int, host: str, option: str) -> None:
         change = f" or choose another with {option}" if option else ""
         super().__init__(
-            f"another program listens on port {port} of 127.0.0.1.",
+            f"another program listens on port {port} of {host or 'all interfaces'}.",
             field=field,
             value=port,
             remedy=f"Stop it (`ss -ltnp 'sport = :{port}'` names it){change}.",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from troupe.cluster.errors import NotUtf8
 from troupe.cluster.inventory import NodeDevices, NodeShares, assign
 from troupe.devices import DECLARED, Device, find_devices
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, reachable_host
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_DATA_DIR = Path("runs")
@@ -42,7 +42,8 @@ class ClusterSettings(BaseModel):
     host: str = LOOPBACK
     """Interface to listen on."""
     advertise: str | None = None
-    """Name or address at which other hosts reach this one; default: its host name."""
+    """Name or address at which other hosts reach this one; default: `host`, or this machine's name
+    where that is all interfaces."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the orchestrator; default: 50051 of a head, a free one otherwise."""
     head: str | None = None
@@ -125,7 +126,7 @@ class ClusterSettings(BaseModel):
         """Name or address at which other processes reach this supervisor's services."""
         if is_loopback_host(self.host):
             return self.host
-        return self.advertise or socket.gethostname()
+        return self.advertise or reachable_host(self.host)
 
     def inventory(self) -> tuple[Device, ...]:
         """The devices of this host. Raises `InvalidArgument` for a bad declaration."""

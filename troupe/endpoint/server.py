@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from troupe.rpc.addresses import bypass_proxy
+from troupe.rpc.addresses import bypass_proxy, http_url, listen, local_host
 from troupe.rpc.errors import port_error
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import ENDPOINT_OPTIONS, Endpoint, EndpointOptions
@@ -82,13 +82,12 @@ class EndpointServer:
         """Bind the port. Repeatable. Raises `TroupeError` when it is not available."""
         if self._serving is not None:
             return
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listener = socket.create_server(
-                (self._host, self._port), family=family, backlog=_BACKLOG
-            )
+            listener = listen(self._host, self._port, backlog=_BACKLOG)
         except OSError as error:
-            raise port_error(self._host, self._port, "TROUPE_ENDPOINT_PORT", error) from error
+            raise port_error(
+                self._host, self._port, "TROUPE_ENDPOINT_PORT", error, "TROUPE_ENDPOINT_HOST"
+            ) from error
         self._port = listener.getsockname()[1]
         # Clients run in this process, or in a child process: they must not use a proxy.
         bypass_proxy([self.address])
@@ -118,8 +117,7 @@ class EndpointServer:
         """`http://host:port`, as clients reach it."""
         if self._url:
             return self._url.rstrip("/")
-        host = "127.0.0.1" if self._host in ("0.0.0.0", "::") else self._host
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return http_url(local_host(self._host), self._port)
 
     async def stop(self) -> None:
         """Close all connections. Repeatable."""

@@ -1,4 +1,7 @@
-"""Addresses: removal of secrets from URLs, loopback, and calls without a proxy.
+"""Addresses: hosts and ports as text, removal of secrets from URLs, calls without a proxy.
+
+All "host:port" and "http://host:port" are made and read here, so that IPv6 addresses have their
+brackets, and a wildcard that a server listens on is never told to a client.
 
 A URL may hold a password (`redis://:secret@host`, `https://user:secret@host`); `without_secrets` is
 applied to all errors and logs.
@@ -13,7 +16,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterable
+from functools import cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -63,14 +68,22 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def split_address(address: str) -> tuple[str, str]:
-    """Host, without brackets, and port of "host:port" or "[host]:port"; the port may be missing.
+def http_url(host: str, port: int | str) -> str:
+    """ "http://host:port", with brackets around an IPv6 address."""
+    return f"http://{join_address(host, port)}"
 
-    Of an IPv6 address without brackets, as Kubernetes writes `$(POD_IP):50051`, the last colon
-    counts.
+
+def split_address(address: str) -> tuple[str, str]:
+    """Host, without brackets, and port of "host:port" or "[host]:port".
+
+    The host is empty in "port", the port in "[host]". Of an IPv6 address without brackets, as
+    Kubernetes writes `$(POD_IP):50051`, the last colon counts.
     """
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]")
+        return host, port.removeprefix(":")
     host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), port
+    return host, port
 
 
 def host_of(address: str) -> str:
@@ -83,10 +96,58 @@ def host_of(address: str) -> str:
 
 def is_loopback_host(host: str) -> bool:
     """Whether `host`, a name or an address, is loopback."""
+    address = _ip_address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def is_wildcard_host(host: str) -> bool:
+    """Whether a server at `host` listens on all interfaces: `0.0.0.0`, `::`, or nothing."""
+    address = _ip_address(host)
+    return not host if address is None else address.is_unspecified
+
+
+def local_host(host: str) -> str:
+    """The host at which processes of this machine reach a server that listens at `host`."""
+    if not is_wildcard_host(host):
+        return host
+    address = _ip_address(host)
+    return "::1" if address is not None and address.version == 6 and has_ipv6() else "127.0.0.1"
+
+
+def reachable_host(host: str) -> str:
+    """The host at which other machines reach a server that listens at `host` on this one."""
+    return socket.gethostname() if is_wildcard_host(host) else host
+
+
+def listen(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """A listening socket at `host`; the one at `::` takes IPv4 clients, too. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    both = family is socket.AF_INET6 and is_wildcard_host(host) and socket.has_dualstack_ipv6()
+    return socket.create_server(address[:2], family=family, backlog=backlog, dualstack_ipv6=both)
+
+
+@cache
+def has_ipv6() -> bool:
+    """Whether this machine has the IPv6 loopback address."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address in `host`, with or without brackets; None if it is a name.
+
+    A server of both families sees an IPv4 caller as `::ffff:127.0.0.1`, which is returned as IPv4.
+    """
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return host.lower() == "localhost"
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def may_use_proxy() -> bool:

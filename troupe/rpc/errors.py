@@ -277,8 +277,13 @@ def from_rpc_error(
     return cls(f"{details or code.name}{where}")
 
 
-def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeError:
-    """The error of a port that cannot be bound, with a remedy; `variable` is its setting."""
+def port_error(
+    host: str, port: int, variable: str, error: Exception, host_variable: str = "TROUPE_HOST"
+) -> TroupeError:
+    """The error of a port that cannot be bound, with a remedy.
+
+    `variable` and `host_variable` are the settings of the port and of the host.
+    """
     number = getattr(error, "errno", errno.EADDRINUSE)
     if number == errno.EADDRINUSE:
         return Unavailable(
@@ -286,7 +291,7 @@ def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeE
             kind="port_in_use",
             remedy=f"Stop that process or set {variable} to a free port (0 takes any).",
         )
-    variable = variable if number == errno.EACCES else "TROUPE_HOST"
+    variable = variable if number == errno.EACCES else host_variable
     return Unavailable(
         f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
         kind="cannot_listen",

@@ -156,9 +156,7 @@ class Attempts:
         self._answer = None
 
     def _is_over(self) -> bool:
-        return self._deadline is not None and (
-            time.monotonic() + _DEADLINE_SLACK >= self._deadline
-        )
+        return self._deadline is not None and (time.monotonic() + _DEADLINE_SLACK >= self._deadline)
 
     def _counted(self, error: TroupeError) -> TroupeError:
         if self.failures > 1:

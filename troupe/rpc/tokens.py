@@ -26,7 +26,7 @@ from typing import Any, Final
 from pydantic import SecretStr
 
 from troupe.disks import memory_root, private_directory
-from troupe.rpc.addresses import host_of, is_loopback_host
+from troupe.rpc.addresses import host_of, is_loopback_host, join_address, split_address
 
 _LINK_SECONDS: Final = 24 * 3600.0
 _SESSION_SECONDS: Final = 7 * 24 * 3600.0
@@ -60,7 +60,10 @@ def local_token(address: str) -> SecretStr | None:
     """
     if not is_loopback_address(address):
         return None
-    wanted = f"127.0.0.1:{address.rpartition(':')[2]}"
+    host, port = split_address(address)
+    # A name may mean either family.
+    hosts = ("127.0.0.1", "::1") if host.lower() == "localhost" else (host,)
+    wanted = {join_address(host, port) for host in hosts}
     try:
         records = list(_records().glob("*.json"))
     except OSError:
@@ -68,7 +71,7 @@ def local_token(address: str) -> SecretStr | None:
     for path in records:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = _read_live(path)
-            if record is not None and wanted in record["addresses"]:
+            if record is not None and not wanted.isdisjoint(record["addresses"]):
                 return read_token(Path(record["token_file"]))
     return None
 

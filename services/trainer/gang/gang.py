@@ -50,7 +50,7 @@ from troupe.rpc import (
     from_status,
     new_id,
 )
-from troupe.rpc.addresses import join_address, split_address
+from troupe.rpc.addresses import join_address, listen, split_address
 from troupe.rpc.channel import connect_sync
 from troupe.v1 import trainer_pb2, trainer_pb2_grpc
 
@@ -593,7 +593,7 @@ def launch(
 
 def free_port(host: str) -> int:
     """A free TCP port of `host`."""
-    with socket.create_server((host, 0)) as server:
+    with listen(host, 0) as server:
         return int(server.getsockname()[1])
 
 

@@ -75,7 +75,8 @@ _CLUSTER_OPTIONS: Final[Mapping[str, tuple[Any, Any, str]]] = {
     "advertise": (
         str | None,
         None,
-        "Name or address at which other hosts reach this one; default: its name.",
+        "Name or address at which other hosts reach this one; default: --host, or the machine's "
+        "name if that is all interfaces.",
     ),
     "port": (int | None, None, "Port of the orchestrator."),
     "rollouts": (int | None, None, "Rollout workers to start."),

@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 from pydantic import SecretStr
 
-from troupe.rpc.addresses import is_loopback_host, join_address
+from troupe.rpc.addresses import is_loopback_host, join_address, reachable_host
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -102,7 +102,7 @@ class TransferOwner:
                 str(error), kind="port_taken", field="port", value=port, remedy="Choose another."
             ) from error
         self.port: int = bound
-        self.address = join_address(advertise or host, bound)
+        self.address = join_address(advertise or reachable_host(host), bound)
         self._server.start()
         self._stopped = threading.Event()
         threading.Thread(target=self._sweep, name="transfer-sweep", daemon=True).start()

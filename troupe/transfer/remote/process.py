@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from troupe.rpc.addresses import join_address
+from troupe.rpc.addresses import join_address, local_host, reachable_host
 from troupe.rpc.channel import connect_sync
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -178,9 +178,8 @@ class OwnerProcess:
         self._begun.wait()
         if self._failure is not None:
             raise self._failure
-        self.address = join_address(advertise or host, self.port)
-        wildcard = host in ("0.0.0.0", "::", "[::]")
-        self.local = join_address("127.0.0.1" if wildcard else host, self.port)
+        self.address = join_address(advertise or reachable_host(host), self.port)
+        self.local = join_address(local_host(host), self.port)
 
     @property
     def pid(self) -> int:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from pydantic import SecretStr
 
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, split_address
 from troupe.rpc.errors import (
     DETAILS_KEY,
     FailedPrecondition,
@@ -273,7 +274,7 @@ def from_here(peer: str) -> bool:
     kind, _, place = peer.partition(":")
     if kind == "unix":
         return True
-    host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
+    host, _ = split_address(unquote(place))
     return is_loopback_host(host)
 
 

@@ -32,6 +32,7 @@ from troupe.checkpoints.adapters import linear_layers
 from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
 from troupe.mixtures import RoutingShape, shape_in
+from troupe.rpc.addresses import host_of, http_url, is_loopback_host
 from troupe.scheduling.defaults import context_of
 from troupe.workflow.languages import end_ids, positions_of
 
@@ -250,7 +251,7 @@ class Server:
         except OSError as error:
             raise self._unlaunchable(f"the server cannot be started: {error}") from error
         self._process = process
-        return f"http://127.0.0.1:{port}"
+        return http_url("127.0.0.1", port)
 
     def _unlaunchable(self, reason: str) -> EngineStartFailed:
         return EngineStartFailed(
@@ -322,7 +323,7 @@ class Server:
         self.features = features
         self.ranks = int(info.get("tp_size") or 1)
         self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
-        self.near = launched or httpx.URL(client.url).host in ("127.0.0.1", "localhost", "[::1]")
+        self.near = launched or is_loopback_host(host_of(client.url))
         loader = choose_loader(
             spec.engine.update,
             features,
