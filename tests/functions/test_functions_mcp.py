@@ -93,7 +93,7 @@ async def test_an_agent_calls_what_the_servers_offer(stage: Stage) -> None:
     event, [first, second] = await stage.train(act)
 
     assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
-    own = ["add", "process", "variable", "fail", "crash", "hang"]
+    own = ["add", "process", "variable", "fail", "crash", "hang", "content", "unlike_its_schema"]
     assert sorted(seen["names"]) == sorted([*own, "web_add", "web_fail"])
     assert '"description": "Add two integers."' in text_of(first.prompt)
     assert second.prompt[: len(first.prompt + first.response)] == first.prompt + first.response
@@ -175,6 +175,47 @@ def test_a_process_keeps_its_server_and_finds_one_that_ended() -> None:
     time.sleep(1.1)  # from here on it is not taken for granted that the server is there
     assert call(one, "process")["result"] != first, "nothing was lost: it had not been called"
     assert call(one, "divide")["error"] == "unknown_tool"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("text", {"result": "one\ntwo"}),
+        ("empty", {"result": ""}),
+        ("empty text", {"result": ""}),
+        ("resource", {"result": "found:\n# Today\nrain"}),
+        ("blob", {"result": "(file:///a.bin: binary, not shown)"}),
+        ("typed blob", {"result": "(file:///a.pdf: application/pdf, not shown)"}),
+        ("link", {"result": "today.md: file:///notes/today.md"}),
+        ("titled link", {"result": "Today: file:///notes/today.md (what happens)"}),
+        ("image", {"result": "(image: image/png, not shown)"}),
+        ("audio", {"result": "(audio: audio/wav, not shown)"}),
+        ("structured", {"result": {"rows": [1, 2]}}),
+        ("structured image", {"result": {"width": 3}}),
+        ("text and structured", {"result": "two"}),
+        ("for the user", {"result": ""}),
+        ("for both", {"result": "seen"}),
+        ("error", {"error": "tool_failed", "message": "no such page"}),
+        ("error resource", {"error": "tool_failed", "message": "# Today\nrain"}),
+        ("error structured", {"error": "tool_failed", "message": '{"code": 7}'}),
+        ("error for the user", {"error": "tool_failed", "message": "quota spent"}),
+        (
+            "error without a reason",
+            {"error": "tool_failed", "message": "the tool failed and says no reason"},
+        ),
+    ],
+)
+def test_every_kind_of_content_is_shown_to_the_model(name: str, answer: dict[str, Any]) -> None:
+    assert call(server(**STDIO), "content", {"name": name}) == answer
+
+
+def test_a_result_that_is_not_as_the_tool_says_fails_the_call_and_keeps_the_server() -> None:
+    one = server(**STDIO)
+    process = call(one, "process")
+    answer = call(one, "unlike_its_schema")
+    assert answer["error"] == "tool_failed"
+    assert "number" in answer["message"]
+    assert call(one, "process") == process
 
 
 def test_a_workflow_is_tried_with_the_tools_of_a_server(tmp_path: Path, url: str) -> None:

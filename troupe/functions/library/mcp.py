@@ -23,6 +23,7 @@ from troupe.functions.declaration import tool
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import CallToolResult, ContentBlock
 
 # Connections of one process; the one that was not used for longest is closed.
 _MOST_CONNECTIONS: Final = 16
@@ -161,7 +162,7 @@ class _Connection:
         return True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The result of a tool: text, or JSON where there is no text. Raises `McpError`."""
+        """The result of a tool, as `_shown` has it. Raises `McpError`."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
@@ -176,18 +177,14 @@ class _Connection:
                 raise self._unavailable("ended during the call", error) from error
             kind = "bad_arguments" if error.code == INVALID_PARAMS else "tool_failed"
             raise McpError(kind, error.message) from error
-        except ValueError as error:  # what is no result of this protocol
+        # What is no result of this protocol, or not what the tool's output schema says.
+        except (ValueError, RuntimeError) as error:
             raise McpError("tool_failed", f"{type(error).__name__}: {error}") from error
         except Exception as error:
             raise self._unavailable("cannot be reached", error) from error
         finally:
             self._used = time.monotonic()
-        texts = [getattr(part, "text", f"({part.type}: not shown)") for part in result.content]
-        if result.is_error:
-            raise McpError("tool_failed", "\n".join(texts) or "the tool failed and says no reason")
-        if not texts and result.structured_content is not None:
-            return result.structured_content
-        return "\n".join(texts)
+        return _shown(result)
 
     async def close(self) -> None:
         """End it, and a server that was started for it."""
@@ -238,6 +235,57 @@ class _Connection:
         reason = "" if isinstance(error, TimeoutError) else f" ({type(error).__name__}: {error})"
         what = late if isinstance(error, TimeoutError) or "during" in late else "does not start"
         return McpError("mcp_unavailable", f"the MCP server `{shown}` {what}{reason}")
+
+
+def _shown(result: CallToolResult) -> Any:
+    """What the model is shown of a result: its text, or its JSON where it has no text.
+
+    Parts that are meant for the user alone are left out, but for the reason of a failure. Raises
+    `McpError` for a failed call.
+    """
+    parts = [part for part in result.content if result.is_error or _is_for_the_model(part)]
+    structured = result.structured_content
+    if structured is not None and not any(_text_of(part) for part in parts):
+        if not result.is_error:
+            return structured
+        text = json.dumps(structured, ensure_ascii=False)
+    else:
+        text = "\n".join(_text_of(part) or _placeholder(part) for part in parts)
+    if result.is_error:
+        raise McpError("tool_failed", text or "the tool failed and says no reason")
+    return text
+
+
+def _is_for_the_model(part: ContentBlock) -> bool:
+    audience = None if part.annotations is None else part.annotations.audience
+    return not audience or "assistant" in audience
+
+
+def _text_of(part: ContentBlock) -> str:
+    """The text of a part; empty if it has none."""
+    match part.type:
+        case "text":
+            return part.text
+        case "resource":
+            return getattr(part.resource, "text", "")
+        case "resource_link":
+            about = f" ({part.description})" if part.description else ""
+            return f"{part.title or part.name}: {part.uri}{about}"
+        case _:
+            return ""
+
+
+def _placeholder(part: ContentBlock) -> str:
+    """What stands for a part that is not text."""
+    match part.type:
+        case "resource":
+            blob = getattr(part.resource, "blob", "")
+            kind = part.resource.mime_type or "binary"
+            return f"({part.resource.uri}: {kind}, not shown)" if blob else ""
+        case "image" | "audio":
+            return f"({part.type}: {part.mime_type}, not shown)"
+        case _:
+            return ""
 
 
 @asynccontextmanager
