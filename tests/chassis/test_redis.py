@@ -13,6 +13,7 @@ import redis
 from services.chassis.redis import RedisClient, RedisWatch
 from services.chassis.telemetry import Telemetry
 from tests.support.redis_server import RedisServer
+from troupe.cluster.redis import ping, require_redis
 from troupe.rpc import (
     NO_RETRY,
     FailedPrecondition,
@@ -210,6 +211,18 @@ async def test_a_redis_that_is_set_up_otherwise_is_refused(
     assert all(word in str(caught.value) for word in words)
     await client.close()
     server.stop()
+
+
+async def test_a_cluster_is_not_started_on_a_redis_that_may_evict(server: RedisServer) -> None:
+    await require_redis(server.url, timeout=30)
+    assert await ping(server.url, 30) is None
+    with server.client() as plain:
+        plain.config_set("maxmemory", "1gb")
+        plain.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(FailedPrecondition) as caught:
+        await require_redis(server.url, timeout=30)
+    assert caught.value.kind == "redis_evicts"
+    assert "maxmemory-policy = allkeys-lru" in str(await ping(server.url, 30))
 
 
 async def test_a_watch_notices_a_policy_that_changes_and_that_it_is_mended(

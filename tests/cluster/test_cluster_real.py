@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer
 from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
 from troupe.cluster.embedded import EmbeddedCluster
@@ -115,3 +117,27 @@ async def test_a_head_at_ipv6_loopback_serves_its_services_its_panel_and_its_met
                 if one.record.name in CORE:
                     url = f"http://{one.record.metrics_address}/metrics"
                     assert (await web.get(url)).status_code == 200
+
+
+async def test_status_says_that_redis_has_become_unfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis", durable=True)
+    server.start()
+    command = ["status", "--data-dir", str(tmp_path / "data")]
+    settings = ClusterSettings(
+        data_dir=tmp_path / "data", role="head", host="127.0.0.1", port=free_port(),
+        redis_url=server.url, panel=False,
+    )  # fmt: skip
+    async with EmbeddedCluster(settings):
+        assert await asyncio.to_thread(main, command) == 0
+        with server.client() as plain:
+            plain.config_set("maxmemory", "1gb")
+            plain.config_set("maxmemory-policy", "allkeys-lru")
+        capsys.readouterr()
+        assert await asyncio.to_thread(main, command) == 1
+        assert "CONFIG SET maxmemory-policy noeviction" in " ".join(capsys.readouterr().out.split())
+        assert await asyncio.to_thread(main, [*command, "--json"]) == 1
+        assert "allkeys-lru" in json.loads(capsys.readouterr().out)["warnings"]["redis"]
+    server.stop()

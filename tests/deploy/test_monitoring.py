@@ -193,6 +193,7 @@ FIRES: dict[str, dict[str, str]] = {
     },
     "TroupeRewardsQueue": {"troupe_reward_queued": "0x500 0+2x100"},
     "TroupeStoreErrors": {"troupe_store_redis_up": "0x600"},
+    "TroupeRedisUnfit": {'troupe_redis_unfit{service="orchestrator"}': "0x500 1x100"},
     "TroupeCallsFail": {'troupe_rpc_seconds_count{method="m", code="INTERNAL"}': "0+5x600"},
     "TroupeMemoryHigh": {
         'process_resident_memory_bytes{job="troupe", service="trainer"}': "3000000000x500 7e9x100"
@@ -210,6 +211,7 @@ QUIET = {
     'troupe_engine_turns{state="running"}': "8x600",
     "troupe_reward_queued": "100x600",
     "troupe_store_redis_up": "1x600",
+    'troupe_redis_unfit{service="orchestrator"}': "0x600",
     "troupe_store_pushed_back_total": "7x600",
     "troupe_store_over_high_water": "0x600",
     'troupe_rpc_seconds_count{method="m", code="OK"}': "0+50x600",

@@ -34,8 +34,11 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def own(server: RedisServer, tmp_path: Path) -> AsyncIterator[Cluster]:
+async def own(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
     """A cluster on a Redis whose settings the test may change."""
+    monkeypatch.setattr("services.chassis.redis._WATCH_SECONDS", 0.05)
     cluster = Cluster(server.url, tmp_path)
     await cluster.open()
     await cluster.add_rollout()

@@ -27,7 +27,7 @@ class ProbeKind(StrEnum):
     HTTP = "http"
     """`GET /healthz` answers 200."""
     REDIS = "redis"
-    """`PING` answers."""
+    """`INFO` answers, and says that Redis is fit to keep state."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 from troupe.cluster.errors import RedisMissing, RedisUnavailable
 from troupe.cluster.settings import LOOPBACK, Fsync
+from troupe.redis_info import unfitness
+from troupe.rpc.errors import TroupeError
 
 
 def redis_executable() -> str:
@@ -61,7 +63,30 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
 
 
 async def ping(url: str, timeout: float) -> str | None:
-    """None when the Redis at `url` is ready, else why not (such as `LOADING`)."""
+    """None when the Redis at `url` is ready and fit to keep state, else why not."""
+    from redis.exceptions import RedisError
+
+    try:
+        error = await _unfitness(url, timeout)
+    except (RedisError, OSError, TimeoutError) as failure:
+        return str(failure) or type(failure).__name__
+    return None if error is None else str(error)
+
+
+async def require_redis(url: str, timeout: float = 5.0) -> None:
+    """Raise `TroupeError` unless the Redis at `url` answers within `timeout` seconds and is fit to
+    keep state."""
+    from redis.exceptions import RedisError
+
+    try:
+        error = await _unfitness(url, timeout)
+    except (RedisError, OSError, TimeoutError, ValueError) as failure:  # ValueError: not a URL
+        raise RedisUnavailable(url, str(failure) or type(failure).__name__) from failure
+    if error is not None:
+        raise error
+
+
+async def _unfitness(url: str, timeout: float) -> TroupeError | None:
     # A dependency of services, which client programs do not have.
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
@@ -69,20 +94,8 @@ async def ping(url: str, timeout: float) -> str | None:
     client: Any = Redis.from_url(url, socket_connect_timeout=timeout, socket_timeout=timeout)
     try:
         async with asyncio.timeout(timeout):
-            await client.ping()
-    except (RedisError, OSError, TimeoutError) as error:
-        return str(error) or type(error).__name__
+            info = await client.info()
     finally:
         with suppress(RedisError, OSError):
             await client.aclose()
-    return None
-
-
-async def require_redis(url: str, timeout: float = 5.0) -> None:
-    """Raise `RedisUnavailable` unless the Redis at `url` answers within `timeout` seconds."""
-    try:
-        reason = await ping(url, timeout)
-    except ValueError as error:  # not a Redis URL
-        raise RedisUnavailable(url, str(error)) from error
-    if reason is not None:
-        raise RedisUnavailable(url, reason)
+    return unfitness({name: str(value) for name, value in info.items()}, url)

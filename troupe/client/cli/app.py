@@ -47,7 +47,7 @@ from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
-from troupe.client.records import Binding, Cluster
+from troupe.client.records import Binding, Cluster, Service
 from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
@@ -375,15 +375,22 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
     """Show every process of the cluster. Exit status 1 unless all are healthy."""
     state = require_running(data_directory(data_dir))
     reports = asyncio.run(inspect(state))
+    cluster = _cluster_of(state)
+    seen = [] if cluster is None else cluster.services
     if as_json:
-        print(json.dumps(_status_json(state, reports), indent=2))
+        print(json.dumps(_status_json(state, reports, seen), indent=2))
     else:
         console = Console()
         _print_status(console, state, reports)
-        if (cluster := _cluster_of(state)) is not None:
+        for one in seen:
+            if one.message:
+                style = "yellow" if one.serving else "red"
+                console.print(f"{one.name}: {one.message}", style=style, highlight=False)
+        if cluster is not None:
             _print_trainers(console, cluster)
             _print_devices(console, cluster)
-    healthy = state.phase == "ready" and all(r.healthy for r in reports)
+    healthy = all(r.healthy for r in reports) and all(one.serving for one in seen)
+    healthy = healthy and state.phase == "ready"
     raise typer.Exit(0 if healthy else FAILED)
 
 
@@ -507,7 +514,9 @@ def _print_devices(console: Console, cluster: Cluster) -> None:
     console.print(table)
 
 
-def _status_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
+def _status_json(
+    state: ClusterState, reports: list[ServiceReport], seen: Sequence[Service]
+) -> dict[str, Any]:
     return {
         "data_dir": str(state.data_dir),
         "phase": state.phase,
@@ -523,6 +532,7 @@ def _status_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str,
             }
             for r in reports
         ],
+        "warnings": {one.name: one.message for one in seen if one.message},
     }
 
 
