@@ -104,8 +104,8 @@ class Log:
         if roster is not None:
             await self._database.call("HSETNX", JobTableKeys(job).log, step, roster.format())
 
-    async def keep_unfinished(self, job: str, policy: str, step: int) -> bool:
-        """Log a policy's step whose job is over: rows that were not final are DROPPED.
+    async def keep_unfinished(self, job: str, policy: str, step: int, *, keep: bool = True) -> bool:
+        """Log a policy's step whose job is over, if `keep`: rows that were not final are DROPPED.
 
         Returns whether the policy had committed it.
         """
@@ -119,6 +119,8 @@ class Log:
                 return committed
         logged = await self._live(keys, step)
         committed = logged.HasField("commit")
+        if not keep:
+            return committed
         if not committed:
             logged.job_over = True
             for sample in logged.samples:

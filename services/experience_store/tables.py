@@ -159,7 +159,7 @@ class TableRegistry:
         if not purge_log:
             await self._log.keep_tables(job, table.format())
         for step in [int(s) for s in await self._database.call("ZRANGE", keys.steps, 0, -1)]:
-            await self._drop_step(table, step)
+            await self._drop_step(table, step, log=not purge_log)
         for policy in [PolicyKeys(job, policy) for policy in table.policies]:
             await self._database.run("free_rows", policy.base, 0, _EVERY_VERSION, "")
             await self._database.call("UNLINK", policy.commits)
@@ -173,9 +173,11 @@ class TableRegistry:
         await self._database.call("SREM", JOBS, job)
         self.forget(job)
 
-    async def _drop_step(self, table: TableSchema, step: int) -> None:
+    async def _drop_step(self, table: TableSchema, step: int, *, log: bool) -> None:
+        """Delete a step, and with `log` log it first. Otherwise nothing is written, which a Redis
+        without room would refuse."""
         job, keys = table.job, JobTableKeys(table.job)
-        roster = await self._log.roster(job, step)
+        roster = await self._log.roster(job, step) if log else None
         if roster is not None and not await self._log.has(job, step):
             await self._log.keep_roster(job, roster)
         # From here on no trajectory can end in the step; those that did are in the roster.
@@ -188,7 +190,7 @@ class TableRegistry:
         for policy in table.policies:
             base = PolicyKeys(job, policy).base
             while True:
-                committed = await self._log.keep_unfinished(job, policy, step)
+                committed = await self._log.keep_unfinished(job, policy, step, keep=log)
                 outcome, *_ = await self._database.run("forget_step", base, step, int(committed))
                 if outcome == b"forgotten":
                     break

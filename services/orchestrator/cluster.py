@@ -22,6 +22,8 @@ from troupe.v1 import reward_pb2 as rw
 from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
+# Users' calls wait so long for other services: less than their clients, so that they hear why.
+ASKED_SECONDS: Final = 45.0
 _log = structlog.get_logger(__name__)
 # The transfer layer's key of a state: job, policy, the rest, and the version.
 _KEY: Final = re.compile(

@@ -321,14 +321,18 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     ) -> es.ListSamplesResponse:
         record = await self._record(request)
         with _rows_of(record):
-            return await self._at.shared.experience.ListSamples(request)
+            return await self._at.shared.experience.ListSamples(
+                request, timeout=cluster.ASKED_SECONDS
+            )
 
     async def DescribeTables(
         self, request: es.DescribeTablesRequest, context: Any
     ) -> es.DescribeTablesResponse:
         record = await self._record(request)
         with _rows_of(record):
-            return await self._at.shared.experience.DescribeTables(request)
+            return await self._at.shared.experience.DescribeTables(
+                request, timeout=cluster.ASKED_SECONDS
+            )
 
     async def AuditJob(self, request: orch.AuditJobRequest, context: Any) -> orch.AuditJobResponse:
         await self._record(request)

@@ -153,3 +153,14 @@ async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
     job = await own.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await own.check_accounts(job_id, 4, POLICIES)
+
+
+async def test_an_ended_job_can_be_forgotten_to_make_room(
+    own: Cluster, server: RedisServer
+) -> None:
+    job_id = await own.submit(job_yaml())
+    await own.wait(job_id)
+    limit(server, 1)
+    await own.api.ForgetJob(orch.ForgetJobRequest(request_id="forget", job_id=job_id))
+    listed = await own.api.ListJobs(orch.ListJobsRequest())
+    assert [job.job_id for job in listed.jobs] == []

@@ -1,6 +1,7 @@
 -- Frees all keys of a step in one table after it was logged as committed or as not committed; does
 -- nothing if that has changed since. The step's contribution to the totals is kept.
 -- ARGV: step, whether it was logged as committed (0/1)
+drains()
 local TOTALS = BASE .. ':totals'
 if redis.call('EXISTS', STEP) == 1 then
   if committed() ~= (ARGV[2] == '1') then

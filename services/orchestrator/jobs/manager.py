@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from services.orchestrator.cluster import delete_states, drop_tables
+from services.orchestrator.cluster import ASKED_SECONDS, delete_states, drop_tables
 from services.orchestrator.context import Shared
 from services.orchestrator.crash_loops import LaunchGuard
 from services.orchestrator.errors import cancel_all
@@ -208,7 +208,7 @@ class Jobs:
                 )
             await self._last_runner_done(job_id)
             with suppress(NotFound):  # it ended before it had any
-                await drop_tables(self._shared, job_id, purge_log=True)
+                await drop_tables(self._shared, job_id, purge_log=True, timeout=ASKED_SECONDS)
             await delete_states(self._shared, job_id)
             if self._catalogue is not None:
                 await self._catalogue.release(job_id)
