@@ -66,6 +66,15 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
+@pytest.fixture
+def durable_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A durable Redis of the test's own, which it may spoil."""
+    server = RedisServer(tmp_path, durable=True)
+    server.start()
+    yield server
+    server.kill()  # one that cannot save does not stop in order
+
+
 @pytest.fixture(scope="module")
 def no_old_jobs(redis_server: RedisServer) -> None:
     """Nothing of former modules in the shared Redis: a store looks after every job that it finds

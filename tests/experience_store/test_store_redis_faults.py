@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,8 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A durable Redis of the test's own."""
-    server = RedisServer(tmp_path, durable=True)
-    server.start()
-    yield server
-    server.stop()
+def server(durable_redis: RedisServer) -> RedisServer:
+    return durable_redis
 
 
 @pytest.fixture

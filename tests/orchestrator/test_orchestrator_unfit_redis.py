@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,12 @@ POLICIES = ("checker", "solver")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A durable Redis of the test's own."""
-    server = RedisServer(tmp_path, durable=True)
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 async def own(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    durable_redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
     """A cluster on a Redis whose settings the test may change."""
     monkeypatch.setattr("services.chassis.redis._WATCH_SECONDS", 0.05)
-    cluster = Cluster(server.url, tmp_path)
+    cluster = Cluster(durable_redis.url, tmp_path)
     await cluster.open()
     await cluster.add_rollout()
     await cluster.add_trainer()
@@ -47,14 +38,14 @@ async def own(
     await cluster.close()
 
 
-def let_evict(server: RedisServer, policy: str = "allkeys-lru") -> None:
-    with server.client() as plain:
+def let_evict(durable_redis: RedisServer, policy: str = "allkeys-lru") -> None:
+    with durable_redis.client() as plain:
         plain.config_set("maxmemory", "1gb")
         plain.config_set("maxmemory-policy", policy)
 
 
-def limit(server: RedisServer, maxmemory: int) -> None:
-    with server.client() as plain:
+def limit(durable_redis: RedisServer, maxmemory: int) -> None:
+    with durable_redis.client() as plain:
         plain.config_set("maxmemory", maxmemory)
 
 
@@ -72,11 +63,11 @@ async def redis_status(cluster: Cluster) -> orch.ServiceStatus:
     ],
 )
 async def test_a_service_does_not_start_on_a_redis_that_may_evict(
-    server: RedisServer, tmp_path: Path, make: Any, settings: Any
+    durable_redis: RedisServer, tmp_path: Path, make: Any, settings: Any
 ) -> None:
-    let_evict(server)
+    let_evict(durable_redis)
     quotas = {"reward_quotas": {"api": {"rate": 1}}} if make is RewardService else {}
-    given = settings(redis_url=server.url, data_dir=tmp_path, drain_seconds=0, **quotas)
+    given = settings(redis_url=durable_redis.url, data_dir=tmp_path, drain_seconds=0, **quotas)
     running: RunningServer[Any] = RunningServer(make, given)
     await running.open()
     with pytest.raises(FailedPrecondition) as caught:
@@ -87,13 +78,13 @@ async def test_a_service_does_not_start_on_a_redis_that_may_evict(
 
 
 async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
-    own: Cluster, server: RedisServer
+    own: Cluster, durable_redis: RedisServer
 ) -> None:
     own.rollouts[0].script.seconds = 1000
     job_id = await own.submit(job_yaml())
     await own.wait(job_id, (pb.JOB_STATE_RUNNING,))
     assert (await redis_status(own)).serving
-    let_evict(server)
+    let_evict(durable_redis)
     for refused in (own.submit(job_yaml("other")), own.resume(job_id)):
         with pytest.raises(FailedPrecondition) as caught:
             await refused
@@ -105,7 +96,7 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
         async for event in own.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
             if "maxmemory-policy = allkeys-lru" in event.notice.text:
                 break
-    with server.client() as plain:
+    with durable_redis.client() as plain:
         plain.config_set("maxmemory-policy", "noeviction")
     assert (await redis_status(own)).serving
     await own.submit(job_yaml("other"))
@@ -123,11 +114,11 @@ async def test_a_redis_without_an_append_only_file_serves_with_a_warning(
 
 
 async def test_a_submission_to_a_full_redis_says_that_it_is_full(
-    own: Cluster, server: RedisServer
+    own: Cluster, durable_redis: RedisServer
 ) -> None:
     shared = own.orchestrator.service._at  # type: ignore[union-attr]
     shared._redis._patience = 0.1
-    limit(server, 1)
+    limit(durable_redis, 1)
     with pytest.raises(ResourceExhausted) as caught:
         await own.submit(job_yaml())
     assert caught.value.kind == "redis_full"
@@ -135,32 +126,32 @@ async def test_a_submission_to_a_full_redis_says_that_it_is_full(
     status = await redis_status(own)
     assert not status.serving
     assert "is full: it uses" in status.message
-    limit(server, 0)
+    limit(durable_redis, 0)
     assert (await own.wait(await own.submit(job_yaml()))).state == pb.JOB_STATE_SUCCEEDED
 
 
 async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
-    own: Cluster, server: RedisServer
+    own: Cluster, durable_redis: RedisServer
 ) -> None:
     service = own.orchestrator.service  # type: ignore[union-attr]
     service._at._redis._patience = 0.1
     own.rollouts[0].script.seconds = 0.1
     job_id = await own.submit(job_yaml(pipeline__steps=4))
     await own.until(job_id, lambda job: job.step >= 1)
-    limit(server, 1)
+    limit(durable_redis, 1)
     await own.until(job_id, lambda job: "is full: it uses" in job.activity)
-    limit(server, 0)
+    limit(durable_redis, 0)
     job = await own.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await own.check_accounts(job_id, 4, POLICIES)
 
 
 async def test_an_ended_job_can_be_forgotten_to_make_room(
-    own: Cluster, server: RedisServer
+    own: Cluster, durable_redis: RedisServer
 ) -> None:
     job_id = await own.submit(job_yaml())
     await own.wait(job_id)
-    limit(server, 1)
+    limit(durable_redis, 1)
     await own.api.ForgetJob(orch.ForgetJobRequest(request_id="forget", job_id=job_id))
     listed = await own.api.ListJobs(orch.ListJobsRequest())
     assert [job.job_id for job in listed.jobs] == []
