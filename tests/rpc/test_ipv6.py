@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from services.chassis.app import serve
 from services.chassis.redis import RedisClient, shown
@@ -30,6 +32,7 @@ from troupe.cluster.embedded import is_free, pick_ports
 from troupe.cluster.redis import require_redis
 from troupe.cluster.settings import ClusterSettings
 from troupe.endpoint.server import EndpointServer
+from troupe.job.policy import EngineSpec
 from troupe.rpc import NO_RETRY, ClientSettings, InvalidArgument, TroupeError, connect
 from troupe.rpc.addresses import (
     has_ipv6,
@@ -42,6 +45,7 @@ from troupe.rpc.addresses import (
     reachable_host,
     split_address,
 )
+from troupe.transfer.remote.process import OwnerProcess
 from troupe.transfer.remote.serving import from_here
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +176,29 @@ async def test_the_endpoint_is_reached_at_the_address_that_it_tells(host: str) -
 def test_an_endpoint_host_that_is_none_names_its_setting() -> None:
     with pytest.raises(TroupeError, match="TROUPE_ENDPOINT_HOST"):
         EndpointServer("192.0.2.1").listen()
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "::", "0.0.0.0"])
+def test_the_transfer_owner_is_reached_at_the_address_that_it_tells(
+    tmp_path: Path, host: str
+) -> None:
+    settings = ClientSettings(token=SecretStr("secret"))
+    owner = OwnerProcess([tmp_path], host=host, settings=settings, use_ucx=False)
+    try:
+        near, _ = split_address(owner.local)
+        assert is_loopback_host(near)
+        far, _ = split_address(owner.address)
+        assert far == reachable_host(host)
+        with grpc.insecure_channel(owner.local) as channel:
+            grpc.channel_ready_future(channel).result(timeout=60)
+    finally:
+        owner.close()
+
+
+def test_inference_servers_may_be_at_ipv6_addresses() -> None:
+    urls = ["http://[::1]:30000", "http://[fd00::1]:30000"]
+    assert EngineSpec(kind="sglang", urls=urls).urls == urls
 
 
 @pytest.fixture
