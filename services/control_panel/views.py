@@ -45,6 +45,13 @@ class SettingView(View):
     """Origin of the value: `given`, `checkpoint`, or the class of the worker's device."""
 
 
+class IntervalView(View):
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
 class JobView(View):
     """A training job."""
 
@@ -68,6 +75,10 @@ class JobView(View):
     """Held-out evaluation before the first step."""
     after: dict[str, float]
     """Held-out evaluation after the last step."""
+    before_intervals: dict[str, IntervalView]
+    """Intervals of the scores in `before`, by score."""
+    after_intervals: dict[str, IntervalView]
+    """Intervals of the scores in `after`, by score."""
     directory: str
     """Where metrics, TensorBoard events and checkpoints are."""
     created_at: str | None

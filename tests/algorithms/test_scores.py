@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.algorithms.scores import interval, majority_at_k, pass_at_k, steps_of_k
+from troupe.algorithms.scores import (
+    interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+    steps_of_k,
+)
 
 VOTES = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=8
@@ -94,3 +100,28 @@ def test_k_are_powers_of_two_and_the_number_of_samples() -> None:
     assert steps_of_k(8) == [1, 2, 4, 8]
     assert steps_of_k(12) == [1, 2, 4, 8, 12]
     assert not math.isnan(pass_at_k(1024, 512, 512))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
+def test_the_interval_of_shares_is_wilsons_of_their_mean(values: list[float]) -> None:
+    assert mean_interval(values) == interval(math.fsum(values) / len(values), len(values))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=50))
+def test_the_interval_of_other_rewards_is_around_their_mean(values: list[float]) -> None:
+    found = mean_interval([*values, 2.0])
+    assert found is not None
+    mean = math.fsum([*values, 2.0]) / (len(values) + 1)
+    assert found[0] <= mean <= found[1]
+
+
+def test_the_interval_of_rewards_is_that_of_the_normal_distribution() -> None:
+    # Standard deviation 2, standard error 2 / sqrt(5).
+    found = mean_interval([1.0, -1.0, 1.0, -1.0, 5.0])
+    half = 1.959964 * math.sqrt(6.0) / math.sqrt(5)
+    assert found == pytest.approx((1.0 - half, 1.0 + half))
+
+
+@pytest.mark.parametrize("values", [[], [2.0], [0.5, math.nan], [0.5, math.inf], [1e308, -1e308]])
+def test_what_has_no_interval_gets_none(values: list[float]) -> None:
+    assert mean_interval(values) is None

@@ -14,6 +14,7 @@ from rich.console import Console
 from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
 from troupe.client.cli.display import LiveDisplay, PlainDisplay, Progress, print_summary, scores
 from troupe.client.cli.options import change, duration, number, size, sparkline
+from troupe.client.records import Interval
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, Internal
 
@@ -120,6 +121,38 @@ def test_the_summary_compares_and_says_where_everything_is(job: Job) -> None:
     assert "+0.700" in text
     assert "/runs/mine/metrics.jsonl" in text
     assert "http://127.0.0.1:8080" in text
+
+
+def test_the_summary_has_intervals_in_brackets_before_and_after(job: Job) -> None:
+    known = replace(
+        job,
+        before_intervals={"team_success": Interval(0.15, 0.2612)},
+        after_intervals={"team_success": Interval(0.853, 0.94)},
+    )
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=90), known, [])
+    rows = {
+        line.split()[0]: line.split() for line in stream.getvalue().splitlines() if line.strip()
+    }
+    assert " ".join(rows["team_success"][1:]) == "0.200 [0.150, 0.261] 0.900 [0.853, 0.940] +0.700"
+    assert rows["reward/solver"][1:] == ["0.100", "-"]
+    assert "In brackets: 95 % confidence intervals." in stream.getvalue()
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=90), replace(known, total_steps=0, after={}), [])
+    assert "0.200 [0.150, 0.261]" in stream.getvalue()
+
+
+def test_the_summary_says_how_many_steps_had_a_signal(job: Job) -> None:
+    done = replace(
+        job,
+        step=20,
+        versions={"solver": 20, "checker": 20, "frozen": 0},
+        metrics={"solver/signal_steps": 12.0, "checker/signal_steps": 0.0},
+    )
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=90), done, [])
+    assert "signal       checker 0 of 20 steps, solver 12 of 20 steps" in stream.getvalue()
+    assert done.signal_steps == {"solver": 12, "checker": 0}
 
 
 def test_without_evaluation_the_training_rewards_are_compared(job: Job) -> None:

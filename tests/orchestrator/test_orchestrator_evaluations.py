@@ -8,9 +8,10 @@ import json
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.algorithms.scores import interval
+from troupe.algorithms.scores import interval, mean_interval
 from troupe.checkpoints.retention import prune, versions_of_all
-from troupe.client import AsyncClient
+from troupe.client import AsyncClient, Job
+from troupe.client.records import Interval
 from troupe.job import JobSpecError, parse_job
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -80,6 +81,36 @@ async def test_samples_without_an_answer_do_not_vote(cluster: Cluster) -> None:
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     majorities = {name: job.metrics.get(f"evaluations/{name}/maj@4") for name in sets}
     assert majorities == {"some": 1.0, "none": 0.0, "silent": None}
+
+
+async def test_scores_before_and_after_have_intervals_over_their_queries(cluster: Cluster) -> None:
+    """Each query has two samples that earn the same, and counts once. An agent is called `low`."""
+    script = cluster.rollouts[0].script
+    script.reward = lambda ticket: {"low": float(ticket.index < 3), "team": 10.0 * ticket.index}
+    held = {"samples": 2, "queries": 4, "success": "low"}
+    job_id = await cluster.submit(
+        job_yaml(policies=["low"], evaluation__queries=4, evaluations={"held": held})
+    )
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+
+    names = {f"{of}{one}" for of in ("", "held/") for one in ("reward/low", "team_success")}
+    names |= {"held/pass@1", "held/pass@2"}
+    assert set(job.before) == set(job.before_intervals) == names
+    assert set(job.after) == set(job.after_intervals) == names
+    team = mean_interval([0.0, 10.0, 20.0, 30.0])
+    assert team is not None
+    for name in names:
+        expected = team if "team" in name else interval(0.75, 4)
+        found = job.before_intervals[name]
+        assert (found.low, found.high) == pytest.approx(expected), name
+        assert job.after_intervals[name] == found
+    assert job.metrics["evaluation/team/mean/low"] == pytest.approx(team[0])
+    assert job.metrics["evaluations/held/reward/low/mean/high"] == pytest.approx(
+        interval(0.75, 4)[1]
+    )
+    record = Job.of(job)
+    assert record.before_intervals["reward/low"] == Interval(*interval(0.75, 4))
 
 
 async def test_trajectories_that_fail_solve_nothing(cluster: Cluster) -> None:

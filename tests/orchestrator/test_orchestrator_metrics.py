@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.orchestrator.jobs.sinks import JsonLines, Sinks
-from services.orchestrator.pipeline.metrics import Tally, commit_metrics, percentile
+from services.orchestrator.pipeline.metrics import JobTotals, Tally, commit_metrics, percentile
 from services.orchestrator.pipeline.steps import warn_of
 from tests.support.cluster import Cluster, job_yaml
 from troupe.job import parse_job
+from troupe.job.algorithm import AlgorithmSpec
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -97,7 +98,7 @@ def test_trainers_metrics_come_under_their_policy() -> None:
         num_samples=8,
         metrics={"loss/policy": math.nan, "grad_norm": 2.0},
     )
-    assert commit_metrics([commit]) == {
+    assert commit_metrics([commit], AlgorithmSpec()) == {
         "big/grad_norm": 2.0,
         "big/samples": 8,
         "big/skipped": 1,
@@ -105,23 +106,69 @@ def test_trainers_metrics_come_under_their_policy() -> None:
     }
 
 
+TEACHER = AlgorithmSpec.model_validate({"distillation": {"teachers": {"solver": "large"}}})
+
+
 @pytest.mark.parametrize(
-    ("outcome", "metrics", "flat"),
+    ("metrics", "algorithm", "flat"),
     [
-        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, True),
-        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 0.9, "grad_norm": 0.1}, False),
-        # The divergence from the reference has a gradient all the same.
-        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.1}, False),
+        ({"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, AlgorithmSpec(), True),
+        ({"advantage/zero_fraction": 0.9, "grad_norm": 0.1}, AlgorithmSpec(), False),
+        # A regularizer has a gradient all the same, and teaches nothing of the task.
+        (
+            {"advantage/zero_fraction": 1.0, "grad_norm": 0.1},
+            AlgorithmSpec(kl_coefficient=0.1, entropy_coefficient=0.1),
+            True,
+        ),
+        # A teacher does, and a loss of the user's own may.
+        ({"advantage/zero_fraction": 1.0, "grad_norm": 0.1}, TEACHER, False),
+        ({"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, TEACHER, True),
+        (
+            {"advantage/zero_fraction": 1.0, "grad_norm": 0.1},
+            AlgorithmSpec(loss="mine:loss"),
+            False,
+        ),
         # Demonstrations have no advantages.
-        (es.STEP_OUTCOME_APPLIED, {"grad_norm": 0.1}, False),
-        (es.STEP_OUTCOME_SKIPPED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, False),
+        ({"grad_norm": 0.1}, AlgorithmSpec(), False),
     ],
 )
 def test_a_step_whose_advantages_are_all_zero_has_no_signal(
-    outcome: es.StepOutcome.ValueType, metrics: dict[str, float], flat: bool
+    metrics: dict[str, float], algorithm: AlgorithmSpec, flat: bool
 ) -> None:
-    commit = es.StepCommit(policy="big", outcome=outcome, num_samples=8, metrics=metrics)
-    assert commit_metrics([commit])["big/no_signal"] == flat
+    commit = es.StepCommit(
+        policy="big", outcome=es.STEP_OUTCOME_APPLIED, num_samples=8, metrics=metrics
+    )
+    assert commit_metrics([commit], algorithm)["big/no_signal"] == flat
+    commit.outcome = es.STEP_OUTCOME_SKIPPED
+    assert commit_metrics([commit], algorithm)["big/no_signal"] == 0
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "big/samples": st.sampled_from([0.0, 8.0]),
+                "big/skipped": st.sampled_from([0.0, 1.0]),
+                "big/no_signal": st.sampled_from([0.0, 1.0]),
+                "trajectories/completed": st.just(8.0),
+            }
+        )
+    )
+)
+def test_the_steps_with_a_signal_are_those_that_trained_on_more_than_zero_advantages(
+    rows: list[dict[str, float]],
+) -> None:
+    spec = parse_job(job_yaml(policies=["big"]))
+    past = [orch.MetricsLogged(values=row) for row in rows[::2]]
+    totals = JobTotals(spec, past)
+    for row in rows[1::2]:
+        totals.add(row)
+        totals.add({"evaluation/trajectories/completed": 8.0})
+    trained = [row for row in rows if row["big/samples"] and not row["big/skipped"]]
+    count = sum(not row["big/no_signal"] for row in trained)
+    assert totals.metrics() == {"big/signal_steps": count}
+    found = totals.shortfall()
+    assert (found is None) is (not rows or count > 0)
 
 
 async def test_the_fifth_step_in_a_row_without_a_signal_says_what_to_do() -> None:
@@ -129,6 +176,7 @@ async def test_the_fifth_step_in_a_row_without_a_signal_says_what_to_do() -> Non
 
     class Job:
         complaints: ClassVar[Counter[str]] = Counter()
+        spec = parse_job(job_yaml(policies=["big"]))
 
         async def warn(self, text: str) -> None:
             warned.append(text)

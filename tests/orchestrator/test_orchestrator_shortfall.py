@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
-from tests.support.cluster import Cluster, job_yaml
+from tests.support.cluster import ENDED, Cluster, job_yaml
+from troupe.rpc import FailedPrecondition
 from troupe.states import UNUSED_ENDPOINT
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -26,9 +29,55 @@ async def test_a_job_in_which_no_policy_was_updated_says_so(cluster: Cluster) ->
     job, notices, ended = await told(cluster, await cluster.submit(job_yaml()))
     assert job.state == pb.JOB_STATE_SUCCEEDED
     assert job.problem.kind == ended.problem.kind == "nothing_learned"
-    assert "no policy was updated in 2 steps" in job.problem.message
+    assert "0 of 2 steps had a signal" in job.problem.message
     assert job.problem.remedy
-    assert any("no policy was updated" in one for one in notices)
+    assert any("0 of 2 steps had a signal" in one for one in notices)
+
+
+async def test_a_job_whose_advantages_are_always_zero_learned_nothing(cluster: Cluster) -> None:
+    cluster.trainers[0].script.flat = {"solver": range(3), "checker": range(3)}
+    job, notices, ended = await told(cluster, await cluster.submit(job_yaml(pipeline__steps=3)))
+    # Its versions are published like any others.
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.versions == {"solver": 3, "checker": 3}
+    assert job.problem.kind == ended.problem.kind == "nothing_learned"
+    assert job.problem.value == "checker, solver"
+    assert any("0 of 3 steps had a signal" in one for one in notices)
+    assert (job.metrics["solver/signal_steps"], job.metrics["checker/signal_steps"]) == (0, 0)
+
+
+async def test_a_policy_without_a_signal_beside_one_that_learns_is_named(cluster: Cluster) -> None:
+    cluster.trainers[0].script.flat = {"solver": {1}, "checker": range(3)}
+    job, notices, _ = await told(cluster, await cluster.submit(job_yaml(pipeline__steps=3)))
+    assert not job.HasField("problem")
+    assert [one for one in notices if "had a signal" in one] == [
+        "0 of 3 steps had a signal for checker"
+    ]
+    assert (job.metrics["solver/signal_steps"], job.metrics["checker/signal_steps"]) == (2, 0)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+async def test_steps_with_a_signal_are_counted_across_restarts_and_pauses(
+    cluster: Cluster, learns: bool
+) -> None:
+    # Only a step before the restart has a signal, or none has.
+    steps = range(1 if learns else 0, 9)
+    cluster.trainers[0].script.flat = {"solver": steps, "checker": steps}
+    text = job_yaml(pipeline__steps=9)
+    job_id = await cluster.submit(text)
+    await cluster.until(job_id, lambda job: job.step >= 2)
+    await cluster.stop_orchestrator()
+    await cluster.start_orchestrator()
+    await cluster.until(job_id, lambda job: job.step >= 4)
+    with suppress(FailedPrecondition):  # it may have ended by now
+        await cluster.pause(job_id)
+    job = await cluster.wait(job_id, (*ENDED, pb.JOB_STATE_PAUSED))
+    if job.state == pb.JOB_STATE_PAUSED:
+        await cluster.resume(job_id)
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.HasField("problem") is not learns
+    assert job.metrics["solver/signal_steps"] == int(learns)
 
 
 async def test_one_update_is_a_plain_success(cluster: Cluster) -> None:

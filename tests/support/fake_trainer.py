@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class TrainerScript:
     ranks: int = 0
     # Steps whose update is skipped (a NaN).
     skip: frozenset[int] = frozenset()
+    # By policy: steps in which all advantages are zero.
+    flat: Mapping[str, Container[int]] = field(default_factory=dict)
     # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
     die_when: str = ""
     # Break the stream, once, while the step goes on.
@@ -366,6 +368,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             outcome, version = es.STEP_OUTCOME_EMPTY, request.version
         weights = self._weights(request.job_id, request.policy, version)
         metrics = {"loss/policy": 0.5, "grad_norm": float("nan")}
+        if request.step in self.script.flat.get(request.policy, ()):
+            metrics |= {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}
         if stale:
             metrics |= {"staleness/mean": sum(stale) / len(stale), "staleness/max": max(stale)}
         committed = await self.store.CommitStep(

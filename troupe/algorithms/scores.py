@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -108,6 +109,23 @@ def interval(mean: float, count: int) -> tuple[float, float]:
     middle = (mean + z2 / 2) / (1 + z2)
     half = _Z / (1 + z2) * math.sqrt(max(0.0, mean * (1 - mean)) / count + z2 / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean of independent values; None if it is not known.
+
+    Wilson's (`interval`) if all values are in [0, 1], such as success or failure; else that of the
+    normal distribution, which takes two values or more.
+    """
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    mean = math.fsum(values) / len(values)
+    if min(values) >= 0 and max(values) <= 1:
+        return interval(mean, len(values))
+    if len(values) < 2:
+        return None
+    half = _Z * statistics.stdev(values) / math.sqrt(len(values))
+    return (mean - half, mean + half) if math.isfinite(half) else None
 
 
 def steps_of_k(samples: int) -> list[int]:

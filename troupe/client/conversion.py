@@ -91,7 +91,10 @@ def _converter(field: Any, hint: Any) -> _Read | None:
     """How a value of the field becomes one of the annotated type; None: it is one."""
     origin = get_origin(hint)
     if origin is dict:
-        return dict
+        value = _converter(field.message_type.fields_by_name["value"], get_args(hint)[1])
+        if value is None:
+            return dict
+        return lambda found: {key: value(item) for key, item in found.items()}
     if origin is tuple:
         each = _converter(field, get_args(hint)[0])
         return tuple if each is None else lambda values: tuple(map(each, values))
@@ -145,7 +148,8 @@ def to_json(message: Message) -> dict[str, Any]:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            out[field.name] = dict(value)
+            each = field.message_type.fields_by_name["value"]
+            out[field.name] = {key: _json_value(each, item) for key, item in value.items()}
         elif field.is_repeated:
             out[field.name] = [_json_value(field, item) for item in value]
         elif field.has_presence and not message.HasField(field.name):

@@ -13,6 +13,7 @@ from troupe.client.conversion import Record, when, word
 from troupe.functions.costs import costs_of, schema_of
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc.errors import FailedPrecondition, TroupeError
+from troupe.states import SIGNAL_STEPS
 from troupe.v1 import common_pb2
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
@@ -60,6 +61,14 @@ class ResolvedSetting(Record):
 
 
 @dataclass(frozen=True)
+class Interval(Record):
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Job(Record, id_from="job_id"):
     """The state of a job at the time of the call."""
 
@@ -86,7 +95,18 @@ class Job(Record, id_from="job_id"):
     resolved: tuple[ResolvedSetting, ...] = ()
     split_hint: str = ""
     """Which change of its engines or trainers would shorten its steps; empty: none."""
+    before_intervals: dict[str, Interval] = field(default_factory=dict)
+    """Intervals of the scores in `before`, by score."""
+    after_intervals: dict[str, Interval] = field(default_factory=dict)
+    """Intervals of the scores in `after`, by score."""
     spec_json: str = field(repr=False, default="")
+
+    @property
+    def signal_steps(self) -> dict[str, int]:
+        """How many of the steps so far had a signal, by trained policy: the policy was updated, and
+        not all advantages were zero."""
+        found = {policy: self.metrics.get(f"{policy}/{SIGNAL_STEPS}") for policy in self.versions}
+        return {policy: int(count) for policy, count in found.items() if count is not None}
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -207,6 +227,16 @@ class Result:
     def after(self) -> dict[str, float]:
         """Held-out evaluation after the last step."""
         return self.job.after
+
+    @property
+    def before_intervals(self) -> dict[str, Interval]:
+        """95 % confidence intervals of the scores in `before`."""
+        return self.job.before_intervals
+
+    @property
+    def after_intervals(self) -> dict[str, Interval]:
+        """95 % confidence intervals of the scores in `after`."""
+        return self.job.after_intervals
 
     @property
     def problem(self) -> TroupeError | None:

@@ -190,6 +190,12 @@ class AlgorithmSpec(Section):
         return self.epochs * self.minibatches
 
     @property
+    def learns_without_advantages(self) -> bool:
+        """Whether a sample whose advantage is zero may teach: by a teacher, or by a loss of the
+        user's own. Regularizers do not count."""
+        return self.distillation is not None or ":" in self.loss
+
+    @property
     def value_function(self) -> CriticSpec | None:
         """The critic in force; None: advantages need no values."""
         return (self.critic or CriticSpec()) if self.advantage == "gae" else None

@@ -272,6 +272,48 @@ class Job(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class BeforeIntervalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___ScoreInterval: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___ScoreInterval | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class AfterIntervalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___ScoreInterval: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___ScoreInterval | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -291,6 +333,8 @@ class Job(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     RESOLVED_FIELD_NUMBER: _builtins.int
     SPLIT_HINT_FIELD_NUMBER: _builtins.int
+    BEFORE_INTERVALS_FIELD_NUMBER: _builtins.int
+    AFTER_INTERVALS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     state: _common_pb2.JobState.ValueType
@@ -335,6 +379,12 @@ class Job(_message.Message):
         of a field where workers differ.
         """
 
+    @_builtins.property
+    def before_intervals(self) -> _containers.MessageMap[_builtins.str, Global___ScoreInterval]:
+        """95 % confidence intervals of the scores in `before` and `after`; those that are known."""
+
+    @_builtins.property
+    def after_intervals(self) -> _containers.MessageMap[_builtins.str, Global___ScoreInterval]: ...
     def __init__(
         self,
         *,
@@ -357,16 +407,42 @@ class Job(_message.Message):
         activity: _builtins.str = ...,
         resolved: _abc.Iterable[_common_pb2.ResolvedSetting] | None = ...,
         split_hint: _builtins.str = ...,
+        before_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
+        after_intervals: _abc.Mapping[_builtins.str, Global___ScoreInterval] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "created_at", b"created_at", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "before", b"before", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "after_intervals", b"after_intervals", "before", b"before", "before_intervals", b"before_intervals", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__problem) -> _WhichOneofReturnType__problem | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class ScoreInterval(_message.Message):
+    """The bounds of a confidence interval."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    low: _builtins.float
+    high: _builtins.float
+    def __init__(
+        self,
+        *,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high", b"high", "low", b"low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreInterval: _TypeAlias = ScoreInterval  # noqa: Y015
 
 @_typing.final
 class SubmitJobRequest(_message.Message):

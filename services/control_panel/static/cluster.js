@@ -102,6 +102,7 @@ export function drawPolicies(job, bindings) {
     const idle = job.metrics[`${policy}/skipped`] === 1 || job.metrics[`${policy}/samples`] === 0;
     // All advantages were zero: a loss is that of an earlier step.
     const flat = job.metrics[`${policy}/no_signal`] === 1;
+    const signals = job.metrics[`${policy}/signal_steps`];
     const metric = (name) => number(idle ? null : job.metrics[`${policy}/${name}`]);
     const doing = binding ? trainerOf(binding) : "–";
     return el(
@@ -114,6 +115,7 @@ export function drawPolicies(job, bindings) {
       cell(metric("entropy")),
       cell(metric("importance_sampling_ratio/max")),
       cell(idle ? "no update" : flat ? "no signal" : metric("loss/policy")),
+      cell(signals === undefined ? "–" : `${signals} of ${job.step}`),
     );
   });
   byId("policies").tBodies[0].replaceChildren(...rows);

@@ -124,13 +124,18 @@ function drawGaps() {
   byId("gaps").textContent = told.length ? `gaps: steps without an update (${told.join(", ")})` : "";
 }
 
-// The newest held-out value of what `before` and `after` call `name`.
+// The newest held-out value of what `before` and `after` call `name`, and its interval.
 function heldOut(name) {
   const named = /^(?!reward\/)[^/]+\//.test(name); // of a named evaluation: gsm8k/pass@1
   const mean = /(^|\/)reward\/[^/]+$/.test(name) ? `${name}/mean` : name.replace(/team_success$/, "team/mean");
   const metric = `${named ? "evaluations" : "evaluation"}/${mean}`;
-  return job.after[name] ?? job.metrics[metric] ?? job.before[name];
+  if (name in job.after) return [job.after[name], job.after_intervals[name]];
+  if (!(metric in job.metrics)) return [job.before[name], job.before_intervals[name]];
+  const [low, high] = ["low", "high"].map((end) => job.metrics[`${metric}/${end}`]);
+  return [job.metrics[metric], low === undefined ? undefined : { low, high }];
 }
+
+const withInterval = (value, bounds) => (bounds ? `${number(value)} [${number(bounds.low)}, ${number(bounds.high)}]` : number(value));
 
 function drawTiles() {
   const m = job.metrics;
@@ -140,9 +145,10 @@ function drawTiles() {
     ["seconds/step", number(m["step/seconds"])],
   ];
   for (const [name, value] of Object.entries(job.before)) {
-    const now = heldOut(name);
+    const [now, bounds] = heldOut(name);
     const label = `held-out ${name.replace("_", " ")}`;
-    tiles.push(now === value ? [label, number(value)] : [label, `${number(value)} → ${number(now)}`, now - value]);
+    const first = withInterval(value, job.before_intervals[name]);
+    tiles.push(now === value ? [label, first] : [label, `${first} → ${withInterval(now, bounds)}`, now - value]);
   }
   if (!changed(byId("tiles"), tiles)) return;
   byId("tiles").replaceChildren(

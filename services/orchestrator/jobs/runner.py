@@ -34,8 +34,8 @@ from services.orchestrator.functions import mean_seconds
 from services.orchestrator.jobs.checkpoints import best_value, keep_best
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
-from services.orchestrator.pipeline.evaluation import NO_TURNS_REMEDY, EvaluationRunner
-from services.orchestrator.pipeline.metrics import COMPLETED, WITHOUT_TURNS, SplitWatch
+from services.orchestrator.pipeline.evaluation import EvaluationRunner
+from services.orchestrator.pipeline.metrics import JobTotals, SplitWatch
 from services.orchestrator.pipeline.steps import StepContext, StepWindow
 from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines
@@ -67,8 +67,6 @@ _EPOCH_SECONDS: Final = 1.0
 # Seconds between reports of how much of a checkpoint is written.
 _PROGRESS_SECONDS: Final = 1.0
 _BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
-# A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
-_WITHOUT_TURNS_SHARE: Final = 0.1
 _MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
@@ -438,9 +436,7 @@ class JobProgress:
         self._record = record
         self._sinks = sinks
         self._population = context.population
-        self._verdict_counts = dict.fromkeys((COMPLETED, WITHOUT_TURNS), 0.0)
-        for row in past:
-            self._add_verdict_counts(row.values)
+        self._totals = JobTotals(self._job.spec, past)
         self._window = StepWindow(context, record.step, self._finish)
         # Evaluations that are due, and run beside the next steps.
         self._beside: tuple[str, ...] = ()
@@ -475,7 +471,8 @@ class JobProgress:
     async def _finish(self, step: int, values: dict[str, float]) -> None:
         if self._population is not None:
             values |= self._population.metrics()
-        self._add_verdict_counts(values)
+        self._totals.add(values)
+        values |= self._totals.metrics()
         store = self._job.shared.store
         await store.finish_step(self._job.job_id, self._job.epoch, step, values)
         profile = self._context.profile
@@ -499,41 +496,13 @@ class JobProgress:
     async def shortfall(self) -> TroupeError | None:
         """Why the finished job has learned nothing; None if it has.
 
-        Warns of single policies that were never updated.
+        Warns of single policies for which no step had a signal.
         """
-        policies = self._job.spec.trained_policies
-        if not policies or self._record.step == 0:
-            return None
-        completed, unused = self._verdict_counts[COMPLETED], self._verdict_counts[WITHOUT_TURNS]
-        if unused and unused >= _WITHOUT_TURNS_SHARE * completed:
-            return FailedPrecondition(
-                f"{unused:.0f} of {completed:.0f} trajectories opened an endpoint and were "
-                "rewarded, but made no turn: nothing of them was trained on",
-                kind="no_turns",
-                field="workflow",
-                value=self._job.spec.workflow,
-                remedy=NO_TURNS_REMEDY,
-            )
-        entries = await self._job.shared.weight_versions.entries(self._job.job_id)
-        idle = [one for one in policies if one in entries and not entries[one].weights.version]
-        if idle == list(policies):
-            return FailedPrecondition(
-                f"no policy was updated in {self._record.step} steps: no sample had a signal",
-                kind="nothing_learned",
-                field="policies",
-                value=", ".join(idle),
-                remedy="Rewards that are equal within every group teach nothing: look at "
-                "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples "
-                "were dropped.",
-            )
-        if idle:
+        found = self._totals.shortfall()
+        if found is None and (silent := self._totals.silent):
             steps = self._record.step
-            await self._job.warn(f"not updated in any of {steps} steps: {', '.join(idle)}")
-        return None
-
-    def _add_verdict_counts(self, values: Mapping[str, float]) -> None:
-        for name in self._verdict_counts:
-            self._verdict_counts[name] += values.get(name, 0.0)
+            await self._job.warn(f"0 of {steps} steps had a signal for {', '.join(silent)}")
+        return found
 
     def _next_due(self) -> int:
         """The step count at which an evaluation or checkpoints are due next, or the last one."""

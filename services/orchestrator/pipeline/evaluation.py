@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
+from collections.abc import Container, Mapping
 from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
-from services.orchestrator.pipeline.metrics import Tally
+from services.orchestrator.pipeline.metrics import NO_TURNS_REMEDY, TEAM, TEAM_SCORE, Tally
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
     majority_at_k,
+    mean_interval,
     pass_at_k,
     steps_of_k,
     success_of,
@@ -24,16 +27,12 @@ from troupe.job.sections import EvaluationSpec
 from troupe.job.spec import evaluation_prefix
 from troupe.rpc import ResourceExhausted
 from troupe.scheduling import admission
+from troupe.states import BOUNDS
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
-# What the bounds of a metric's confidence interval are named after it.
-BOUNDS: Final = ("/low", "/high")
-
-NO_TURNS_REMEDY: Final = (
-    "The client answered from a cache of its own, or asked another model: switch its cache off "
-    "(DSPy: `cache=False`; LangChain: `set_llm_cache(None)`) and give it the endpoint's base_url."
-)
+# Names of scores whose metrics are not called `<score>/mean`.
+METRICS: Final[Mapping[str, str]] = {TEAM_SCORE: f"{TEAM}/mean"}
 
 
 class EvaluationRunner:
@@ -60,6 +59,7 @@ class EvaluationRunner:
         self._total = self._queries * self._spec.samples
         self.tally = Tally(job.spec.agents, {})
         self._solved = SolvedQueries(self._spec)
+        self._rewards = RewardsByQuery(job.spec.agents)
         trajectories = job.shared.trajectories
         self._recent = trajectories.buffer(job.job_id, step, "evaluate")
         self._compared = trajectories.buffer(job.job_id, step, "after" if step else "before")
@@ -68,7 +68,8 @@ class EvaluationRunner:
         self._versions: defaultdict[str, set[int]] = defaultdict(set)
 
     async def run(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The evaluation's metrics, and those of them by which evaluations are compared."""
+        """The evaluation's metrics, and the scores by which evaluations are compared; both with the
+        bounds of their intervals."""
         began = time.monotonic()
         # In a thread: planning thousands of queries would block the event loop.
         plan = await asyncio.to_thread(
@@ -92,22 +93,28 @@ class EvaluationRunner:
             await self._compared.flush()
         await report_failures(self._job, self._name, self.tally, self._total)
         solved = await asyncio.to_thread(self._solved.values)
+        intervals = self._rewards.intervals()
         values = self.tally.values(time.monotonic() - began) | solved
+        for score, bounds in intervals.items():
+            values |= bounds_of(METRICS.get(score, f"{score}/mean"), bounds)
         for policy, versions in sorted(self._versions.items()):
             values[f"version/{policy}"] = float(min(versions))
             if len(versions) > 1:
                 await self._job.warn(f"{self._name}: {policy} played versions {sorted(versions)}")
         short = f"{self._set}/" if self._set else ""
-        scores = {name: value for name, value in solved.items() if not name.endswith(BOUNDS)}
+        scores = self.tally.scores() | solved
+        for score, bounds in intervals.items():
+            scores |= bounds_of(score, bounds)
         prefix = evaluation_prefix(self._set)
         return (
             {f"{prefix}{name}": value for name, value in values.items()},
-            {f"{short}{name}": value for name, value in (self.tally.scores() | scores).items()},
+            {f"{short}{name}": value for name, value in scores.items()},
         )
 
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
         self.tally.add(event)
         self._solved.add(event)
+        self._rewards.add(event)
         compared = event.trajectory_id in self._compared_ids
         (self._compared if compared else self._recent).add(event)
         for turn in event.turns:
@@ -165,11 +172,40 @@ class SolvedQueries:
         for name, each in found.items():
             mean = sum(each) / len(each)
             bounds = interval(mean, len(each))
-            values |= {
-                name: mean,
-                **dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True)),
-            }
+            values |= {name: mean, **bounds_of(name, bounds)}
         return values
+
+
+class RewardsByQuery:
+    """The rewards of an evaluation by query: the trajectories of one query depend on each other, so
+    intervals are over the means of queries."""
+
+    def __init__(self, agents: Container[str]) -> None:
+        self._agents = agents
+        # By score and query: the rewards of the query's trajectories.
+        self._rewards: defaultdict[str, defaultdict[str, list[float]]]
+        self._rewards = defaultdict(lambda: defaultdict(list))
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Adds an ended trajectory; one that failed has no reward."""
+        if event.state != pb.TRAJECTORY_STATE_COMPLETED:
+            return
+        for name, reward in event.rewards.items():
+            team = name == TEAM and TEAM not in self._agents
+            self._rewards[TEAM_SCORE if team else f"reward/{name}"][event.query_id].append(reward)
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95 % intervals of the mean rewards, by score: `team_success`, `reward/<agent>`."""
+        found = {
+            score: mean_interval([math.fsum(each) / len(each) for each in queries.values()])
+            for score, queries in self._rewards.items()
+        }
+        return {score: bounds for score, bounds in found.items() if bounds is not None}
+
+
+def bounds_of(name: str, bounds: tuple[float, float]) -> dict[str, float]:
+    """The bounds of an interval as values: `<name>/low` and `<name>/high`."""
+    return dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True))
 
 
 def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[ro.Ticket]:

@@ -8,8 +8,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from troupe.job import JobSpec
+from troupe.job.algorithm import AlgorithmSpec
+from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import CPU
-from troupe.states import UNUSED_ENDPOINT
+from troupe.states import SIGNAL_STEPS, UNUSED_ENDPOINT
 from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
 from troupe.twin.profile import JobProfile, MeasuredTurn
 from troupe.v1 import common_pb2 as pb
@@ -25,6 +28,8 @@ if TYPE_CHECKING:  # types only: the context has the trajectories, whose metrics
 REDUNDANT: Final = "redundant"
 # A reward of this name belongs to no agent: it says how the team did.
 TEAM: Final = "team"
+# The score of an evaluation that is the mean of these rewards.
+TEAM_SCORE: Final = "team_success"
 # A trajectory's metric: how often it was begun anew after its environment or a tool failed.
 RETRIES: Final = "environment_retries"
 # Prefixes of the reasons of failures of environments and tools.
@@ -32,6 +37,12 @@ _FAULTS: Final = ("environment_", "tool_")
 # Metrics of a step by which its job is judged when it ends.
 COMPLETED: Final = "trajectories/completed"
 WITHOUT_TURNS: Final = "trajectories/without_turns"
+# A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
+_WITHOUT_TURNS_SHARE: Final = 0.1
+NO_TURNS_REMEDY: Final = (
+    "The client answered from a cache of its own, or asked another model: switch its cache off "
+    "(DSPy: `cache=False`; LangChain: `set_llm_cache(None)`) and give it the endpoint's base_url."
+)
 
 
 class Redundancy:
@@ -186,7 +197,7 @@ class Tally:
         """Mean rewards for comparing evaluations: `reward/<agent>`, `team_success`."""
         found = {f"reward/{agent}": mean.value for agent, mean in sorted(self._rewards.items())}
         if self._team.count:
-            found["team_success"] = self._team.value
+            found[TEAM_SCORE] = self._team.value
         if self.failed:
             found["trajectories/failed"] = float(self.failed)
         return found
@@ -331,18 +342,86 @@ class SplitWatch:
         )
 
 
-def without_signal(commit: es.StepCommit) -> bool:
-    """Whether nothing was learned in a step with samples: all advantages are zero, as where every
-    trajectory of a group got the same reward, and no other term has a gradient."""
+def without_signal(commit: es.StepCommit, algorithm: AlgorithmSpec) -> bool:
+    """Whether a step with samples taught nothing: all advantages are zero, as when all trajectories
+    of each group got the same reward.
+
+    Regularizers (KL, entropy, the load of experts) have a gradient even then; it counts only if
+    `algorithm` learns from more than advantages.
+    """
     return (
         commit.outcome == es.STEP_OUTCOME_APPLIED
         and commit.num_samples > 0
         and commit.metrics.get("advantage/zero_fraction") == 1
-        and commit.metrics.get("grad_norm") == 0
+        and not (algorithm.learns_without_advantages and commit.metrics.get("grad_norm") != 0)
     )
 
 
-def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+class JobTotals:
+    """Sums over all steps of a job, by which the job is judged when it ends.
+
+    They follow from the logged metrics alone, so a runner that takes a job over has them, too.
+    """
+
+    def __init__(self, spec: JobSpec, past: Iterable[orch.MetricsLogged]) -> None:
+        """`past`: the metrics that were logged so far."""
+        self._workflow = spec.workflow
+        self._completed = 0.0
+        self._without_turns = 0.0
+        self._steps = 0
+        # By policy: the steps that had a signal. In these the policy's update was applied, and not
+        # all advantages were zero.
+        self._signals = dict.fromkeys(spec.trained_policies, 0)
+        for row in past:
+            self.add(row.values)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step. Those of an evaluation add nothing."""
+        if COMPLETED not in values:
+            return
+        self._steps += 1
+        self._completed += values[COMPLETED]
+        self._without_turns += values.get(WITHOUT_TURNS, 0.0)
+        for policy in self._signals:
+            updated = values.get(f"{policy}/samples", 0.0) > 0
+            idle = values.get(f"{policy}/skipped") or values.get(f"{policy}/no_signal")
+            self._signals[policy] += updated and not idle
+
+    def metrics(self) -> dict[str, float]:
+        """`<policy>/signal_steps`: how many steps so far had a signal for the policy."""
+        return {f"{policy}/{SIGNAL_STEPS}": float(count) for policy, count in self._signals.items()}
+
+    @property
+    def silent(self) -> list[str]:
+        """The policies for which none of the steps had a signal."""
+        return [policy for policy, count in self._signals.items() if self._steps and not count]
+
+    def shortfall(self) -> FailedPrecondition | None:
+        """Why the steps taught nothing to any policy; None if they did."""
+        unused = self._without_turns
+        if self._signals and unused and unused >= _WITHOUT_TURNS_SHARE * self._completed:
+            return FailedPrecondition(
+                f"{unused:.0f} of {self._completed:.0f} trajectories opened an endpoint and were "
+                "rewarded, but made no turn: nothing of them was trained on",
+                kind="no_turns",
+                field="workflow",
+                value=self._workflow,
+                remedy=NO_TURNS_REMEDY,
+            )
+        if not self.silent or len(self.silent) < len(self._signals):
+            return None
+        return FailedPrecondition(
+            f"no policy learned anything: 0 of {self._steps} steps had a signal",
+            kind="nothing_learned",
+            field="policies",
+            value=", ".join(self.silent),
+            remedy="Rewards that are equal within every group teach nothing: look at "
+            "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples were "
+            "dropped. The job's log says which updates were skipped, and why.",
+        )
+
+
+def commit_metrics(commits: Iterable[es.StepCommit], algorithm: AlgorithmSpec) -> dict[str, float]:
     """The trainers' metrics of a step, `<policy>/<name>`."""
     found: dict[str, float] = {}
     for commit in commits:
@@ -350,7 +429,7 @@ def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
             if math.isfinite(value):
                 found[f"{commit.policy}/{name}"] = value
         found[f"{commit.policy}/samples"] = float(commit.num_samples)
-        found[f"{commit.policy}/no_signal"] = float(without_signal(commit))
+        found[f"{commit.policy}/no_signal"] = float(without_signal(commit, algorithm))
         found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
     return found
 

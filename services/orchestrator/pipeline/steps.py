@@ -93,7 +93,7 @@ async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
         await job.warn(f"{step}: {policy} skipped its update, its weights stay: {commit.reason}")
     elif commit.outcome == es.STEP_OUTCOME_EMPTY:
         await job.warn(f"{step}: there was no sample for {policy}")
-    flat = without_signal(commit)
+    flat = without_signal(commit, job.spec.algorithm)
     in_a_row = job.complaints[f"no signal/{policy}"] + 1 if flat else 0
     job.complaints[f"no signal/{policy}"] = in_a_row
     if in_a_row == _FLAT_STEPS:
@@ -349,7 +349,7 @@ class StepRunner:
         values |= self._context.engines.values()
         values |= self._context.trainers.swaps()
         values |= self._context.turns.values()
-        values |= commit_metrics(self._commits.values())
+        values |= commit_metrics(self._commits.values(), self._job.spec.algorithm)
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()
         began = self._began if self._before is None else max(self._began, self._before._ended)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.states import BOUNDS
 from troupe.twin.hints import split_hint
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -94,7 +95,8 @@ class JobRecord:
     problem: pb.Problem | None = None
     # Why the newest checkpoint is missing, if it is.
     checkpoint_problem: pb.Problem | None = None
-    # Scores of the evaluations before the first step and after the last.
+    # Scores of the evaluations before the first step and after the last, with the bounds of their
+    # intervals (`<score>/low`, `<score>/high`).
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
     # Whether the stored record cannot be read; `problem` says why.
@@ -205,8 +207,10 @@ class JobRecord:
             spec_json=self.spec_json,
             metrics=metrics,
             directory=str(self.directory),
-            before=self.before,
-            after=self.after,
+            before=scores(self.before),
+            after=scores(self.after),
+            before_intervals=intervals(self.before),
+            after_intervals=intervals(self.after),
             activity=activity,
             split_hint=split_hint(metrics),
             created_at=timestamp(self.created_at),
@@ -218,6 +222,22 @@ class JobRecord:
         if self.problem is not None:
             job.problem.CopyFrom(self.problem)
         return job
+
+
+def scores(values: Mapping[str, float]) -> dict[str, float]:
+    """The scores among the values of an evaluation, without the bounds of their intervals."""
+    bounds = {f"{name}{end}" for name in values for end in BOUNDS}
+    return {name: value for name, value in values.items() if name not in bounds}
+
+
+def intervals(values: Mapping[str, float]) -> dict[str, orch.ScoreInterval]:
+    """The intervals of the scores among the values of an evaluation, by score."""
+    low, high = BOUNDS
+    return {
+        name: orch.ScoreInterval(low=values[name + low], high=values[name + high])
+        for name in scores(values)
+        if name + low in values and name + high in values
+    }
 
 
 def _broken(why: str) -> pb.Problem:

@@ -32,6 +32,7 @@ from troupe.client.records import (
     Activity,
     Checkpoint,
     Event,
+    Interval,
     Job,
     JobState,
     MetricsLogged,
@@ -434,24 +435,28 @@ def print_summary(
         )
     if job.split_hint:
         console.print(f"{'split':<12} {escape(job.split_hint)}", highlight=False, soft_wrap=True)
+    if signals := signal_line(job):
+        console.print(f"{'signal':<12} {escape(signals)}", highlight=False, soft_wrap=True)
     title, rows = scores(job, progress)
     if rows and not job.total_steps:
-        table = make_table((title,), ("score", "95 % interval"))
+        table = make_table((title,), ("score",))
         for name, value, _ in rows:
-            table.add_row(escape(name), score(value), interval_of(job, name))
+            table.add_row(escape(name), with_interval(value, job.before_intervals.get(name)))
         console.print(table)
     elif rows:
         table = make_table((title,), ("before", "after", "change"))
         for name, before, after in rows:
             table.add_row(
                 escape(name),
-                score(before),
-                f"{score(after)} {interval_of(job, name)}".rstrip(),
+                with_interval(before, job.before_intervals.get(name)),
+                with_interval(after, job.after_intervals.get(name)),
                 change(before, after),
             )
         console.print(table)
         if title == _TRAINING:
             console.print(_NO_EVALUATION, highlight=False, soft_wrap=True)
+    if job.before_intervals or job.after_intervals:
+        console.print("In brackets: 95 % confidence intervals.", highlight=False)
     for name, place in places(job, checkpoints, panel):
         # soft_wrap: a path with a line break cannot be copied.
         console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
@@ -479,13 +484,19 @@ def _conversation(trajectory: Trajectory) -> Text:
     return text.append(rewards or trajectory.reason or trajectory.state, style="dim")
 
 
-def interval_of(job: Job, name: str) -> str:
-    """The newest 95 % interval of a score, where it has one."""
-    for prefix in (EVALUATION, EVALUATIONS):
-        bounds = [job.metrics.get(f"{prefix}{name}/{end}") for end in ("low", "high")]
-        if None not in bounds:
-            return " to ".join(map(score, bounds))
-    return ""
+def with_interval(value: float | None, bounds: Interval | None) -> str:
+    """A score with its 95 % interval: `0.280 [0.222, 0.346]`; the score alone if that is not
+    known."""
+    text = score(value)
+    return text if bounds is None else f"{text} [{score(bounds.low)}, {score(bounds.high)}]"
+
+
+def signal_line(job: Job) -> str:
+    """How many steps had a signal, by policy: `solver 12 of 20 steps, checker 0 of 20 steps`."""
+    return ", ".join(
+        f"{policy} {count} of {job.step} steps"
+        for policy, count in sorted(job.signal_steps.items())
+    )
 
 
 def scores(
