@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from services.control_panel.events import EVENT_STREAM, job_events
 from troupe.client.conversion import numbers_by_word, to_json
 from troupe.job import JobSpec, JobSpecError, parse_job
 from troupe.job.compatibility import advice
+from troupe.job.spec import policy_of
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import check_event_id, new_id
 from troupe.v1 import common_pb2
@@ -377,6 +379,8 @@ async def list_samples(
     page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
 ) -> dict[str, Any]:
     """Rows of a policy without their tensors, in order of step, query, group and id."""
+    job = (await upstream(request).stub.GetJob(pb.GetJobRequest(job_id=job_id))).job
+    policy = policy_of(json.loads(job.spec_json), policy)
     wanted = es.ListSamplesRequest(
         job_id=job_id, policy=policy, step=step, page_size=limit, page_token=page
     )

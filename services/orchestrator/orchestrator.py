@@ -34,7 +34,6 @@ from troupe.job import JobSpec
 from troupe.rpc import (
     NO_RETRY,
     FailedPrecondition,
-    NotFound,
     RetryPolicy,
     TroupeError,
     Unavailable,
@@ -202,44 +201,38 @@ class GenerationService:
         Raises `NotFound` for an unknown job or policy, `Unavailable` while an active job's engines
         are being prepared.
         """
+        record = await self._shared.store.get(request.job_id)
         call = ro.GenerateRequest(
             request_id=new_id("generate"),
             job_id=request.job_id,
-            policy=request.policy,
+            policy=record.policy_of(request.policy),
             messages=request.messages,
             input_ids=request.input_ids,
             sampling=request.sampling if request.HasField("sampling") else None,
         )
 
         return await self._call_serving_worker(
-            request.job_id,
-            request.policy,
+            record,
+            call.policy,
             lambda worker: worker.rollout.Generate(call, timeout=timeout),
         )
 
     async def score(self, request: ro.ScoreRequest, timeout: float) -> ro.ScoreResponse:
         """Log-probs of continuations under the policy's newest version. Raises as `generate`."""
+        record = await self._shared.store.get(request.job_id)
+        call = ro.ScoreRequest()
+        call.CopyFrom(request)
+        call.policy = record.policy_of(request.policy)
         return await self._call_serving_worker(
-            request.job_id,
-            request.policy,
-            lambda worker: worker.rollout.Score(request, timeout=timeout),
+            record, call.policy, lambda worker: worker.rollout.Score(call, timeout=timeout)
         )
 
     async def _call_serving_worker(
-        self, job_id: str, policy: str, call: Callable[[WorkerHandle], Awaitable[AnswerT]]
+        self, record: JobRecord, policy: str, call: Callable[[WorkerHandle], Awaitable[AnswerT]]
     ) -> AnswerT:
         """The answer of a worker that serves the policy."""
-        record = await self._shared.store.get(job_id)
-        spec = record.spec()
-        if policy not in spec.policies:
-            raise NotFound(
-                f"job {record.job_id} has no policy {policy!r}",
-                field="policy",
-                value=policy,
-                remedy=f"Its policies: {', '.join(sorted(spec.policies))}.",
-            )
         beat = None
-        worker = self._serving(job_id, policy)
+        worker = self._serving(record.job_id, policy)
         if worker is not None:
             try:
                 return await call(worker)
@@ -255,7 +248,7 @@ class GenerationService:
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         async with self._jobs.lock(record.job_id):
-            worker = self._serving(job_id, policy)
+            worker = self._serving(record.job_id, policy)
             if worker is None or worker.beat is beat:
                 worker = await self._prepare(record)
         return await call(worker)

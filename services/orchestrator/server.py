@@ -213,8 +213,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     async def ListVersions(
         self, request: orch.ListVersionsRequest, context: Any
     ) -> orch.ListVersionsResponse:
-        await self._record(request)
-        versions = await self._at.shared.weight_versions.versions(request.job_id, request.policy)
+        record = await self._record(request)
+        policy = record.policy_of(request.policy) if request.policy else ""
+        versions = await self._at.shared.weight_versions.versions(request.job_id, policy)
         return orch.ListVersionsResponse(versions=versions)
 
     async def ListCheckpoints(
@@ -229,8 +230,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     ) -> AsyncIterator[orch.ExportCheckpointResponse]:
         record = await self._record(request)
         version = request.version if request.HasField("version") else None
+        policy = record.policy_of(request.policy)
         checkpoint = await asyncio.to_thread(
-            checkpoints.find_checkpoint, record.directory, request.policy, version
+            checkpoints.find_checkpoint, record.directory, policy, version
         )
         async for chunk in checkpoints.export(checkpoint):
             yield chunk

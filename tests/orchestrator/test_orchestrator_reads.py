@@ -8,6 +8,8 @@ import xxhash
 
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import weights_of
+from troupe.checkpoints.retention import choose
+from troupe.client import AsyncClient
 from troupe.rpc import InvalidArgument, NotFound, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -153,7 +155,7 @@ async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
     assert await generate("checker") == "checker@2"
     assert cluster.rollouts[0].calls["PrepareJob"] == 1
     assert not cluster.trainers[0].bound
-    with pytest.raises(NotFound, match="no policy 'nobody'") as caught:
+    with pytest.raises(NotFound, match="no policy and no agent called 'nobody'") as caught:
         await generate("nobody")
     assert "checker, solver" in (caught.value.remedy or "")
 
@@ -163,8 +165,46 @@ async def test_a_trained_policy_scores(cluster: Cluster, done: str) -> None:
     answer = await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
     assert answer.result.version == 2
     request.policy = "nobody"
-    with pytest.raises(NotFound, match="no policy 'nobody'"):
+    with pytest.raises(NotFound, match="no policy and no agent called 'nobody'"):
         await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
+
+
+async def test_a_call_that_names_a_policy_takes_the_name_of_an_agent_that_it_plays(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As in the README: the agent `solver` is played by the policy `big`."""
+    # The name of a policy counts, also where an agent of that name plays another policy.
+    agents = {"writer": {"policy": "big"}, "big": {"policy": "small"}}
+    job_id = await cluster.submit(job_yaml(policies=["big", "small"], agents=agents))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+
+    for name, policy in {"writer": "big", "big": "big", "small": "small"}.items():
+        score = ro.ScoreRequest(job_id=job_id, policy=name)
+        await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=score))
+        async with AsyncClient(cluster.settings.address) as client:
+            handle = client.job(job_id)
+            assert (await handle.generate(name, "2+2?")).text == f"{policy}@2"
+            assert {one.policy for one in await handle.versions(name)} == {policy}
+            exported = await handle.export(name, tmp_path / name)
+            saved = cluster.directory / job_id / "checkpoints" / policy / "v2"
+            assert {one.name for one in exported.iterdir()} == {one.name for one in saved.iterdir()}
+        assert choose(cluster.directory, job_id, name, None) == saved
+
+    async with AsyncClient(cluster.settings.address) as client:
+        handle = client.job(job_id)
+        for call in (
+            handle.generate("nobody", "2+2?"),
+            handle.versions("nobody"),
+            handle.export("nobody", tmp_path / "nobody"),
+            anext(handle.samples("nobody")),
+        ):
+            with pytest.raises(NotFound, match="no policy and no agent called 'nobody'") as caught:
+                await call
+            assert caught.value.field == "policy"
+            assert "big (plays small), writer (plays big)" in (caught.value.remedy or "")
+    with pytest.raises(NotFound, match="there is no checkpoint of nobody"):
+        choose(cluster.directory, job_id, "nobody", None)
 
 
 async def test_generation_needs_one_prompt_and_engines(cluster: Cluster) -> None:

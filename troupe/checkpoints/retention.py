@@ -13,7 +13,7 @@ from typing import Final
 
 from troupe.checkpoints.verifying import verify
 from troupe.disks import is_full
-from troupe.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted
+from troupe.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, TroupeError
 
 BEST: Final = "best"
 """Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
@@ -87,10 +87,24 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
         )
     kept = versions_of_all(job)
     policy = only_policy(kept, policy)
+    if policy not in kept:
+        policy = _played(job, policy)
     found = [path for at, path in kept.get(policy, []) if version in (None, at)]
     if not found:
         raise none_such(policy, version, [f"{p}@{v}" for p in kept for v, _ in kept[p]])
     return found[-1]
+
+
+def _played(job: Path, name: str) -> str:
+    """The policy that plays the agent `name` in a job's directory; `name` if that is not known."""
+    # Here, as they take long to import and few calls need them.
+    from troupe.job.loading import SPEC_FILE, load_text, read_mapping
+    from troupe.job.spec import policy_of
+
+    try:
+        return policy_of(read_mapping(load_text(job / SPEC_FILE)), name)
+    except (TroupeError, ValueError, AttributeError, LookupError, TypeError):
+        return name
 
 
 def only_policy(kept: Collection[str], policy: str | None) -> str:

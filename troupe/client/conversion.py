@@ -91,6 +91,8 @@ def _converter(field: Any, hint: Any) -> _Read | None:
     """How a value of the field becomes one of the annotated type; None: it is one."""
     origin = get_origin(hint)
     if origin is dict:
+        if not _is_map(field):
+            return dict
         value = _converter(field.message_type.fields_by_name["value"], get_args(hint)[1])
         if value is None:
             return dict
@@ -114,6 +116,10 @@ def _converter(field: Any, hint: Any) -> _Read | None:
             return lambda number: hint(words.get(number) or "unspecified")
         return lambda number: words.get(number, "")
     return None
+
+
+def _is_map(field: Any) -> bool:
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
 def when(stamp: Timestamp) -> datetime:
@@ -147,7 +153,7 @@ def to_json(message: Message) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if _is_map(field):
             each = field.message_type.fields_by_name["value"]
             out[field.name] = {key: _json_value(each, item) for key, item in value.items()}
         elif field.is_repeated:

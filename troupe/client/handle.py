@@ -36,6 +36,7 @@ from troupe.client.records import (
     event_of,
 )
 from troupe.job import JobSpec, load_job, parse_job
+from troupe.job.spec import policy_of
 from troupe.rpc.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -162,7 +163,8 @@ class AsyncJobHandle:
         return Job.of((await self._stub.ForgetJob(request)).job)
 
     async def versions(self, policy: str) -> list[Version]:
-        """Published weight versions of a policy."""
+        """Published weight versions of a policy, given by its name or that of an agent which it
+        plays; so in all calls that name a policy."""
         reply = await self._stub.ListVersions(pb.ListVersionsRequest(job_id=self.id, policy=policy))
         return [Version.of(version) for version in reply.versions]
 
@@ -294,6 +296,7 @@ class AsyncJobHandle:
         "claimed", "trained" or "dropped"; else any.
         """
         wanted = None if state is None else sample_state(state)
+        policy = policy_of((await self.info()).spec, policy)
         request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step, state=wanted)
         while True:
             reply = await self._stub.ListSamples(request)

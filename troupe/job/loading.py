@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,6 +16,8 @@ from troupe.job.spec import JobSpec
 from troupe.rpc.addresses import without_secrets
 from troupe.yaml_input import MAX_BYTES, UnreadableText, read_file, read_text
 
+SPEC_FILE: Final = "job.yaml"
+"""A job's specification in its directory."""
 _SCHEMA = "`troupe job schema` describes the field."
 # Faults that an error lists: it has to fit into gRPC's trailing metadata.
 _MAX_PROBLEMS = 20

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,6 +48,7 @@ from troupe.job.sections import (
     StateSpec,
     SupervisedSpec,
 )
+from troupe.rpc.errors import NotFound
 
 
 class JobSpec(Section):
@@ -668,6 +670,26 @@ class JobSpec(Section):
         """A line for people: `2 agents, trains checker, solver, 12 steps`."""
         trained = ", ".join(self.trained_policies)
         return f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
+
+
+def policy_of(spec: Mapping[str, Any], name: str) -> str:
+    """The policy called `name`, or else the policy that plays the agent called `name`.
+
+    `spec`: a specification as JSON, perhaps of an older release. Raises `NotFound`.
+    """
+    policies, agents = spec.get("policies", {}), spec.get("agents", {})
+    if name in policies:
+        return name
+    if name in agents:
+        return str(agents[name]["policy"])
+    played = [f"{agent} (plays {one['policy']})" for agent, one in sorted(agents.items())]
+    raise NotFound(
+        f"the job has no policy and no agent called {name!r}",
+        field="policy",
+        value=name,
+        remedy=f"Policies: {', '.join(sorted(policies)) or 'none'}; "
+        f"agents: {', '.join(played) or 'none'}.",
+    )
 
 
 def evaluation_prefix(name: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import yaml
 
 from troupe.job import JobSpec
+from troupe.job.loading import SPEC_FILE
 from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition
 from troupe.user_code import UserCodeTimeout, call_in_thread
@@ -45,7 +46,7 @@ async def make_directory(directory: Path, spec: JobSpec) -> None:
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
-        (directory / "job.yaml").write_text(text, encoding="utf-8")
+        (directory / SPEC_FILE).write_text(text, encoding="utf-8")
 
     try:
         await asyncio.to_thread(write)

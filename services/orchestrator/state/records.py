@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from troupe.job import JobSpec
 from troupe.job.loading import explained
+from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.states import BOUNDS
 from troupe.twin.hints import split_hint
@@ -128,6 +129,10 @@ class JobRecord:
                 value=first.value or None,
                 remedy="Submit a new job; the old one's checkpoints are where they were.",
             ) from error
+
+    def policy_of(self, name: str) -> str:
+        """The policy called `name`, or the one that plays the agent `name`. Raises `NotFound`."""
+        return name if self.broken else policy_of(json.loads(self.spec_json), name)
 
     def to_hash(self) -> dict[str, str | bytes]:
         """The fields of the Redis hash."""

@@ -56,6 +56,7 @@ from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, require_running, running_state, sign_in_link
 from troupe.demo.command import demo
 from troupe.demo.command import examples as examples_app
+from troupe.job.spec import policy_of
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
 from troupe.yaml_input import read_value
@@ -139,7 +140,10 @@ def export(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
     ],
-    policy: Annotated[str | None, typer.Option(help="Which policy; default: the only one.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Which policy, or that of which agent; default: the only one."),
+    ] = None,
     version: Annotated[
         int | None, typer.Option(help="Checkpointed version; default: the newest.")
     ] = None,
@@ -265,6 +269,8 @@ def _from_cluster(
         wanted = policy
         if wanted is None:
             wanted = only_policy(dict.fromkeys(one.policy for one in listed), None)
+        else:
+            wanted = policy_of((await job.info()).spec, wanted)
         of_it = [o for o in listed if o.policy == wanted and version in (None, o.version)]
         add = progress("copying", of_it[-1].num_bytes if of_it else 0)
         target = await job.export(wanted, directory, version, progress=add)

@@ -32,7 +32,7 @@ from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.specification import apply_assignments
 from troupe.client.cli.train import TrainPlan, run
 from troupe.client.records import Audit, Job, JobState
-from troupe.job.loading import job_of, load_text
+from troupe.job.loading import SPEC_FILE, job_of, load_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
 
@@ -96,7 +96,10 @@ def print_audit(console: Console, found: Audit) -> None:
 
 
 Policy = Annotated[
-    str, typer.Argument(metavar="POLICY", show_default=False, help="Name of the policy.")
+    str,
+    typer.Argument(
+        metavar="POLICY", show_default=False, help="A policy, or an agent that it plays."
+    ),
 ]
 
 
@@ -355,7 +358,6 @@ def _print_state(job: Job) -> None:
 
 # What the section `evaluation`, which has no name, is called here.
 UNNAMED = "evaluation"
-_SPEC_FILE = "job.yaml"
 
 
 @options.with_cluster_options(
@@ -470,10 +472,10 @@ def found_checkpoints(
     if path.is_file():
         return path, {}
     lineage = Lineage.read(path) if path.is_dir() else None
-    if lineage is not None and (job := path.resolve().parents[2] / _SPEC_FILE).is_file():
+    if lineage is not None and (job := path.resolve().parents[2] / SPEC_FILE).is_file():
         return job, {lineage.policy: path.resolve()}
-    directory = path if (path / _SPEC_FILE).is_file() else data_dir / target
-    if not (directory / _SPEC_FILE).is_file():
+    directory = path if (path / SPEC_FILE).is_file() else data_dir / target
+    if not (directory / SPEC_FILE).is_file():
         raise InvalidArgument(
             "is neither a job file, nor a job in the data directory, nor a checkpoint in the "
             "directory of its job",
@@ -491,7 +493,7 @@ def found_checkpoints(
     if not chosen:
         every = [f"{policy}@{at}" for policy, versions in kept.items() for at, _ in versions]
         raise none_such("any policy", version, every)
-    return directory / _SPEC_FILE, chosen
+    return directory / SPEC_FILE, chosen
 
 
 def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:

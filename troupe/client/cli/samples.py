@@ -24,7 +24,10 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 _GROUP_ROWS: Final = 1000
 
 app = typer.Typer(help="Look at the rows that policies are trained on.", no_args_is_help=True)
-Policy = Annotated[str | None, typer.Option(help="Only this policy; default: every trained one.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(help="Only this policy, or that of this agent; default: every trained one."),
+]
 Step = Annotated[
     int | None, typer.Option(min=0, max=2**63 - 1, help="Only this step, counted from 0.")
 ]
