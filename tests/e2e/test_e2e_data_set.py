@@ -59,4 +59,4 @@ async def test_a_data_set_is_learned_evaluated_and_the_best_checkpoint_kept(
     console = Console(width=100)
     with console.capture() as printed:
         print_summary(console, record, [])
-    assert "95 % interval" in printed.get()
+    assert "95 % confidence intervals" in printed.get()

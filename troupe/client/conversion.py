@@ -91,9 +91,8 @@ def _converter(field: Any, hint: Any) -> _Read | None:
     """How a value of the field becomes one of the annotated type; None: it is one."""
     origin = get_origin(hint)
     if origin is dict:
-        if not _is_map(field):
-            return dict
-        value = _converter(field.message_type.fields_by_name["value"], get_args(hint)[1])
+        values = _values_of_map(field)
+        value = None if values is None else _converter(values, get_args(hint)[1])
         if value is None:
             return dict
         return lambda found: {key: value(item) for key, item in found.items()}
@@ -118,8 +117,11 @@ def _converter(field: Any, hint: Any) -> _Read | None:
     return None
 
 
-def _is_map(field: Any) -> bool:
-    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+def _values_of_map(field: Any) -> Any:
+    """The descriptor of the values of a map; None for a field of another kind."""
+    kind = field.message_type
+    is_map = kind is not None and kind.GetOptions().map_entry
+    return kind.fields_by_name["value"] if is_map else None
 
 
 def when(stamp: Timestamp) -> datetime:
@@ -153,8 +155,7 @@ def to_json(message: Message) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if _is_map(field):
-            each = field.message_type.fields_by_name["value"]
+        if (each := _values_of_map(field)) is not None:
             out[field.name] = {key: _json_value(each, item) for key, item in value.items()}
         elif field.is_repeated:
             out[field.name] = [_json_value(field, item) for item in value]
