@@ -1,8 +1,12 @@
-"""Every code block of the tutorials is run, in the order of the pages, in an empty directory."""
+"""Every code block of the tutorials is run, in the order of the pages, in an empty directory.
+
+What trains on this machine trains for as many steps as the page says, and has to learn.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,6 +23,14 @@ FOLDER = ROOT / "docs/tutorials"
 # The first makes the models of the others.
 PAGES = ["first-team", "your-agent", "your-data", "gpu", "cluster", "not-learning"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+# The job that shows what a run without a signal looks like.
+HOPELESS = "hopeless.yaml"
+# A row of a summary: a score before and after, each with its interval.
+SCORE = re.compile(
+    r"(?m)^ ?(?P<name>[\w@/-]+) +(?P<before>\S+) \[\S+, (?P<highest>\S+)\]"
+    r" +(?P<after>\S+) \[(?P<lowest>\S+), \S+\] +[+-]\S+ *$"
+)
 
 # In the place of pip: nothing is installed, what is named has to be here already.
 PIP = """#!{python}
@@ -53,6 +65,7 @@ def run(script: str, place: Path) -> str:
     """What a script of a page printed; fails with it."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "TROUPE_ROOT": str(ROOT)}
+    variables["COLUMNS"] = "120"  # so that no row of a table is wrapped
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=place,
@@ -60,7 +73,7 @@ def run(script: str, place: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=1200,
+        timeout=3600,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}"
     return done.stdout
@@ -83,13 +96,40 @@ def test_blocks_are_files_or_commands_and_jobs_are_valid(page: str) -> None:
             assert all(isinstance(yaml.safe_load(row), dict) for row in block.text.splitlines())
 
 
+def test_only_the_demo_is_run_with_fewer_steps_than_its_page_says() -> None:
+    """The demo learns in a test of its own, which takes longer than all the others."""
+    texts = [block.text for page in PAGES for block in code_blocks(FOLDER / f"{page}.md")]
+    shortened = [text for text in texts if "pipeline.steps=" in text]
+    assert [text.split()[:2] for text in shortened] == [["troupe", "demo"]]
+
+
+def check_learned(printed: str) -> None:
+    """Every held-out score is higher after training, by more than both intervals."""
+    rows = list(SCORE.finditer(printed))
+    assert rows, printed[-4000:]
+    for row in rows:
+        assert float(row["lowest"]) > float(row["highest"]), printed[-4000:]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_runs(page: str, place: Path) -> None:
+def test_every_block_runs_and_every_job_learns(page: str, place: Path) -> None:
     if page != PAGES[0] and not (place / "runs/models/reasoning_team-0/solver").is_dir():
         run("python -m troupe.demo.warm_start --out runs/models/reasoning_team-0", place)
     for block in code_blocks(FOLDER / f"{page}.md"):
         if block.name is not None:
             (place / block.name).write_text(block.text)
-        else:
-            run(block.text, place)
+            continue
+        printed = run(block.text, place)
+        if HOPELESS in block.text and "troupe train" in block.text:
+            assert "nothing was learned" in printed
+            assert "signal       writer 0 of 3 steps" in printed
+        elif "troupe train" in block.text:
+            check_learned(printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_the_demo_learns_at_its_defaults(place: Path) -> None:
+    check_learned(run("troupe demo", place))

@@ -26,6 +26,8 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
     assert record.state == "succeeded", record
     assert record.versions == {"solver": 12, "checker": 12}
     assert record.after["team_success"] > record.before["team_success"] + 0.2
+    assert record.problem is None
+    assert all(0 < count <= 12 for count in record.signal_steps.values()), record.signal_steps
 
     rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
     logged = {name for row in rows for name in row}
@@ -51,6 +53,23 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
         # No gradient was computed where nothing is to be learned. On-policy ratios are one.
         assert len(tokens.ratios) == (count if any(tokens.advantages) else 0)
         assert list(tokens.ratios) == pytest.approx([1.0] * len(tokens.ratios), abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{}, {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}])
+async def test_equal_rewards_teach_nothing_and_the_job_says_so(
+    house: House, models: Path, algorithm: dict[str, float]
+) -> None:
+    """Regularizers move the weights even so; they teach nothing of the task."""
+    changes = {"workflow": "tests.support.tiny_team:shrug", "algorithm": algorithm}
+    handle = await house.client.submit(job(models, **changes, **{"pipeline.steps": 3}))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    assert record.versions == {"solver": 3, "checker": 3}
+    assert record.signal_steps == {"solver": 0, "checker": 0}
+    assert record.problem is not None
+    assert record.problem.kind == "nothing_learned"
+    assert "0 of 3 steps had a signal" in record.problem.message
 
 
 async def test_a_tree_is_trained_in_groups_of_siblings(house: House, models: Path) -> None:

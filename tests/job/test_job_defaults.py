@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 from typer.testing import CliRunner
 
-from tests.support.readme import readme_job
+from tests.support.readme import ROOT, readme_job
 from troupe.client.cli.app import app
 from troupe.job import ModelSpec, PolicySpec, parse_job
 from troupe.job.compatibility import incompatible
@@ -61,7 +61,7 @@ def test_a_model_is_resolved_by_its_configuration(asked: str, own: Any, found: s
 
 def test_a_resumed_job_cannot_change_its_dtype_with_its_engines() -> None:
     text = readme_job()
-    changed = text.replace("Qwen3-4B}, engine: {kind: sglang}", "Qwen3-4B}, engine: {}")
+    changed = text.replace("engine: {kind: sglang, python: ~/sglang/bin/python}", "engine: {}", 1)
     assert changed != text
     [found] = incompatible(parse_job(text), parse_job(changed), steps_done=0)
     assert found.path == "policies.big.model.dtype"
@@ -74,3 +74,14 @@ def test_the_job_of_the_readme_is_valid(tmp_path: Path) -> None:
     path.write_text(readme_job())
     result = CliRunner().invoke(app, ["job", "validate", str(path)])
     assert result.exit_code == 0, result.output
+
+
+def test_the_readmes_job_names_all_that_the_page_on_gpus_asks_for() -> None:
+    """SGLang needs the interpreter of its own environment, and the README shows scores."""
+    spec = parse_job(readme_job())
+    page = (ROOT / "docs/gpus.md").read_text("utf-8")
+    for policy in spec.policies.values():
+        assert policy.engine.kind == "sglang"
+        assert policy.engine.python is not None
+        assert f"python: {policy.engine.python}" in page
+    assert spec.evaluation.queries
