@@ -135,7 +135,8 @@ function heldOut(name) {
   return [job.metrics[metric], low === undefined ? undefined : { low, high }];
 }
 
-const withInterval = (value, bounds) => (bounds ? `${number(value)} [${number(bounds.low)}, ${number(bounds.high)}]` : number(value));
+const withInterval = ([value, bounds]) =>
+  el("span", { class: "score" }, number(value), bounds ? el("small", {}, ` [${number(bounds.low)}, ${number(bounds.high)}]`) : null);
 
 function drawTiles() {
   const m = job.metrics;
@@ -145,10 +146,10 @@ function drawTiles() {
     ["seconds/step", number(m["step/seconds"])],
   ];
   for (const [name, value] of Object.entries(job.before)) {
-    const [now, bounds] = heldOut(name);
+    const first = [value, job.before_intervals[name]];
+    const newest = heldOut(name);
     const label = `held-out ${name.replace("_", " ")}`;
-    const first = withInterval(value, job.before_intervals[name]);
-    tiles.push(now === value ? [label, first] : [label, `${first} → ${withInterval(now, bounds)}`, now - value]);
+    tiles.push(newest[0] === value ? [label, [first]] : [label, [first, newest], newest[0] - value]);
   }
   if (!changed(byId("tiles"), tiles)) return;
   byId("tiles").replaceChildren(
@@ -156,7 +157,7 @@ function drawTiles() {
       el(
         "div",
         { class: "tile" },
-        el("b", {}, value),
+        el("b", {}, ...(Array.isArray(value) ? value.flatMap((one, i) => [i ? " → " : null, withInterval(one)]) : [value])),
         el("span", {}, label, " "),
         typeof extra === "number"
           ? el("i", { class: extra < 0 ? "down" : "" }, `${extra >= 0 ? "+" : ""}${number(extra)}`)
