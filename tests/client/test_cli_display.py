@@ -123,6 +123,27 @@ def test_the_summary_compares_and_says_where_everything_is(job: Job) -> None:
     assert "http://127.0.0.1:8080" in text
 
 
+def test_a_line_of_an_evaluation_has_intervals_in_brackets(job: Job) -> None:
+    stream = io.StringIO()
+    scored = {
+        "evaluation/team/mean": 0.5,
+        "evaluation/team/mean/low": 0.41,
+        "evaluation/team/mean/high": 0.5912,
+        "evaluation/reward/low/mean": 2.0,
+        "evaluations/math/pass@1": 0.25,
+        "evaluations/math/pass@1/low": 0.2,
+        "evaluations/math/pass@1/high": 0.3,
+    }
+    event = MetricsLogged(START, 20, scored)
+    progress = Progress(job)
+    progress.apply(event)
+    PlainDisplay(stream).show(progress, event)
+    assert stream.getvalue().strip() == (
+        "evaluation after 20 steps | low 2.000 team 0.500 [0.410, 0.591] "
+        "math/pass@1 0.250 [0.200, 0.300]"
+    )
+
+
 def test_the_summary_has_intervals_in_brackets_before_and_after(job: Job) -> None:
     known = replace(
         job,

@@ -128,7 +128,12 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
     await run_steps(panel, job_id, 1, 2, big__loss__policy=0.5, big__samples=32)
     # Nothing to learn from in step 3; the metrics of the job still have the loss of step 2.
     await run_steps(panel, job_id, 3, big__samples=0)
-    await run_steps(panel, job_id, 4, big__loss__policy=0.25, big__samples=32)
+    learned = {"big__loss__policy": 0.25, "big__samples": 32, "big__signal_steps": 2}
+    await run_steps(panel, job_id, 4, **learned)
+    job = panel.orchestrator.jobs[job_id]
+    job.versions["big"] = 3
+    job.before["gsm8k/pass@1"] = 0.25
+    job.before_intervals["gsm8k/pass@1"].CopyFrom(pb.ScoreInterval(low=0.125, high=0.375))
     for step, score in ((0, 0.25), (2, 0.5), (4, 0.375)):
         values = {
             "evaluations__gsm8k__pass@1": score,
@@ -141,7 +146,12 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
         await page.goto(panel.url)
         await expect(page.locator("#gaps")).to_have_text("gaps: steps without an update (big 1)")
         best = page.locator("#evaluations tbody tr.best")
-        await expect(best).to_have_text(re.compile(r"2\s*big@2\s*0\.5 best 0\.38 to 0\.63"))
+        await expect(best).to_have_text(re.compile(r"2\s*big@2\s*0\.5 best \[0\.375, 0\.625\]"))
+
+        await expect(page.locator("#tiles")).to_contain_text(
+            "0.25 [0.125, 0.375] \u2192 0.375 [0.25, 0.5]held-out gsm8k/pass@1"
+        )
+        await expect(page.locator("#policies tbody tr", has_text="big")).to_contain_text("2 of 4")
 
         # By keyboard: the value of the step without a signal is none.
         plot = page.locator("#chart-loss .plot")

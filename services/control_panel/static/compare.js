@@ -1,6 +1,6 @@
 // Comparisons: evaluations over the versions of a job's policies, and jobs with one another.
 import { Chart, MetricTable, curves } from "./charts.js";
-import { api, byId, changed, colour, el, number } from "./dom.js";
+import { api, byId, changed, colour, el, inBrackets, number } from "./dom.js";
 
 // --- evaluations over versions ------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ function evaluationTable(table, prefix, scores, kept) {
 function score(one, i) {
   const value = one.values[i];
   if (value === null || value === undefined) return el("td", {}, "–");
-  const sure = one.low?.[i] === undefined || one.low[i] === null ? null : el("small", {}, ` ${number(one.low[i], 2)} to ${number(one.high[i], 2)}`);
+  const sure = one.low?.[i] === undefined || one.low[i] === null ? null : el("small", {}, ` ${inBrackets(one.low[i], one.high[i])}`);
   return el("td", {}, one.best === i ? el("strong", {}, number(value), " ", el("span", { class: "pill on" }, "best")) : number(value), sure);
 }
 

@@ -41,6 +41,9 @@ export function number(value, digits = 3) {
   return Number(value.toPrecision(digits)).toString();
 }
 
+// The bounds of a confidence interval.
+export const inBrackets = (low, high) => `[${number(low)}, ${number(high)}]`;
+
 export function duration(seconds) {
   if (!Number.isFinite(seconds) || seconds < 0) return "–";
   const s = Math.round(seconds);

@@ -2,7 +2,7 @@
 import { Chart, MetricTable, chartControls, curves, redrawCharts } from "./charts.js";
 import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
 import { compareJobs, drawEvaluations, drawJobChoice, ofEvaluations } from "./compare.js";
-import { advice, api, apiPage, byId, changed, duration, el, number, toast } from "./dom.js";
+import { advice, api, apiPage, byId, changed, duration, el, inBrackets, number, toast } from "./dom.js";
 import { openForm } from "./form.js";
 import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
@@ -136,7 +136,7 @@ function heldOut(name) {
 }
 
 const withInterval = ([value, bounds]) =>
-  el("span", { class: "score" }, number(value), bounds ? el("small", {}, ` [${number(bounds.low)}, ${number(bounds.high)}]`) : null);
+  el("span", { class: "score" }, number(value), bounds ? el("small", {}, ` ${inBrackets(bounds.low, bounds.high)}`) : null);
 
 function drawTiles() {
   const m = job.metrics;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
@@ -40,6 +40,7 @@ from troupe.client.records import (
     StateChanged,
     Trajectory,
 )
+from troupe.states import BOUNDS
 
 # Steps over which the pace is averaged for the estimated time left.
 _PACE_STEPS = 5
@@ -194,8 +195,12 @@ def is_step(event: MetricsLogged) -> bool:
 def evaluation_of(event: MetricsLogged) -> dict[str, float]:
     """Held-out scores among the metrics: the team's and each agent's, pass@k and maj@k, by name;
     those of a named evaluation as `<evaluation>/<name>`."""
-    scores: dict[str, float] = {}
-    for metric, value in sorted(event.values.items()):
+    return {name: event.values[metric] for name, metric in _scores_among(event.values)}
+
+
+def _scores_among(metrics: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Name and metric of each held-out score."""
+    for metric in sorted(metrics):
         if metric.startswith(EVALUATIONS):
             label, _, name = metric.removeprefix(EVALUATIONS).partition("/")
             label += "/"
@@ -205,12 +210,11 @@ def evaluation_of(event: MetricsLogged) -> dict[str, float]:
             continue
         parts = name.split("/")
         if name.startswith(("pass@", "maj@")) and len(parts) == 1:
-            scores[label + name] = value
+            yield label + name, metric
         elif parts[0] == "reward" and len(parts) == 3:
-            scores[label + parts[1]] = value
+            yield label + parts[1], metric
         elif parts == ["team", "mean"]:
-            scores[f"{label}team"] = value
-    return scores
+            yield f"{label}team", metric
 
 
 _STATE_STYLE = {
@@ -355,7 +359,10 @@ class PlainDisplay:
             case MetricsLogged() if is_step(event):
                 self.say(self._step_line(progress))
             case MetricsLogged():
-                scores = " ".join(f"{k} {score(v)}" for k, v in evaluation_of(event).items())
+                scores = " ".join(
+                    f"{name} {with_interval(event.values[metric], bounds_in(event.values, metric))}"
+                    for name, metric in _scores_among(event.values)
+                )
                 self.say(f"evaluation after {event.step} steps | {scores}")
 
     def _step_line(self, progress: Progress) -> str:
@@ -489,6 +496,12 @@ def with_interval(value: float | None, bounds: Interval | None) -> str:
     known."""
     text = score(value)
     return text if bounds is None else f"{text} [{score(bounds.low)}, {score(bounds.high)}]"
+
+
+def bounds_in(metrics: Mapping[str, float], metric: str) -> Interval | None:
+    """The interval of a metric among the metrics; None if it is not there."""
+    low, high = (metrics.get(f"{metric}{end}") for end in BOUNDS)
+    return None if low is None or high is None else Interval(low, high)
 
 
 def signal_line(job: Job) -> str:
