@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.tutorials import code_blocks
+from troupe.cluster.settings import DEFAULT_PANEL_PORT
 from troupe.job import parse_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +48,16 @@ for text in sys.argv[2:]:
     assert name != "troupe" or of.rstrip("]") in extras, text
     distribution(re.split("[=<>]", name)[0])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def panel_port() -> Iterator[None]:
+    """Holds the default port of panels: clusters that start at once, here and in other tests,
+    would compete for it."""
+    with socket.socket() as held:
+        with suppress(OSError):
+            held.bind(("127.0.0.1", DEFAULT_PANEL_PORT))
+        yield
 
 
 @pytest.fixture(scope="module")
