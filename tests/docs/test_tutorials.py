@@ -45,7 +45,7 @@ extras = {extras!r}
 assert sys.argv[1] == "install", sys.argv
 for text in sys.argv[2:]:
     name, _, of = text.partition("[")
-    assert name != "troupe" or of.rstrip("]") in extras, text
+    assert name != "troupe-rl" or of.rstrip("]") in extras, text
     distribution(re.split("[=<>]", name)[0])
 """
 

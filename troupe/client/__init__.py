@@ -47,6 +47,10 @@ from troupe.client.records import (
     Worker,
 )
 from troupe.client.sync import Client, Functions, JobHandle
+from troupe.installation import refuse_other_troupe
+
+# Also here: the other project's `troupe/__init__.py` replaces ours if it is installed later.
+refuse_other_troupe()
 
 __all__ = [
     "Activity",

@@ -40,7 +40,7 @@ class RedisMissing(FailedPrecondition):
             f"no redis-server to start: {reason}.",
             field="redis_url",
             value="(embedded)",
-            remedy="Run `pip install 'troupe[embedded]'`, or name a running Redis with "
+            remedy="Run `pip install 'troupe-rl[embedded]'`, or name a running Redis with "
             "--redis-url redis://HOST:PORT/0.",
         )
 

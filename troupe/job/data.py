@@ -46,7 +46,7 @@ class RowsSpec(Section):
     """Id on the Hugging Face hub (`openai/gsm8k`), a local folder of one, or a local file:
     `.parquet`, `.arrow`, `.jsonl`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`, `.bz2`, `.xz`,
     `.zst`); `*` matches several. Paths are those of the hosts that read it. Needs
-    `pip install "troupe[data]"`."""
+    `pip install "troupe-rl[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
     """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""
     revision: str | None = Field(default=None, min_length=1, max_length=256)

@@ -1,7 +1,7 @@
 """The ready reward `math`: whether a reply's final answer equals the reference, by math-verify.
 
 It compares expressions, not texts: 0.5, 1/2 and \\frac{1}{2} are equal, and so are sets in any
-order. Needs `pip install "troupe[scoring]"` where the reward service runs.
+order. Needs `pip install "troupe-rl[scoring]"` where the reward service runs.
 """
 
 from __future__ import annotations
