@@ -67,7 +67,7 @@ QUICK: Final = Work(60, 20, 2, 4, 2, 1, 20, (6e-4,))
 async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
     """The workflow: one answer, right or wrong."""
     reply = await agents["student"].chat(propose(query["question"]))
-    right = score(query["dataset"], query["entry"], [reply.text])[0]
+    right = score(query["answer"], [reply.text])[0]
     return {"student": right, "team": right}
 
 

@@ -1,1 +1,1 @@
-"""A solver and a checker, two policies of different size, on three reasoning_gym datasets."""
+"""A solver and a checker, two policies of different size, on three kinds of puzzles."""

@@ -1,8 +1,8 @@
 """The example team that `troupe demo` trains: a solver and a checker, two policies of different
-size, on three reasoning_gym datasets. examples/reasoning_team/README.md describes it.
+size, on three kinds of puzzles. examples/reasoning_team/README.md describes it.
 
 `ending_in_a_line` is how its command lines end early: in one line and a status, without a
-traceback. It is here, since every other module imports torch or the datasets, which takes seconds.
+traceback. It is here, since every other module imports torch, which takes seconds.
 """
 
 from __future__ import annotations

@@ -1,23 +1,27 @@
-"""The task set: reasoning_gym datasets, split so that no question is shared between splits.
+"""The task set: three kinds of small puzzles, split so that no question is shared between splits.
 
-A query is addressed by (split, seed, index) and is a pure function of the three. The datasets are
-procedural with finite pools (a word list, small numbers), so different seeds may well draw the same
+A query is addressed by (split, seed, index) and is a pure function of the three. The puzzles are
+drawn from finite pools (a word list, small numbers), so different seeds may well draw the same
 question; the split is therefore decided by a digest of the question itself, not by the seed.
+
+The puzzles are those of three datasets of reasoning_gym (Apache-2.0), draw by draw: `words.txt` has
+the words of four letters of its list. They are written out here because reasoning_gym cannot be
+installed without a C compiler.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Literal
 
-import reasoning_gym
-
 Split = Literal["train", "dev", "held_out"]
+# A question and its answer, as a generator draws them.
+Puzzle = tuple[str, str]
+Matrix = list[list[int]]
 
 # Of 256 digests: the held-out and the dev share; the rest is for training.
 _HELD_OUT: Final = 40
@@ -26,67 +30,68 @@ _DEV: Final = 24
 # Held-out questions are the same for every seed of a job, so that runs can be compared.
 _HELD_OUT_SEED: Final = 12345
 
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """One reasoning_gym dataset, its configuration, and a short wording of its questions."""
-
-    dataset: str
-    config: Mapping[str, Any]
-    compact: Callable[[Mapping[str, Any]], str]
-
-
-def _spell(entry: Mapping[str, Any]) -> str:
-    return f"spell backward: {entry['metadata']['word']}"
-
-
-def _rotate(entry: Mapping[str, Any]) -> str:
-    found = re.search(r"by (\d+) degrees clockwise:\n(.*)\n", entry["question"], re.DOTALL)
-    assert found is not None, entry["question"]
-    return f"rotate {found[1]} degrees:\n{found[2]}"
-
-
-def _manipulate(entry: Mapping[str, Any]) -> str:
-    operation = entry["metadata"]["operations"][0]["instruction"].removeprefix("- ").lower()
-    rows = "\n".join(" ".join(map(str, row)) for row in entry["metadata"]["matrix"])
-    return f"{operation}:\n{rows}"
-
-
-def _without(*operations: str) -> dict[str, int]:
-    # reasoning_gym draws operations by weight; a weight below any drawn number never wins.
-    return dict.fromkeys((f"w_{name}" for name in operations), -99)
-
-
-TASKS: Final[tuple[TaskSpec, ...]] = (
-    TaskSpec("spell_backward", {"min_word_len": 4, "max_word_len": 4}, _spell),
-    TaskSpec(
-        "manipulate_matrix",
-        {
-            **dict.fromkeys(("min_rows", "max_rows", "min_cols", "max_cols"), 2),
-            **dict.fromkeys(("min_transforms", "max_transforms"), 1),
-            **_without(
-                "rotate",
-                "map",
-                "crop",
-                "remove_every_nth_row",
-                "remove_every_nth_col",
-                "zero_divisible",
-            ),
-        },
-        _manipulate,
-    ),
-    TaskSpec(
-        "rotate_matrix",
-        {"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 3},
-        _rotate,
-    ),
-)
+# The least and the most rows (and columns), operations of one question, and quarter turns.
+_ROWS: Final = (2, 2)
+_OPERATIONS: Final = (1, 1)
+_TURNS: Final = (1, 3)
 
 
 @cache
-def _dataset(number: int) -> Any:
-    spec = TASKS[number]
-    return reasoning_gym.create_dataset(spec.dataset, seed=0, size=2**31, **spec.config)
+def _words() -> list[str]:
+    return (Path(__file__).parent / "words.txt").read_text().split()
+
+
+def _spell_backward(draw: random.Random) -> Puzzle:
+    word = draw.choice(_words())
+    return f"spell backward: {word}", word[::-1]
+
+
+def _matrix(draw: random.Random, rows: int, columns: int) -> Matrix:
+    return [[draw.randint(0, 9) for _ in range(columns)] for _ in range(rows)]
+
+
+def _text(matrix: Matrix) -> str:
+    return "\n".join(" ".join(map(str, row)) for row in matrix)
+
+
+def _transposed(matrix: Matrix) -> Matrix:
+    return [list(row) for row in zip(*matrix, strict=True)]
+
+
+_MIRRORINGS: Final[Mapping[str, Callable[[Matrix], Matrix]]] = {
+    "horizontally mirror the matrix": lambda rows: rows[::-1],
+    "vertically mirror the matrix": lambda rows: [row[::-1] for row in rows],
+    "mirror the matrix along the diagonal": _transposed,
+    "mirror the matrix along the counterdiagonal": lambda rows: _transposed(
+        [row[::-1] for row in rows[::-1]]
+    ),
+}
+
+
+def _manipulate_matrix(draw: random.Random) -> Puzzle:
+    matrix = _matrix(draw, draw.randint(*_ROWS), draw.randint(*_ROWS))
+    operations = draw.choices(list(_MIRRORINGS), k=draw.randint(*_OPERATIONS))
+    answer = matrix
+    for operation in operations:
+        answer = _MIRRORINGS[operation](answer)
+    return f"{', '.join(operations)}:\n{_text(matrix)}", _text(answer)
+
+
+def _rotate_matrix(draw: random.Random) -> Puzzle:
+    size = draw.randint(*_ROWS)
+    matrix = _matrix(draw, size, size)
+    turns = draw.randint(*_TURNS)
+    answer = matrix
+    for _ in range(turns):
+        answer = _transposed(answer[::-1])
+    return f"rotate {90 * turns} degrees:\n{_text(matrix)}", _text(answer)
+
+
+TASKS: Final[Mapping[str, Callable[[random.Random], Puzzle]]] = {
+    "spell_backward": _spell_backward,
+    "manipulate_matrix": _manipulate_matrix,
+    "rotate_matrix": _rotate_matrix,
+}
 
 
 def split_of(question: str) -> Split:
@@ -98,49 +103,40 @@ def split_of(question: str) -> Split:
 
 
 class TeamTasks:
-    """Queries of one split; index i is of dataset i modulo their number.
-
-    Each is {"dataset", "question", "answer", "entry"}: `entry` is what reasoning_gym's own scorer
-    takes, `question` its question in short words.
+    """Queries of one split: {"dataset", "question", "answer"}. Index i is of dataset i modulo their
+    number.
     """
 
     def __init__(
-        self, split: Split, seed: int = 0, size: int = 1_000_000, only: Sequence[int] | None = None
+        self, split: Split, seed: int = 0, size: int = 1_000_000, only: str | None = None
     ) -> None:
-        """`only` restricts to some numbers of `TASKS`."""
+        """`only` restricts to one dataset of `TASKS`."""
         self._split = split
         self._seed = _HELD_OUT_SEED if split == "held_out" else seed
         self._size = size
-        self._numbers = tuple(only if only is not None else range(len(TASKS)))
+        self._datasets = [only] if only else list(TASKS)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        number = self._numbers[index % len(self._numbers)]
-        spec = TASKS[number]
+        dataset = self._datasets[index % len(self._datasets)]
         draw = random.Random(f"{self._seed}:{self._split}:{index}")
         while True:
-            entry = _dataset(number)[draw.randrange(2**31)]
-            question = spec.compact(entry)
+            question, answer = TASKS[dataset](random.Random(draw.randrange(2**31)))
             if split_of(question) == self._split:
-                return {
-                    "dataset": spec.dataset,
-                    "question": question,
-                    "answer": entry["answer"],
-                    "entry": entry,
-                }
+                return {"dataset": dataset, "question": question, "answer": answer}
 
 
-@cache
-def _scorer(dataset: str) -> Callable[[str, Mapping[str, Any]], float]:
-    scorer: Callable[[str, Mapping[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
-    return scorer
-
-
-def score(dataset: str, entry: Mapping[str, Any], answers: Sequence[str]) -> list[float]:
-    """1.0 for each answer that reasoning_gym scores as fully right, else 0.0.
+def score(answer: str, answers: Sequence[str]) -> list[float]:
+    """1.0 for each of `answers` that equals the right `answer`, else 0.0; upper case and the width
+    of spaces do not count.
 
     The tool of the workflow: all answers of a trajectory in one call.
     """
-    return [float(_scorer(dataset)(answer.strip(), entry) == 1.0) for answer in answers]
+    right = _entries(answer)
+    return [float(_entries(given) == right) for given in answers]
+
+
+def _entries(text: str) -> list[list[str]]:
+    return [line.split() for line in text.strip().lower().splitlines()]

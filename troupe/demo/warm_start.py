@@ -70,9 +70,9 @@ class WarmStart:
         self._rates = rates
         self._draw = random.Random(settings.seed)
         seed = settings.seed + 1_000_000  # other questions than RL draws first
-        self._train = [TeamTasks("train", seed, only=[number]) for number in range(len(TASKS))]
-        self._drawn = [0] * len(TASKS)
-        self._weights = [1.0] * len(TASKS)
+        self._train = {name: TeamTasks("train", seed, only=name) for name in TASKS}
+        self._drawn = dict.fromkeys(TASKS, 0)
+        self._weights = dict.fromkeys(TASKS, 1.0)
         dev = TeamTasks("dev", settings.seed)
         self._dev = [dev[i] for i in range(settings.dev_queries)]
         self.steps = 0
@@ -81,9 +81,9 @@ class WarmStart:
         """One supervised step of each model."""
         rows: dict[str, list[AnswerToLearn]] = {"solver": [], "checker": []}
         for _ in range(self.settings.batch):
-            number = self._draw.choices(range(len(TASKS)), self._weights)[0]
-            query = self._train[number][self._drawn[number]]
-            self._drawn[number] += 1
+            [name] = self._draw.choices(list(TASKS), list(self._weights.values()))
+            query = self._train[name][self._drawn[name]]
+            self._drawn[name] += 1
             question, answer = query["question"], query["answer"].lower()
             proposal = self._maybe_corrupt(answer)
             rows["solver"].append(AnswerToLearn(propose(question), answer))
@@ -114,11 +114,11 @@ class WarmStart:
             self.tokenizer,
             [revise(*parts) for parts in zip(questions, first, advice, strict=True)],
         )
-        right: dict[str, list[float]] = {spec.dataset: [] for spec in TASKS}
+        right: dict[str, list[float]] = {name: [] for name in TASKS}
         for query, answer in zip(self._dev, final, strict=True):
-            right[query["dataset"]] += score(query["dataset"], query["entry"], [answer])
+            right[query["dataset"]] += score(query["answer"], [answer])
         found = {name: sum(values) / len(values) for name, values in right.items()}
-        self._weights = [0.1 if found[spec.dataset] >= 0.4 else 1.0 for spec in TASKS]
+        self._weights = {name: 0.1 if found[name] >= 0.4 else 1.0 for name in TASKS}
         return found
 
     def done(self, success: dict[str, float]) -> bool:

@@ -48,8 +48,7 @@ async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
     )
     first, advised, last = await tools.call(
         "score",
-        dataset=query["dataset"],
-        entry=query["entry"],
+        answer=query["answer"],
         answers=[draft.text, critique.text, final.text],
     )
     draft.reward, critique.reward, final.reward = first, advised, last
@@ -67,9 +66,7 @@ async def solve_by_branches(query: Query, agents: Agents, tools: Tools) -> dict[
     n = CANDIDATES if query.split == "train" else 1
 
     async def score(reply: Reply) -> float:
-        [right] = await tools.call(
-            "score", dataset=query["dataset"], entry=query["entry"], answers=[reply.text]
-        )
+        [right] = await tools.call("score", answer=query["answer"], answers=[reply.text])
         return float(right)
 
     draft = await branch(agents["solver"], propose(question), n=n, score=score)
