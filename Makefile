@@ -19,10 +19,12 @@ help: ## list the commands
 
 setup: $(STAMP) ## create .venv with the pinned dependencies
 
-$(STAMP): deploy/requirements/dev.txt pyproject.toml
+$(STAMP): deploy/requirements/dev.txt deploy/requirements/reasoning-gym.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): 2.3 GB with torch's CPU build, some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -r deploy/requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/reasoning-gym.txt \
+	  || echo "reasoning_gym is not installed: it needs a C compiler. Its tests will be skipped."
 	@# `troupe` was this project's name before; on PyPI it is another project's (troupe/installation.py).
 	@$(BIN)/python -m pip uninstall --yes -qq --disable-pip-version-check troupe
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -27,6 +27,8 @@ LOCKS = {
     "reward": ["reward", "examples", "coding", "scoring", "mcp"],
     "control-panel": ["control-panel", "plan"],
     "dev": ["dev"],
+    # On top of an image or of the developers' environment: it needs a C compiler.
+    "reasoning-gym": ["reasoning-gym"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from services.rollout.trajectories.queries import QuerySource
 from troupe.data.rows import DataRows, content_of, load_rows
 from troupe.data.tables import DataError
 from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
+from troupe.functions.library.answers import solves_puzzle
 from troupe.job import RowsSpec, TasksSpec
 from troupe.job.data import JobTasksSpec
+from troupe.workflow.errors import EntrypointError
 
 ROWS = [
     {"problem": "1 + 1", "extra": {"answer": "2"}},
@@ -238,6 +241,21 @@ def test_of_equal_rows_the_first_is_kept(tmp_path_factory: Any, numbers: list[in
     assert len(np.unique(rows.digests)) == len(rows)
 
 
+def test_puzzles_without_reasoning_gym_are_refused_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    spec = TasksSpec(source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": {}})
+    with pytest.raises(
+        EntrypointError, match=r'pip install "troupe-rl\[reasoning-gym\]"'
+    ) as caught:
+        open_tasks(spec, "train", 0)
+    assert caught.value.field == "tasks.source"
+    turns = [{"agent": "a", "response": "1", "tokens": 1}]
+    with pytest.raises(ImportError, match=r"troupe-rl\[reasoning-gym\]"):
+        solves_puzzle({"data": {}}, turns, {})
+
+
 @settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
@@ -282,6 +300,7 @@ def test_items_of_a_curriculum_are_those_of_the_first_pass() -> None:
 
 
 def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
+    pytest.importorskip("reasoning_gym")
     puzzles = {"source": "troupe.data.reasoning_gym:PuzzleTasks"}
     puzzles |= {"args": {"sets": {"leg_counting": {}}, "size": 10}, "weight": 3}
     mix = {"rows": {"dataset": many, "held_out": 0.1}, "puzzles": puzzles}

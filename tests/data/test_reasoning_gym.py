@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from troupe.data.reasoning_gym import PuzzleTasks, entry_of
 from troupe.data.tasks import open_tasks
 from troupe.functions.library.answers import solves_puzzle
 from troupe.job.data import TasksSpec
 from troupe.workflow.errors import EntrypointError
+
+# Not installed on machines without a C compiler.
+reasoning_gym = pytest.importorskip("reasoning_gym")
+DATASETS = reasoning_gym.factory.DATASETS
 
 PATTERN = "(?s)<answer>(.*?)</answer>"
 # Sets whose answers have several lines, whose entries have tuples or dicts with numbers as keys, or

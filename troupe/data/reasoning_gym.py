@@ -6,7 +6,8 @@ tasks:
 rewards:
   right: {ready: reasoning_gym}
 
-Needs `pip install reasoning-gym` where rollout workers and the reward service run.
+Needs `pip install "troupe-rl[reasoning-gym]"` where rollout workers and the reward service run;
+one of its packages is compiled there.
 """
 
 from __future__ import annotations
@@ -48,9 +49,19 @@ class PuzzleTasks:
         size: int = 1_000_000,
     ) -> None:
         """`sets`: by the name of a data set of reasoning_gym its configuration, with `weight` (1):
-        how often it is drawn. Raises `EntrypointError` for an unknown name or configuration."""
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        how often it is drawn. Raises `EntrypointError` for an unknown name or configuration, or
+        if reasoning_gym is not installed."""
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise EntrypointError(
+                f"reasoning_gym cannot be imported: {error}",
+                field="tasks.source",
+                value=f"{__name__}:{type(self).__name__}",
+                remedy='`pip install "troupe-rl[reasoning-gym]"` where rollout workers and the '
+                "reward service run. It needs a C compiler and Python's headers there.",
+            ) from error
 
         self._split = split
         self._seed = _HELD_OUT_SEED if split == "held_out" else seed

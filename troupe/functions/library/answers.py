@@ -222,10 +222,14 @@ def solves_puzzle(
 ) -> float | dict[str, float]:
     """What the scorer of the query's puzzle gives the reply (`troupe.data.reasoning_gym`): 1 for
     the right answer, and as much as it sees fit for others."""
-    import reasoning_gym
-
     from troupe.data.reasoning_gym import entry_of
 
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError(
+            f'{error}: `pip install "troupe-rl[reasoning-gym]"` where the reward service runs'
+        ) from error
     answer = cut(spoken(turns, agent), reply_pattern)
     score = reasoning_gym.get_score_answer_fn(data_of(query, "dataset"))
     entry = entry_of(data_of(query, "entry"))

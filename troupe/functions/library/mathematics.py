@@ -12,11 +12,6 @@ import threading
 from decimal import Decimal
 from typing import Any, Final
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
-from sympy import Expr, MatrixBase, Tuple, preorder_traversal
-
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import (
     BadReferenceError,
@@ -26,6 +21,16 @@ from troupe.functions.library.answers import (
     spoken,
     written,
 )
+
+try:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+    from sympy import Expr, MatrixBase, Tuple, preorder_traversal
+except ImportError as error:
+    raise ImportError(
+        f'{error}: `pip install "troupe-rl[scoring]"` where the reward service runs'
+    ) from error
 
 # Seconds for parsing one text, and for one comparison: sympy may take for ever.
 _SECONDS: Final = 5
