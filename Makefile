@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Of torch's CPU build: PyPI's torch for Linux is the CUDA build. Empty: the index that pip is set up with.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BUF := npx --yes @bufbuild/buf@1.75.0
 
 # A process that takes every core for its maths slows its neighbours many times over.
@@ -12,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-slow test-numeric lint format types walls house protos protos-check lock docs site up down clean check
+.PHONY: help setup demo demo-real test test-slow test-numeric lint format types walls house protos protos-check lock docs site wheel up down clean check
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +23,10 @@ setup: $(STAMP) ## create .venv with the pinned dependencies
 
 $(STAMP): deploy/requirements/dev.txt deploy/requirements/reasoning-gym.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): 2.3 GB with torch's CPU build, some minutes"
+	@echo "installing into $(VENV): 3 GB with torch's CPU build, some minutes"
+	@# Where that index cannot be reached, the next line takes torch from where pip finds it.
+	$(if $(TORCH_INDEX),-$(BIN)/python -m pip install --disable-pip-version-check --no-deps --timeout 15 --retries 1 \
+	  --index-url $(TORCH_INDEX) $$(grep '^torch==' deploy/requirements/dev.txt))
 	$(BIN)/python -m pip install --disable-pip-version-check -r deploy/requirements/dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/reasoning-gym.txt \
 	  || echo "reasoning_gym is not installed: it needs a C compiler. Its tests will be skipped."
@@ -92,6 +97,12 @@ lock: setup ## pin the dependencies of every image anew
 	$(BIN)/python scripts/lock.py
 
 check: lint types walls house protos-check test ## all that CI runs, but the slow tests
+
+# pip builds in this directory: what an earlier build left would be part of the wheel.
+wheel: ## build dist/troupe_rl-*.whl; needs only Python and pip
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@echo "to install it: pip install \"$$(ls dist/*.whl)[cpu]\""
 
 up: setup ## start an embedded cluster and leave it running
 	$(BIN)/troupe up --detach

@@ -82,7 +82,7 @@ def _key() -> str:
 def _build(target: Path) -> None:
     if importlib.util.find_spec("mypyc") is None or importlib.util.find_spec("setuptools") is None:
         raise SystemExit(
-            "--compiled: mypyc and setuptools are missing: pip install mypy setuptools"
+            "--compiled: mypyc and setuptools are missing: `pip install mypy setuptools`"
         )
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:

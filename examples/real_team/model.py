@@ -80,7 +80,7 @@ def _convert(file: Path, directory: Path) -> None:
         import gguf  # noqa: F401  (transformers reads the file with it)
     except ImportError as error:
         raise FailedPrecondition(
-            "the package gguf is not installed.", remedy='pip install "troupe-rl[gguf]"'
+            "the package gguf is not installed.", remedy='`pip install "troupe-rl[gguf]"`'
         ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

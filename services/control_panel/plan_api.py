@@ -128,7 +128,7 @@ async def _planned(asked: dict[str, Any]) -> dict[str, Any]:
             raise FailedPrecondition(
                 "the planner is not installed where the panel runs",
                 field="plan",
-                remedy='Install it there: pip install "troupe-rl[plan]".',
+                remedy='Install it there: `pip install "troupe-rl[plan]"`.',
             )
         raise Internal(f"the planner failed: {last}")
     found: dict[str, Any] = json.loads(out)

@@ -1,4 +1,4 @@
-"""A container engine and the images of all services, for tests that start them.
+"""The wheel; a container engine and the images of all services, for tests that start them.
 
 A container engine: one that runs already (`docker info`), or a tool named by
 TROUPE_DOCKER_ENGINE_TOOL with the verbs `up DIR`, `base DIR` and `down DIR`, which starts one.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,22 @@ BUILD_SECONDS = 1700.0
 
 # run(*command, check=True, timeout=900, stdin="", **variables) -> what it printed.
 Run = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` builds of the files that git does not ignore, as they stand."""
+    place = tmp_path_factory.mktemp("wheel")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, place / name)
+    command = ["make", "wheel", f"PYTHON={sys.executable}"]
+    subprocess.run(command, cwd=place, check=True, timeout=600)
+    [built] = place.glob("dist/*.whl")
+    return built
 
 
 def _run(

@@ -44,6 +44,8 @@ from importlib.metadata import distribution
 extras = {extras!r}
 assert sys.argv[1] == "install", sys.argv
 for text in sys.argv[2:]:
+    if text.startswith(("--index-url", "https://")):
+        continue  # of torch's CPU build
     name, _, of = text.partition("[")
     assert name != "troupe-rl" or of.rstrip("]") in extras, text
     distribution(re.split("[=<>]", name)[0])

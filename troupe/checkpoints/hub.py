@@ -54,7 +54,7 @@ class HubRepository:
                 f"uploads need {error.name}",
                 kind="hub_client_missing",
                 field=_FIELD,
-                remedy="pip install 'troupe-rl[hub]'.",
+                remedy="`pip install 'troupe-rl[hub]'`.",
             ) from error
         if huggingface_hub.get_token() is None:
             raise Unauthenticated(

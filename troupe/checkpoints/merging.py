@@ -52,7 +52,7 @@ def merge_in_place(
             f"merging needs {error.name}",
             kind="torch_missing",
             field="--merged",
-            remedy="pip install 'troupe-rl[trainer]', or export with --adapter.",
+            remedy="`pip install 'troupe-rl[trainer]'`, or export with --adapter.",
         ) from error
     from troupe.checkpoints.adapters import AdapterContent, MergeMismatch
     from troupe.checkpoints.format import CheckpointFormat, FormatMismatch

@@ -52,7 +52,7 @@ def demo(
             raise FailedPrecondition(
                 f"the demo needs the package {error.name}, which is not installed here",
                 kind="package_missing",
-                remedy='pip install "troupe-rl[cpu]"',
+                remedy='`pip install "troupe-rl[cpu]"`',
             ) from error
         warm_start(models, Settings(seed=seed))
     changes = [

@@ -178,7 +178,9 @@ def load_sequential(game: Any) -> Any:
     try:
         import pyspiel
     except ImportError as error:
-        raise ImportError("exact games are OpenSpiel's: pip install 'troupe-rl[games]'") from error
+        raise ImportError(
+            "exact games are OpenSpiel's: `pip install 'troupe-rl[games]'`"
+        ) from error
     # Checked first: for an unknown name OpenSpiel would print the names of all games.
     if isinstance(game, str) and game.partition("(")[0] not in pyspiel.registered_names():
         raise ValueError(f"OpenSpiel has no game of the name '{game}'")

@@ -226,5 +226,5 @@ def missing_library(library: str, package: str, error: ImportError) -> MissingLi
         f"the {library} adapter needs the package '{package}': {error}",
         field="environment",
         value=package,
-        remedy=f"pip install '{package}' (or 'troupe-rl[games]') where rollout runs.",
+        remedy=f"`pip install '{package}'` (or 'troupe-rl[games]') where rollout runs.",
     )

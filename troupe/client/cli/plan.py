@@ -112,7 +112,7 @@ def _plans() -> ModuleType:
             f"the planner needs the package {error.name}",
             field="troupe plan",
             value=str(error.name),
-            remedy='Install it: pip install "troupe-rl[plan]".',
+            remedy='Install it: `pip install "troupe-rl[plan]"`.',
         ) from error
     return plans
 

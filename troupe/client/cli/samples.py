@@ -238,7 +238,7 @@ class _Parquet(SampleWriter):
                 "Parquet needs the package pyarrow, which is not installed.",
                 field="FILE",
                 value=path,
-                remedy="pip install 'troupe-rl[parquet]', or export to FILE.jsonl.",
+                remedy="`pip install 'troupe-rl[parquet]'`, or export to FILE.jsonl.",
             ) from error
         self._arrow = pyarrow
         text, number = pyarrow.string(), pyarrow.int64()

@@ -230,7 +230,7 @@ class _Connection:
         if isinstance(error, McpError):
             return error
         if isinstance(error, ImportError):
-            return McpError("mcp_unavailable", f"{error}: pip install 'troupe-rl[mcp]'")
+            return McpError("mcp_unavailable", f"{error}: `pip install 'troupe-rl[mcp]'`")
         shown = self._server["url"] or " ".join(self._server["command"])
         reason = "" if isinstance(error, TimeoutError) else f" ({type(error).__name__}: {error})"
         what = late if isinstance(error, TimeoutError) or "during" in late else "does not start"

@@ -47,7 +47,7 @@ def missing() -> str:
         import ucxx._lib.arr
         import ucxx._lib.libucxx  # noqa: F401
     except (ImportError, OSError) as error:
-        return f"{error} (pip install 'troupe-rl[ucx]')"
+        return f"{error} (`pip install 'troupe-rl[ucx]'`)"
     return ""
 
 

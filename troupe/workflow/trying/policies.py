@@ -155,7 +155,7 @@ class PolicyBackend:
                     kind="no_endpoint",
                     field="agents",
                     value=agent.name,
-                    remedy="pip install 'troupe-rl[rollout]', or both by themselves.",
+                    remedy="`pip install 'troupe-rl[rollout]'`, or both by themselves.",
                 )
             # A heavy import, for the few workflows that use an endpoint.
             from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints

@@ -432,8 +432,8 @@ def open_environment(ident: str, args: Object) -> RubricEnvironment | TasksetEnv
             "environment_not_installed",
             "python",
             f"{sys.executable} has no package `verifiers` ({error})",
-            "Name an interpreter that has: `python -m venv DIR`, `DIR/bin/pip install verifiers "
-            "ENVIRONMENT`, `python: DIR/bin/python`.",
+            "Name an interpreter that has: `python -m venv DIR`, "
+            "`DIR/bin/pip install verifiers ENVIRONMENT`, `python: DIR/bin/python`.",
         ) from error
     of_rubrics = hasattr(verifiers, "load_environment")
     try:
