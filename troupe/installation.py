@@ -39,8 +39,8 @@ def _check(installed: Path) -> None:
     message = (
         f"the package troupe {version} in {installed.parent.absolute()} is another project, whose "
         "files mix with those of troupe-rl. Run `pip uninstall troupe`, then "
-        "`pip install --force-reinstall --no-deps troupe-rl` (or in place of the name the wheel or "
-        "the checkout that you installed)."
+        "`pip install --force-reinstall --no-deps troupe-rl` (or the wheel's path in place of the "
+        "name). In a checkout `make -B setup` does both."
     )
     if Path(sys.argv[0]).name == "troupe":
         raise SystemExit(f"error: {message}")
