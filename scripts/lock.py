@@ -19,8 +19,8 @@ TARGET = ROOT / "deploy" / "requirements"
 # Rollout imports users' workflows and tasks, reward their functions: both carry the examples'
 # packages. The reward workers stay free of torch.
 LOCKS = {
-    # Populations are decided upon there; open_spiel is among the examples' packages.
-    "orchestrator": ["orchestrator", "populations", "examples"],
+    # It computes meta-strategies of populations, exact games included.
+    "orchestrator": ["orchestrator", "populations", "alpha-rank"],
     "experience-store": ["experience-store"],
     "rollout": ["rollout", "examples", "data"],
     "trainer": ["trainer", "examples", "networks", "data"],

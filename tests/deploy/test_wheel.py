@@ -224,6 +224,17 @@ def test_what_is_in_the_repository_only_is_named(
     assert "the chaos harness is in Troupe's repository" in done.stderr
 
 
+@pytest.mark.slow
+def test_extra_alpha_rank_has_what_openspiel_imports(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")]
+    subprocess.run(command, check=True)
+    [site] = tmp_path.glob("venv/lib/python*/site-packages")
+    for name in needed("alpha-rank"):
+        link_into(site, distribution(name))
+    code = "from open_spiel.python.egt import alpharank"
+    subprocess.run([tmp_path / "venv/bin/python", "-c", code], check=True, timeout=300)
+
+
 def test_extras_for_users_name_what_there_is() -> None:
     own: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for extra, lines in own.items():
