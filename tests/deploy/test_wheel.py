@@ -128,6 +128,15 @@ def troupe(environment: dict[str, str], here: Path, command: str, seconds: float
     return done.stdout
 
 
+def program(
+    environment: dict[str, str], here: Path, *command: str
+) -> subprocess.CompletedProcess[str]:
+    """What a program printed in `here`, and its status."""
+    return subprocess.run(
+        command, cwd=here, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
 @pytest.mark.slow
 def test_it_holds_the_library_and_the_services_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
@@ -189,14 +198,7 @@ def test_commands_of_the_refusal_mend_an_environment_with_the_other_project(
 
     if pip("install", "--no-deps", "troupe==0.5.2").returncode:
         pytest.skip("the registry cannot be reached")
-    done = subprocess.run(
-        ["python", "-c", "from troupe.client import Client"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = program(environment, tmp_path, "python", "-c", "from troupe.client import Client")
     assert "ImportError: the package troupe 0.5.2" in done.stderr
     for arguments in (
         ("uninstall", "--yes", "troupe"),
@@ -212,14 +214,7 @@ def test_what_is_in_the_repository_only_is_named(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    done = subprocess.run(
-        ["troupe", "chaos", "job.yaml"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = program(environment, tmp_path, "troupe", "chaos", "job.yaml")
     assert done.returncode == 1
     assert "the chaos harness is in Troupe's repository" in done.stderr
 
