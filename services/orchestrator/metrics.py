@@ -23,6 +23,9 @@ _ACTIVE: Final = (
 )
 # Values of a series' labels, in their order.
 _Labels: TypeAlias = tuple[str, ...]
+# States of engines that draw turns with a verified version: while a new one is loaded, running
+# turns go on with the old one.
+_SERVING: Final = (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_UPDATING, pb.ENGINE_STATE_SUSPECT)
 _WORKER_STATES: Final = ("usable", "draining", "lost")
 
 
@@ -43,13 +46,11 @@ class ClusterCollector(Collector):
         self._store, self._workers, self._in_flight = store, workers, in_flight
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """All families; those of jobs, engines and policies are empty while there are none."""
+        """All families; those of jobs, policies and engines are empty while there are none."""
         yield from self._jobs()
         workers = self._workers()
         yield from _of_workers(workers)
-        alive = [one for one in workers if one.alive]
-        yield from _of_engines(alive)
-        yield from _of_policies(alive)
+        yield from _of_engines([one for one in workers if one.alive])
 
     def _jobs(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         live, ended = list(self._store.live.items()), self._store.ended
@@ -72,12 +73,17 @@ class ClusterCollector(Collector):
             "job_id",
             "name",
         )
+        # Not from the bindings that trainers report: a policy that waits for a trainer has none.
+        versions = _gauge(
+            "troupe_policy_version", "Newest weight version of a policy.", "job_id", "policy"
+        )
         for job_id, job in live:
             steps.add_metric([job_id], job.step)
+            for policy, version in list(job.versions.items()):
+                versions.add_metric([job_id, policy], version)
             for name, value in job.values().items():
                 newest.add_metric([job_id, name], value)
-        yield steps
-        yield newest
+        yield from (steps, newest, versions)
         flying = _gauge("troupe_job_in_flight", "Trajectories dispatched and not ended.", "job_id")
         for job_id, number in list(self._in_flight.items()):
             flying.add_metric([job_id], number)
@@ -114,28 +120,19 @@ def _of_engines(workers: Sequence[WorkerHandle]) -> Iterator[GaugeMetricFamily]:
     for worker in workers:
         for engine in worker.beat.engines:
             key = engine.job_id, engine.policy
-            count[(*key, _engine_state(engine.state))] += 1
+            for state in pb.EngineState.values()[1:]:
+                count[(*key, _engine_state(state))] += engine.state == state
             turns[(*key, "running")] += engine.running
             turns[(*key, "waiting")] += engine.waiting
             speed[key] += engine.tokens_per_second
-            if engine.HasField("version") and engine.state == pb.ENGINE_STATE_HEALTHY:
+            if engine.HasField("version") and engine.state in _SERVING:
                 oldest[key] = min(engine.version, oldest.get(key, engine.version))
     yield _filled(_gauge("troupe_engines", "Engines.", *keys, "state"), count)
     yield _filled(_gauge("troupe_engine_turns", "Turns in engines.", *keys, "state"), turns)
     text = "Tokens that the engines of a policy draw per second."
     yield _filled(_gauge("troupe_engine_tokens_per_second", text, *keys), speed)
-    text = "Oldest weight version that a healthy engine of a policy serves."
+    text = "Oldest weight version that an engine of a policy serves."
     yield _filled(_gauge("troupe_engine_oldest_version", text, *keys), oldest)
-
-
-def _of_policies(workers: Sequence[WorkerHandle]) -> Iterator[GaugeMetricFamily]:
-    versions: dict[_Labels, int] = {}
-    for worker in workers:
-        for binding in worker.beat.bindings:
-            key = binding.job_id, binding.policy
-            versions[key] = max(binding.version, versions.get(key, 0))
-    text = "Newest weight version that a trainer reports of a policy."
-    yield _filled(_gauge("troupe_policy_version", text, "job_id", "policy"), versions)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -87,7 +87,7 @@ class Orchestrator:
         self.shared = Shared(
             settings=settings,
             store=store,
-            weight_versions=WeightVersions(self._redis),
+            weight_versions=WeightVersions(self._redis, store.live),
             log=log,
             trajectories=RecentTrajectories(
                 self._redis, settings.recent_trajectories, settings.recent_tokens

@@ -109,9 +109,10 @@ async def test_redis_waits_for_room_and_has_lost_nothing(disk: Path) -> None:
 
 
 async def test_a_service_that_cannot_start_on_a_full_disk_names_it(disk: Path) -> None:
+    write = f"open({str(disk / 'state')!r}, 'wb').write(bytes(1 << 20))"
     spec = ChildSpec(
         name="orchestrator",
-        command=(sys.executable, "-c", "open('state', 'wb').write(bytes(1 << 20))"),
+        command=(sys.executable, "-c", write),
         probe=Probe(ProbeKind.GRPC, f"127.0.0.1:{free_port()}"),
         address="",
     )

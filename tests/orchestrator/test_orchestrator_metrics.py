@@ -1,22 +1,34 @@
 """What trajectories add up to, and where it is written."""
 
+import asyncio
 import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from services.orchestrator.jobs.sinks import JsonLines, Sinks
+from services.orchestrator.metrics import ClusterCollector
 from services.orchestrator.pipeline.metrics import JobTotals, Tally, commit_metrics, percentile
 from services.orchestrator.pipeline.steps import warn_of
+from services.orchestrator.placement.workers import WorkerHandle
+from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.records import JobRecord
+from services.orchestrator.state.redis import RedisAccess
+from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_trainer import weights_of
 from troupe.job import parse_job
 from troupe.job.algorithm import AlgorithmSpec
+from troupe.rpc import ClientSettings
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -254,6 +266,69 @@ async def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     assert "JsonLines" in trouble
 
 
+def sample(collector: ClusterCollector) -> Callable[..., float | None]:
+    """Reads a series of `collector` by its name and labels."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return lambda series, **labels: registry.get_sample_value(series, labels)
+
+
+async def test_the_version_of_a_policy_is_exported_while_no_trainer_holds_it(
+    empty_redis: str,
+) -> None:
+    redis = RedisAccess(empty_redis)
+    log = EventLog(redis)
+    record = JobRecord(
+        job_id="held-by-nobody",
+        request_id="r",
+        spec_json=parse_job(job_yaml()).model_dump_json(),
+        directory=Path("/tmp/nowhere"),
+        created_at=1.0,
+        state=pb.JOB_STATE_SUBMITTED,
+    )
+    store = JobStore(redis, log)
+    ledger = WeightVersions(redis, store.live)
+    value = sample(ClusterCollector(store, list, {}))
+
+    def version() -> float | None:
+        return value("troupe_policy_version", job_id=record.job_id, policy="solver")
+
+    await store.create(record)
+    assert version() is None
+    await ledger.open(record.job_id, weights_of(record.job_id, "solver", 0))
+    assert version() == 0
+    commit = es.StepCommit(policy="solver", step=0, outcome=es.STEP_OUTCOME_APPLIED)
+    commit.weights.CopyFrom(weights_of(record.job_id, "solver", 1))
+    await ledger.commit(record.job_id, commit)
+    assert version() == 1
+    # An orchestrator that takes the job over reads its versions.
+    second = JobStore(redis, log)
+    value = sample(ClusterCollector(second, list, {}))
+    await second.move(record.job_id, pb.JOB_STATE_STARTING)
+    await WeightVersions(redis, second.live).entries(record.job_id)
+    assert version() == 1
+    await second.move(record.job_id, pb.JOB_STATE_FAILED)
+    assert version() is None
+    await redis.close()
+
+
+async def test_series_of_an_engine_stay_while_it_loads_a_version(empty_redis: str) -> None:
+    redis = RedisAccess(empty_redis)
+    engine = ro.EngineStatus(job_id="j", policy="p", version=3)
+    beat = orch.HeartbeatRequest(worker_id="w", kind=orch.WORKER_KIND_ROLLOUT, engines=[engine])
+    worker = WorkerHandle(beat, ClientSettings(), 0.0)
+    value = sample(ClusterCollector(JobStore(redis, EventLog(redis)), lambda: [worker], {}))
+    keys = {"job_id": "j", "policy": "p"}
+    for state, version in (("healthy", 3), ("updating", 3), ("suspect", 3), ("draining", None)):
+        number = pb.EngineState.Value(f"ENGINE_STATE_{state.upper()}")
+        worker.beat.engines[0].state = number
+        assert value("troupe_engine_oldest_version", **keys) == version
+        for other in ("healthy", "updating", "suspect", "draining", "dead"):
+            assert value("troupe_engines", **keys, state=other) == (other == state)
+    await worker.close()
+    await redis.close()
+
+
 async def test_prometheus_sees_jobs_workers_and_engines(cluster: Cluster) -> None:
     assert cluster.orchestrator is not None
     registry = cluster.orchestrator.telemetry.registry
@@ -271,19 +346,22 @@ async def test_prometheus_sees_jobs_workers_and_engines(cluster: Cluster) -> Non
 
     await cluster.until(job_id, lambda _: newest() is not None)
     reward = newest()
-    for kind in ("rollout", "trainer"):
-        assert value("troupe_workers", kind=kind, state="usable") == 1
-        assert value("troupe_workers", kind=kind, state="lost") == 0
-    assert value("troupe_jobs", state="running") == 1
-    assert (value("troupe_job_steps", job_id=job_id) or 0.0) >= 1
-    assert value("troupe_policy_version", job_id=job_id, policy="solver") is not None
+    # While a job runs, its series are there at every scrape.
+    for _ in range(200):
+        for kind in ("rollout", "trainer"):
+            assert value("troupe_workers", kind=kind, state="usable") == 1
+            assert value("troupe_workers", kind=kind, state="lost") == 0
+        assert value("troupe_jobs", state="running") == 1
+        assert (value("troupe_job_steps", job_id=job_id) or 0.0) >= 1
+        assert (value("troupe_policy_version", job_id=job_id, policy="solver") or 0.0) >= 1
+        await asyncio.sleep(0)
     await cluster.cancel(job_id)
-    await cluster.wait(job_id)
+    # Its series end with it.
+    await cluster.until(job_id, lambda _: value("troupe_job_steps", job_id=job_id) is None)
+    assert newest() is None
+    assert value("troupe_policy_version", job_id=job_id, policy="solver") is None
     assert value("troupe_jobs_ended_total", state="cancelled") == 1
     assert value("troupe_jobs", state="running") == 0
     logged = [one.metrics for one in await cluster.events(job_id) if one.HasField("metrics")]
     assert reward in {row.values["reward/mean"] for row in logged}
-    # Its series end with it.
-    assert value("troupe_job_steps", job_id=job_id) is None
-    assert newest() is None
     assert value("troupe_worker_rss_bytes", kind="rollout", worker=worker) is not None

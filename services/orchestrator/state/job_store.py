@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from services.orchestrator.state.records import (
     MAX_JOB_ID,
     TERMINAL,
     JobRecord,
+    LiveJob,
     not_a_page,
     problem_field,
     timestamp,
@@ -70,20 +71,6 @@ class StoredJob:
     metrics: Mapping[str, float]
     # By field; of one field several where workers differ.
     resolved: Sequence[pb.ResolvedSetting] = ()
-
-
-@dataclass
-class LiveJob:
-    """A job that this process runs, as its metrics show it."""
-
-    state: pb.JobState.ValueType
-    step: int = 0
-    # The newest row of metrics, by kind: of a step, of an evaluation.
-    rows: dict[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def values(self) -> dict[str, float]:
-        """The values of both rows; for a thread that reads them while rows come in."""
-        return {name: value for row in list(self.rows.values()) for name, value in row.items()}
 
 
 class JobStore:

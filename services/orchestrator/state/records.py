@@ -245,6 +245,22 @@ def intervals(values: Mapping[str, float]) -> dict[str, orch.ScoreInterval]:
     }
 
 
+@dataclass
+class LiveJob:
+    """A job that this process runs, as its metrics show it."""
+
+    state: pb.JobState.ValueType
+    step: int = 0
+    # The newest row of metrics, by kind: of a step, of an evaluation.
+    rows: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    # The newest committed weight version of each policy.
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def values(self) -> dict[str, float]:
+        """The values of both rows; for a thread that reads them while rows come in."""
+        return {name: value for row in list(self.rows.values()) for name, value in row.items()}
+
+
 def _broken(why: str) -> pb.Problem:
     return pb.Problem(
         kind="record_broken",

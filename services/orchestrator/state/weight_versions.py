@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.orchestrator.state.records import timestamp
+from services.orchestrator.state.records import LiveJob, timestamp
 from services.orchestrator.state.redis import JobKeys, RedisAccess
 from troupe.rpc import FailedPrecondition, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -35,12 +35,18 @@ class VersionEntry:
 class WeightVersions:
     """The weight versions of all jobs, in Redis."""
 
-    def __init__(self, redis: RedisAccess) -> None:
+    def __init__(self, redis: RedisAccess, live: Mapping[str, LiveJob]) -> None:
+        """`live`: the jobs that this process runs, by id; their newest versions are kept there for
+        its metrics."""
         self._redis = redis
+        self._live = live
 
     async def entries(self, job_id: str) -> dict[str, VersionEntry]:
         """The newest entry of every policy that has one."""
-        return entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
+        found = entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
+        for policy, entry in found.items():
+            self._show(job_id, policy, entry.weights.version)
+        return found
 
     async def versions(self, job_id: str, policy: str = "") -> list[orch.PolicyVersion]:
         """All versions so far, oldest first, of one policy or of all."""
@@ -131,7 +137,13 @@ class WeightVersions:
                 field="commit.step",
                 value=done - 1,
             )
+        self._show(job_id, weights.policy, newest.weights.version)
         return VersionEntry(done=newest.step, weights=newest.weights)
+
+    def _show(self, job_id: str, policy: str, version: int) -> None:
+        """Has the metrics show the version; replies of Redis may arrive out of order."""
+        if (job := self._live.get(job_id)) is not None:
+            job.versions[policy] = max(version, job.versions.get(policy, 0))
 
 
 def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:

@@ -60,7 +60,8 @@ async def until(good: Callable[[], bool]) -> None:
 async def desk(redis_url: str) -> AsyncIterator[Desk]:
     redis = RedisAccess(redis_url)
     log = EventLog(redis)
-    yield Desk(redis, log, JobStore(redis, log), WeightVersions(redis))
+    store = JobStore(redis, log)
+    yield Desk(redis, log, store, WeightVersions(redis, store.live))
     await redis.close()
 
 
