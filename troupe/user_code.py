@@ -62,6 +62,16 @@ def _passes(error: BaseException) -> bool:
     return issubclass(type(error), Exception) and not issubclass(type(error), _MISREAD)
 
 
+def is_closing(error: BaseException) -> bool:
+    """Whether `error` closes the coroutine whose `await` raised it, which must let it pass. A
+    GeneratorExit that the awaited user code raised has a frame of that code in its traceback.
+
+    Only for the frame that awaits and catches.
+    """
+    trace = error.__traceback__
+    return isinstance(error, GeneratorExit) and trace is not None and trace.tb_next is None
+
+
 def call_contained(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call user code. Raises only `Exception` (see `as_exception`) and Troupe's `Interruption`."""
     try:
@@ -75,8 +85,8 @@ def call_contained(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
 
 
 async def await_contained(awaitable: Awaitable[T]) -> T:
-    """Await user code. Raises only `Exception` and Troupe's `Interruption`, and `CancelledError`
-    when the calling task is being cancelled."""
+    """Await user code. Raises only `Exception` and Troupe's `Interruption`, `CancelledError` when
+    the calling task is being cancelled, and GeneratorExit when this coroutine is being closed."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:
@@ -87,7 +97,7 @@ async def await_contained(awaitable: Awaitable[T]) -> T:
     except Interruption:
         raise
     except BaseException as error:
-        if _passes(error):
+        if _passes(error) or is_closing(error):
             raise
         raise UserCodeExit(error) from error
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
+import types
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -110,6 +113,31 @@ async def test_who_is_cancelled_hears_of_it() -> None:
             await one
         assert one.cancelled()
     release.set()
+
+
+@types.coroutine
+def suspended() -> Generator[None, None, None]:
+    """Waits for ever, without an event loop."""
+    while True:
+        yield
+
+
+async def exits_when_closed() -> None:
+    try:
+        await suspended()
+    finally:
+        raise GeneratorExit("its own")
+
+
+@pytest.mark.parametrize("user_code", [suspended, exits_when_closed])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_closing_a_coroutine_is_no_exit_of_user_code(user_code: Any, depth: int) -> None:
+    coroutine: Any = user_code()
+    for _ in range(depth):
+        coroutine = await_contained(coroutine)
+    coroutine.send(None)
+    coroutine.close()
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 async def test_a_cancellation_of_nobodys_is_a_fault() -> None:

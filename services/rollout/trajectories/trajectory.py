@@ -28,7 +28,7 @@ from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
-from troupe.user_code import await_contained
+from troupe.user_code import await_contained, is_closing
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import (
@@ -443,7 +443,7 @@ async def call_workflow(
             raise
         raise failure_of(error) from error
     except BaseException as error:
-        if _explains_itself(error):
+        if _explains_itself(error) or is_closing(error):
             raise
         raise failure_of(error) from error
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
-from collections.abc import AsyncIterator
+import types
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,3 +186,16 @@ async def test_a_turn_that_nobody_awaits_is_said_and_refused_where_chance_is(hou
     # The whole job: whether the turn ends in time is chance, and so would its weights be.
     assert event.problem.kind == "turn_not_awaited"
     assert "Await every `chat`" in event.problem.remedy
+
+
+def test_closing_a_workflow_is_no_failure_of_it() -> None:
+    @types.coroutine
+    def waits(*_: Any) -> Generator[None, None, None]:
+        yield
+
+    agents: Any = types.SimpleNamespace(enter=lambda: None)
+    query: Any = None
+    call = trajectory.call_workflow(waits, "t", query, agents, query)
+    call.send(None)
+    call.close()
+    assert inspect.getcoroutinestate(call) == inspect.CORO_CLOSED
