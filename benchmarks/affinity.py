@@ -27,7 +27,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.rollout import served
 from benchmarks.rollout.workload import POLICY, spec
 from troupe.job import JobSpec
@@ -146,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

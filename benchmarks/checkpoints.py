@@ -19,7 +19,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 
 # Parameters: an embedding of 156 M, tied, and 22 layers of 15.7 M.
 _MODEL: Final = {
@@ -138,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.command import finish, options_of, scratch
+from benchmarks.command import finish, options_of, run_program, scratch
 from benchmarks.pipeline.figures import Figures, figures
 from benchmarks.pipeline.measure import Run, cluster, run
 from benchmarks.pipeline.workload import MA, Mode, Setup, job, quick
@@ -115,4 +115,4 @@ def as_json(rows: Mapping[str, tuple[Run, Figures]], *, quick: bool) -> dict[str
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 from troupe.disks import Scratch
 
 _END_SECONDS: Final = 20.0
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def options_of(
@@ -39,6 +39,32 @@ def options_of(
     for name, said in (flags or {}).items():
         parser.add_argument(f"--{name}", action="store_true", help=said)
     return parser.parse_args(arguments)
+
+
+def run_program(main: Callable[[], object]) -> NoReturn:
+    """Run a benchmark's `main` as this process' program; exit with what it returns.
+
+    SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that the services and the Redis that it
+    started end with it.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for one in _ENDING:  # another would interrupt what this one ends
+            signal.signal(one, signal.SIG_IGN)
+        received.append(number)
+        # An event loop that runs now cancels its main task: an exception that is raised here may
+        # come between its callbacks, and what awaits the interrupted one would wait for ever.
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    for one in _ENDING:
+        if signal.getsignal(one) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(one, interrupt)
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(128 + (received or [signal.SIGINT])[0]) from None
 
 
 def machine() -> dict[str, str]:
@@ -75,20 +101,14 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or "unknown CPU")
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one, else on disk. SIGTERM ends us and takes it along;
-    what a killed benchmark left of its own goes now.
+def scratch() -> Scratch:
+    """A directory in memory where there is one, else on disk; what killed benchmarks left of
+    theirs goes now.
 
     A job writes its state and rows through to the disk, and a peer that it is measured against
     nothing: what other work does to the disk would be measured as ours.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with Scratch("troupe-bench-") as directory:
-            yield directory
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return Scratch("troupe-bench-")
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.client.cli.specification import apply_assignments
 from troupe.cluster import ClusterSettings, EmbeddedCluster
@@ -171,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

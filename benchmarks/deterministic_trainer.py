@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

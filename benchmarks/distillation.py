@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of, scratch
+from benchmarks.command import finish, options_of, run_program, scratch
 from benchmarks.end_to_end.troupe_side import cluster
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.demo.models import AnswerToLearn, make_model, make_tokenizer, train_step
@@ -203,4 +203,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -43,7 +43,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of, quantile
+from benchmarks.command import finish, options_of, quantile, run_program
 from benchmarks.store import conversations, echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
@@ -283,4 +283,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

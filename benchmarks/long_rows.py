@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from services.trainer.learning.forward import Forward, costs_of
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
@@ -175,4 +175,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import redis
 
-from benchmarks.command import end, finish, options_of, quantile, scratch
+from benchmarks.command import end, finish, options_of, quantile, run_program, scratch
 from services.chassis.app import serve
 from services.chassis.model_files import ModelServer
 from services.chassis.telemetry import Telemetry
@@ -294,4 +294,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.end_to_end.curves import draw
 from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_steps
 from benchmarks.end_to_end.troupe_side import cluster, job, run
@@ -159,4 +159,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -22,7 +22,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from troupe.devices import GIB, Device
 from troupe.scheduling.devices import (
     DeviceHost,
@@ -166,4 +166,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

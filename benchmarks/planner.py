@@ -20,7 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.pipeline.measure import step_ends
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.client import AsyncClient
@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

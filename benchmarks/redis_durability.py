@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from benchmarks.store.served import Ending, Timings, create, drop, run_step
 from benchmarks.store.servers import Stub, started
 from benchmarks.store.workload import Shape, make_appends
@@ -105,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

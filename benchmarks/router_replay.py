@@ -25,7 +25,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.command import finish, options_of, scratch
+from benchmarks.command import finish, options_of, run_program, scratch
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.requests import SamplingParams
 from services.trainer.learning.learner import Learner
@@ -190,4 +190,4 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.command import finish, options_of, quantile
+from benchmarks.command import finish, options_of, quantile, run_program
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
 from troupe.rpc import connect, new_id
@@ -82,4 +82,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

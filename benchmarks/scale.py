@@ -38,7 +38,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.rollout.engines.requests import SamplingParams
 from testbed.chaos.proxy import ProxiedNetwork
@@ -445,4 +445,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
@@ -301,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

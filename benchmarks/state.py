@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.store.servers import Stub, started
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.chassis.app import serve
@@ -269,4 +269,4 @@ def _table(jobs: dict[str, Job], means: dict[str, float]) -> Table:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    run_program(main)

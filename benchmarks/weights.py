@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.sglang import HALF_BILLION, TINY
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.embedded import EmbeddedEngine
@@ -532,4 +532,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

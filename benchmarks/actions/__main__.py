@@ -49,7 +49,7 @@ from benchmarks.actions.decisions import decision_seconds
 from benchmarks.actions.live import Mode, Result, play
 from benchmarks.actions.real_time import breathe, modestly
 from benchmarks.actions.served import started
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from testbed.simulator.rollout import BatchResult
 from testbed.simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
@@ -332,4 +332,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

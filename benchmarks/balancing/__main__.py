@@ -23,7 +23,7 @@ from benchmarks.balancing.measure import Run, bench
 from benchmarks.balancing.migrations import Migrations, migrate
 from benchmarks.balancing.picture import draw
 from benchmarks.balancing.workload import FULL, QUICK, ROWS, Size, job
-from benchmarks.command import finish, machine
+from benchmarks.command import finish, machine, run_program
 from services.chassis import logs
 
 
@@ -107,4 +107,4 @@ def _table(runs: list[Run]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

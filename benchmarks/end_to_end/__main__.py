@@ -34,7 +34,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.end_to_end.trl_process import Trl
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import (
@@ -165,4 +165,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -28,7 +28,7 @@ from typing import IO, Any, Final
 import torch
 from rich.console import Console
 
-from benchmarks.command import end, finish, scratch
+from benchmarks.command import end, finish, run_program, scratch
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 # The longest that one part may take: torch.compile of a large model, first of all. `weights` starts
@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -12,7 +12,7 @@ import argparse
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from benchmarks.gpu.update import DEFAULT, TINY, seconds_of
 from troupe.twin.costs import model_config
 
@@ -65,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

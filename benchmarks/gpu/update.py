@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
@@ -230,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.gpu.update import TINY
 from benchmarks.sglang import HALF_BILLION
 from benchmarks.weights import sglang_interpreter
@@ -182,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

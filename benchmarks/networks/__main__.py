@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.networks.curve import Curve, learn
 from benchmarks.networks.picture import draw
 from benchmarks.networks.tasks import TASKS, Task
@@ -81,4 +81,4 @@ def _keep(task: Task, curves: Sequence[Curve], row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

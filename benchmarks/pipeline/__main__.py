@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from benchmarks.command import finish, machine
+from benchmarks.command import finish, machine, run_program
 from benchmarks.pipeline import equality, report
 from benchmarks.pipeline.figures import figures, window
 from benchmarks.pipeline.measure import Run, cluster, run
@@ -114,4 +114,4 @@ def _step(one: Run) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.psro.theirs import iterations, progress
 from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
@@ -123,4 +123,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

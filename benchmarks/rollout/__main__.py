@@ -35,7 +35,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of, quantile
+from benchmarks.command import finish, options_of, quantile, run_program
 from benchmarks.rollout import served, turns
 from benchmarks.rollout.workload import STEP_SECONDS, embedded, simulated
 
@@ -195,4 +195,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

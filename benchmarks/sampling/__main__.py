@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.references import ReferenceUnavailable, reference_python
 from benchmarks.sampling.sides import Rate, Side, SideFailed, ratio, started
 
@@ -159,4 +159,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import yaml
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.end_to_end.troupe_side import cluster
 from benchmarks.selfplay.figure import draw
 from benchmarks.selfplay.measure import Curve, measured
@@ -111,4 +111,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -31,7 +31,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, options_of, quantile, scratch
+from benchmarks.command import finish, options_of, quantile, run_program, scratch
 from benchmarks.serverless.service import Service, started
 from troupe.v1 import reward_pb2 as pb
 
@@ -218,4 +218,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.swap.bandwidth import Bandwidth, measure
 from benchmarks.swap.sharing import SHARED, Scale, Sharing, run
 from benchmarks.workloads.six_players import AGENTS
@@ -112,4 +112,4 @@ def _sharing(rows: Sequence[Sharing]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

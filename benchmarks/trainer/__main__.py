@@ -32,7 +32,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
 from benchmarks.trainer.cases import Case, cases_of
 
@@ -178,4 +178,4 @@ def _table(found: Sequence[Compared]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

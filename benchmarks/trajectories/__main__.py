@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish
+from benchmarks.command import finish, run_program
 from benchmarks.pipeline.measure import StepEnd, step_ends
 from benchmarks.trajectories.workload import (
     FULL,
@@ -189,4 +189,4 @@ def _spare_table(rows: tuple[Figures, Figures], size: Size) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import finish, scratch
+from benchmarks.command import finish, run_program, scratch
 from benchmarks.transfer import device, networks, swap
 from benchmarks.transfer.measure import TCP_BYTES, Pair, Row, measure
 from troupe.transfer.remote import lane
@@ -253,4 +253,4 @@ def _rounded(value: float | None) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.actions import simulated
-from benchmarks.command import finish, options_of
+from benchmarks.command import finish, options_of, run_program
 from benchmarks.pipeline.workload import SETUPS, modes
 from benchmarks.twin import (
     compiled,
@@ -388,4 +388,4 @@ def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

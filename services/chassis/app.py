@@ -114,7 +114,12 @@ class RunningServer(Generic[S]):
             reflection.enable_server_reflection(names, server)
             for name in ("", service.name):
                 await self._health.set(name, _NOT_SERVING)
-            await server.start()
+            starting = asyncio.create_task(server.start())
+            try:
+                await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                await starting  # grpc cannot stop a server that has started halfway
+                raise
         except BaseException:
             self.telemetry.close()
             await server.stop(0)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 _PROGRAM = """
@@ -73,7 +77,42 @@ def test_every_benchmark_ends_by_it() -> None:
     }
     for path in done.stdout.split():
         if path not in sides:
-            assert "finish(" in Path(path).read_text(encoding="utf-8"), path
+            text = Path(path).read_text(encoding="utf-8")
+            assert "finish(" in text, path
+            assert "run_program(main)" in text, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["experience_store", "panel", "pipeline"])
+def test_a_signal_ends_a_benchmark_with_all_that_it_started(
+    module: str, number: signal.Signals
+) -> None:
+    process = psutil.Popen(
+        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json"],
+        stdout=subprocess.DEVNULL,
+    )
+
+    def redis() -> list[psutil.Process]:
+        return [one for one in process.children(recursive=True) if "redis" in one.name()]
+
+    try:
+        _until(lambda: redis() or process.poll() is not None)
+        assert process.poll() is None
+        started = process.children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(100) == 128 + number
+        _until(lambda: not any(one.is_running() for one in started))
+    finally:
+        for one in (process, *process.children(recursive=True)) if process.is_running() else ():
+            one.kill()
+
+
+def _until(good: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 100
+    while not good():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_directories_in_shared_memory_are_locked() -> None:

@@ -469,3 +469,17 @@ async def test_ids_that_calls_brought_are_not_kept_whole(
 def resident_mib() -> float:
     """Of this process."""
     return psutil.Process().memory_info().rss / 2**20
+
+
+async def test_a_start_that_is_cancelled_at_any_moment_ends_cleanly() -> None:
+    for turns in range(12):
+        server = RunningServer(Echo(), ServiceSettings())
+        start = asyncio.create_task(server.open())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        start.cancel()
+        try:
+            await start
+        except asyncio.CancelledError:
+            continue
+        await server.close()
