@@ -96,7 +96,9 @@ site: setup ## build the documentation as a site, in site/
 lock: setup ## pin the dependencies of every image anew
 	$(BIN)/python scripts/lock.py
 
-check: lint types walls house protos-check test ## all that CI runs, but the slow tests
+check: lint types walls house protos-check ## all that CI runs, but the slow tests
+	@before=$$(mktemp) && trap "rm $$before" EXIT && $(BIN)/python -m scripts.leftovers > $$before && \
+	$(MAKE) --no-print-directory test && $(BIN)/python -m scripts.leftovers $$before
 
 # pip builds in this directory: what an earlier build left would be part of the wheel.
 wheel: ## build dist/troupe_rl-*.whl; needs only Python and pip

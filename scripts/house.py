@@ -1,14 +1,16 @@
 """Counts of the code's layout, held against the rules of docs/contributing.md.
 
 Prints a table of the product's files and lines, the files of each folder, the lines of each file,
-classes that share a name, and circles of imports. Exits with 1 when a rule is broken. The totals
-have no limit: a ceiling that sits on the present count buys joined lines, not a smaller product.
+classes that share a name, circles of imports, and large binary files. Exits with 1 when a rule is
+broken. The totals have no limit: a ceiling on the present count buys joined lines, not a smaller
+product.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -23,6 +25,9 @@ MOST_FILES_OF_A_FOLDER: Final = 16
 MOST_LINES_OF_A_FILE: Final = 800
 MOST_SHARED_CLASS_NAMES: Final = 0
 MOST_CIRCLES: Final = 0
+MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
+# Larger binary files that belong to the repository.
+LARGE_BINARY_FILES: Final = {"docs/figures/panel.png", "docs/figures/panel-conversations.png"}
 
 
 @dataclass(frozen=True)
@@ -130,12 +135,29 @@ def shared_class_names(product: Mapping[str, Module]) -> dict[str, list[Path]]:
     return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
+def large_binary_files(root: Path) -> list[str]:
+    """Tracked binary files above the limit that the list does not name; git calls a file binary
+    that has a null byte among its first 8,000."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    found = []
+    for name in filter(None, listed.split("\0")):
+        path = root / name
+        if name in LARGE_BINARY_FILES or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            if path.stat().st_size > MOST_BYTES_OF_A_BINARY_FILE and b"\0" in file.read(8_000):
+                found.append(name)
+    return found
+
+
 def main() -> int:
     """Prints the counts; 1 when a rule is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="name the files behind each count")
     listed = parser.parse_args().list
-    product = modules(Path(__file__).resolve().parent.parent)
+    root = Path(__file__).resolve().parent.parent
+    product = modules(root)
     folders: dict[Path, int] = defaultdict(int)
     for module in product.values():
         folders[module.path.parent] += 1
@@ -145,6 +167,7 @@ def main() -> int:
         for loading in (False, True)
         for ring in circles({n: imports(m, product, loading=loading) for n, m in product.items()})
     ]
+    binaries = large_binary_files(root)
     longest = max(product.values(), key=lambda module: module.lines)
     fullest = max(folders, key=lambda folder: folders[folder])
     print(f"{'files':<30}{len(product):>8,}")
@@ -154,6 +177,7 @@ def main() -> int:
         ("lines of the longest file", longest.lines, MOST_LINES_OF_A_FILE, str(longest.path)),
         ("class names used twice", len(shared), MOST_SHARED_CLASS_NAMES, ""),
         ("circles of imports", len(rings), MOST_CIRCLES, ""),
+        ("large binary files", len(binaries), 0, ", ".join(binaries)),
     ]
     for what, count, most, where in rows:
         verdict = "" if count <= most else "  BROKEN"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis import Redis
 
+from scripts.landing import OUT_OF_TIME
 from tests.support.redis_server import RedisServer
 from troupe.workflow import loading
 
@@ -30,15 +31,20 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick runs of benchmarks come last: of all, they say least of a change."""
-    items.sort(key=lambda item: "benchmarks" in item.path.parts)
+    """Order files as the file `TROUPE_TESTS_ORDER` lists them (`scripts/landing.py`). Without it,
+    quick runs of benchmarks come last: of all, they say least of a change."""
+    if order := os.environ.get("TROUPE_TESTS_ORDER"):
+        places = {file: place for place, file in enumerate(Path(order).read_text().splitlines())}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], -1))
+    else:
+        items.sort(key=lambda item: "benchmarks" in item.path.parts)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where a run has an end (CI's has), what has not begun by then is left out, and says so."""
     until = os.environ.get("TROUPE_TESTS_UNTIL")
     if until and time.time() > float(until):
-        pytest.skip("the time of this run is over: run it by `make test-slow`")
+        pytest.skip(f"{OUT_OF_TIME}: run it by `make test-slow`")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,240 @@
+"""Keeps what one landing of a change tells the next: known flaky tests, and when slow tests ran.
+
+    python -m scripts.landing order SECONDS     # files of slow tests, in the order to run them in
+    python -m scripts.landing ran REPORT...     # notes in .ci/slow.json what ran, says what did not
+    python -m scripts.landing flaky REPORT...   # FLAKY lines; 1 if a test is in .ci/flaky.txt
+
+REPORT is pytest's `--junitxml` with `junit_family=xunit1`. Whoever lands the change commits both
+files with it: CI cannot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+from xml.etree import ElementTree
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FLAKY: Final = Path(".ci/flaky.txt")
+SLOW: Final = Path(".ci/slow.json")
+# Every slow test runs at least once in so many landings.
+LANDINGS: Final = 4
+# Seconds that a test file takes of which none are known.
+_UNKNOWN_SECONDS: Final = 60.0
+# What conftest.py says of a test that the end of the run leaves out.
+OUT_OF_TIME: Final = "the time of this run is over"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test in a report of pytest."""
+
+    file: str
+    name: str
+    seconds: float
+    # The first line of its error; empty if it has not failed.
+    failure: str
+    # Why it was skipped.
+    skipped: str
+
+    @property
+    def node(self) -> str:
+        """Its node id."""
+        return f"{self.file}::{self.name}"
+
+
+def cases(report: Path) -> list[Case]:
+    """The tests of a report."""
+    found = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        wrong = [one for kind in ("failure", "error") for one in case.iter(kind)]
+        skips = [one.get("message", "") for one in case.iter("skipped")]
+        message = (wrong[0].get("message") or wrong[0].text or "unknown") if wrong else ""
+        found.append(
+            Case(
+                case.get("file", ""),
+                case.get("name", ""),
+                float(case.get("time", 0)),
+                message.strip().partition("\n")[0],
+                skips[0] if skips else "",
+            )
+        )
+    return found
+
+
+# Flaky tests.
+
+
+def known_flaky(text: str) -> set[str]:
+    """Node ids in the text of .ci/flaky.txt: one a line, before two spaces and the reason."""
+    lines = (line.strip() for line in text.splitlines())
+    return {line.partition("  ")[0] for line in lines if line and not line.startswith("#")}
+
+
+def judged(failures: Mapping[str, str], known: Collection[str]) -> tuple[list[str], bool]:
+    """What to print of tests that failed once and passed alone (`failures`: the reason of each),
+    and whether that is allowed: not of a test that was flaky at an earlier landing."""
+    lines = []
+    for node, reason in sorted(failures.items()):
+        lines.append(f"FLAKY {node}  {reason}")
+        if node in known:
+            lines.append(f"  it is in {FLAKY}: mend it now (docs/contributing.md, Flaky tests)")
+        else:
+            lines.append(f"  mend it, or add this line to {FLAKY}: {node}  {reason}")
+    return lines or ["FLAKY none"], not set(failures) & set(known)
+
+
+# The order of slow tests.
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The last complete run of a test file."""
+
+    seconds: float
+    # The landing that ran it, counted from 1.
+    landing: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What .ci/slow.json holds."""
+
+    # HEAD at the last landing; empty before the first.
+    commit: str
+    files: Mapping[str, Ran]
+
+    @property
+    def landing(self) -> int:
+        """The number of the last landing."""
+        return max((one.landing for one in self.files.values()), default=0)
+
+    def seconds(self, files: Iterable[str]) -> float:
+        """How long test files take, as far as it is known."""
+        unknown = Ran(_UNKNOWN_SECONDS, 0)
+        return sum(self.files.get(file, unknown).seconds for file in files)
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """The record; an empty one if there is none."""
+        if not path.exists():
+            return cls("", {})
+        kept = json.loads(path.read_text())
+        return cls(kept["commit"], {file: Ran(**one) for file, one in kept["files"].items()})
+
+    def write(self, path: Path) -> None:
+        """Replace the record."""
+        files = {file: asdict(one) for file, one in sorted(self.files.items())}
+        path.write_text(json.dumps({"commit": self.commit, "files": files}, indent=1) + "\n")
+
+
+def relevance(test: str, changed: Iterable[str]) -> int:
+    """How many names of folders and files a test's path shares with that of a changed file; a test
+    that was changed itself comes before all others."""
+    own = set(PurePosixPath(test).parts[1:-1])
+    paths = [PurePosixPath(path) for path in changed]
+    if PurePosixPath(test) in paths:
+        return sys.maxsize
+    return max((len(own & {*path.parts[:-1], path.stem}) for path in paths), default=0)
+
+
+def ordered(
+    files: Collection[str], changed: Collection[str], record: Record, head: str, budget: float
+) -> list[str]:
+    """Test files in the order in which to run them, of which the first `budget` seconds will run.
+
+    First those that the change touches, then those that have not run for longest; equally old
+    ones in an order that differs with every commit (`head`). A quarter of the whole suite's time
+    is kept for the longest not run, so that all run within four landings.
+    """
+    oldest = sorted(
+        files,
+        key=lambda file: (
+            record.files[file].landing if file in record.files else 0,
+            hashlib.sha256(f"{head} {file}".encode()).digest(),
+        ),
+    )
+    touched = sorted(
+        (file for file in oldest if relevance(file, changed)),
+        key=lambda file: -relevance(file, changed),
+    )
+    kept = record.seconds(files) / LANDINGS
+    first = [file for file, (_, end) in _spans(touched, record) if end <= budget - kept]
+    rest = [file for file in oldest if file not in set(first)]
+    due = [file for file, (start, _) in _spans(rest, record) if start < kept]
+    return list(dict.fromkeys([*first, *due, *touched, *rest]))
+
+
+def _spans(files: Sequence[str], record: Record) -> Iterator[tuple[str, tuple[float, float]]]:
+    """When each file starts and ends, in seconds, if they run one after the other."""
+    ends = itertools.accumulate((record.seconds([file]) for file in files), initial=0.0)
+    return zip(files, itertools.pairwise(ends), strict=True)
+
+
+def noted(record: Record, head: str, ran: Iterable[Case]) -> tuple[Record, list[str]]:
+    """The record after a landing that ran `ran`, and the files of which tests were left out."""
+    seconds: dict[str, float] = {}
+    left: set[str] = set()
+    for case in ran:
+        seconds[case.file] = seconds.get(case.file, 0.0) + case.seconds
+        if OUT_OF_TIME in case.skipped:
+            left.add(case.file)
+    landing = record.landing + 1
+    new = {file: Ran(round(took, 1), landing) for file, took in seconds.items() if file not in left}
+    # Files that are gone leave the record.
+    kept = {file: one for file, one in record.files.items() if file in left}
+    return Record(head, kept | new), sorted(left)
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _slow_files() -> list[str]:
+    # One -q of pyproject.toml and one here: a line per file, "tests/e2e/test_it.py: 3".
+    command = [sys.executable, "-m", "pytest", "-m", "slow", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = (line.rpartition(": ") for line in done.stdout.splitlines())
+    return [file for file, _, count in lines if file.endswith(".py") and count.isdigit()]
+
+
+def main() -> int:
+    """Command line; the exit status."""
+    what, *rest = sys.argv[1:]
+    head = "".join(_git("rev-parse", "HEAD"))
+    record = Record.read(ROOT / SLOW)
+    if what == "order":
+        (budget,) = map(float, rest)
+        files = _slow_files()
+        changed = _git("diff", "--name-only", record.commit or "HEAD~1")
+        if (needed := record.seconds(files) / LANDINGS) > budget:
+            text = f"a quarter of the slow tests takes {needed:.0f} s, and {budget:.0f} are left"
+            print(f"{text}: not all run within {LANDINGS} landings", file=sys.stderr)
+        print("\n".join(ordered(files, changed, record, head, budget)))
+        return 0
+    found = [case for report in rest for case in cases(Path(report))]
+    if what == "ran":
+        record, left = noted(record, head, found)
+        record.write(ROOT / SLOW)
+        print(f"landing {record.landing}: commit {SLOW} with the change")
+        for file in left:
+            print(f"LEFT OUT {file}: the time of this run was over")
+        return 0
+    failures = {case.node: case.failure for case in found if case.failure}
+    lines, allowed = judged(failures, known_flaky((ROOT / FLAKY).read_text()))
+    print("\n".join(lines))
+    return int(not allowed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
