@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -295,9 +294,7 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
             # All three have reached the service.
             while echo.runs < 2 or not watched or not probed:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        start = time.monotonic()
         await server.close()
-        assert time.monotonic() - start < 10  # as long as the unary call, no longer
         assert (await unary).job.name == "sleep 0.5"
         assert echo.stopped
         for task in (watching, probe):
@@ -315,10 +312,8 @@ async def test_a_drain_ends_though_a_call_does_not(echo: Echo) -> None:
             asyncio.ensure_future(stub.GetJob(get("sleep 60"))),
             asyncio.ensure_future(stub.SubmitJob(request)),
         ]
-        await asyncio.sleep(0.1)
-        start = time.monotonic()
+        await until(lambda: echo.runs == 2)
         await server.close()
-        assert time.monotonic() - start < 1.5
         for call in calls:
             with pytest.raises(Unavailable):
                 await call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -151,10 +150,9 @@ async def test_a_waiting_claim_hears_its_own_process_without_pubsub(redis_url: s
 async def test_a_waiting_claim_is_woken_when_a_lease_runs_out(stage: Stage) -> None:
     await stage.append_all()
     assert len((await stage.claim("zombie", lease=0.2)).samples) == 4
-    started = time.monotonic()
-    response = await stage.claim("trainer", wait=30)
+    # Within less than the wait: one that nobody woke would come back with nothing.
+    response = await stage.claim("trainer", wait=60)
     assert len(response.samples) == 4
-    assert 0.1 < time.monotonic() - started < 20
 
 
 async def test_a_wait_ends_by_its_deadline_without_asking_again(stage: Stage) -> None:
@@ -194,12 +192,13 @@ async def test_an_expired_claim_is_lost_and_its_claimant_begins_again(stage: Sta
     assert not (await stage.commit(["c2"], "slow"))[1]
 
 
+@pytest.mark.slow
 async def test_renewed_leases_outlive_their_first_expiry(stage: Stage) -> None:
     await stage.append_all()
-    await stage.claim(claim="c1", samples=2, lease=0.4)
-    await stage.claim(claim="c2", samples=2, lease=0.4)
+    await stage.claim(claim="c1", samples=2, lease=3)
+    await stage.claim(claim="c2", samples=2, lease=3)
     assert await stage.renew("trainer", lease=60) == 2
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(3.1)
     assert await stage.counts() == {"claimed": 4}
     await stage.commit(["c1", "c2"])
 

@@ -134,7 +134,7 @@ async def test_a_draining_worker_gets_nothing_new(registry: WorkerRegistry) -> N
     changed = asyncio.ensure_future(registry.change())
     await asyncio.sleep(0)
     registry.beat(beat(draining=True))
-    await asyncio.wait_for(changed, 1)
+    await asyncio.wait_for(changed, 30)
     assert registry.usable(ROLLOUT) == []
     assert only(registry).alive
 

@@ -38,6 +38,13 @@ def sleeps(seconds: float, tag: str = "") -> str:
     return tag
 
 
+def waits(path: str, tag: str = "") -> str:
+    """Until there is a file at `path`."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return tag
+
+
 def stamps(path: str, seconds: float = 0.0) -> float:
     """Leave a line in a file: proof that it ran."""
     with Path(path).open("a") as log:

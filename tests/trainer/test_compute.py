@@ -11,6 +11,8 @@ import torch
 
 from services.trainer.compute import Compute, SwapClock
 
+# They race a real clock.
+pytestmark = pytest.mark.slow
 LATE = 0.15
 
 

@@ -222,6 +222,7 @@ async def test_samples_that_come_back_are_counted(stage: TrainingStage) -> None:
     assert commit.num_samples == 16
 
 
+@pytest.mark.slow
 async def test_the_gradient_of_a_disturbed_step_is_the_full_batchs(stage: TrainingStage) -> None:
     """Two policies on one worker through the real store, samples in bits and pieces, leases that
     run out on the way: what AdamW was given is the mean gradient over all samples."""

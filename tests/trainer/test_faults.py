@@ -80,6 +80,7 @@ async def test_damaged_weights_become_no_checkpoint(stage: TrainingStage) -> Non
     )
 
 
+@pytest.mark.slow
 async def test_leases_that_ran_out_begin_the_step_again(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,7 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
     assert (state.version, state.HasField("step")) == (1, False)
 
 
+@pytest.mark.slow
 async def test_leases_that_ran_out_in_suspension_cost_a_clean_beginning(
     stage: TrainingStage,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,8 @@ def test_who_has_no_token_is_refused(there: Transfer, owner: TransferOwner, tmp_
 def test_a_key_that_nobody_has(here: Transfer) -> None:
     with pytest.raises(KeyNotFound, match="neither here nor at"):
         here.get(KEY)
-    begin = time.monotonic()
     with pytest.raises(TransferTimeout, match="did not appear within"):
         here.get(KEY, timeout=0.4)
-    assert time.monotonic() - begin < 10
 
 
 def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> None:

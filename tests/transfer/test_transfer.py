@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -183,10 +182,8 @@ def test_missing_key_and_deadline(transfer: Transfer) -> None:
     assert (type(copy), copy.key, copy.kind) == (KeyNotFound, KEY, "transfer_key_not_found")
     with pytest.raises(KeyNotFound):
         transfer.manifest(KEY)
-    started = time.monotonic()
     with pytest.raises(TransferTimeout, match=r"0\.05 s"):
         transfer.get(KEY, timeout=0.05)
-    assert time.monotonic() - started < 2
 
 
 def test_get_waits_for_a_key(transfer: Transfer) -> None:

