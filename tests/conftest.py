@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], -1))
     else:
         items.sort(key=lambda item: "benchmarks" in item.path.parts)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            # Browsers, engines and other frameworks warn of their own code: not errors there.
+            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

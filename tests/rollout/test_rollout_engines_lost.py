@@ -111,14 +111,17 @@ async def test_an_engine_that_never_answers_ends_with_the_turn_or_the_trajectory
     assert event.reason.startswith(
         "deadline: a turn of policy 'big' was not generated within 0.4 s; "
     )
-    await house.prepare("one_turn", limits={"trajectory_seconds": 0.4})
-    engine = workshop.engines["big"][-1]
-    engine.hanging = True
-    event = await house.run_one()
+    for seconds in (0.4, 4, 40):
+        await house.prepare("one_turn", limits={"trajectory_seconds": seconds})
+        engine = workshop.engines["big"][-1]
+        engine.hanging = True
+        event = await house.run_one()
+        assert event.reason.startswith("deadline: ")
+        assert engine.load().running + engine.load().waiting == 0
+        if "waiting for its query" not in event.reason:  # as on a machine that is busy
+            break
     # The turn is bounded by what is left of the trajectory: either deadline may be named.
-    assert event.reason.startswith("deadline: ")
     assert "solver" in event.reason or "policy 'big'" in event.reason
-    assert engine.load().running + engine.load().waiting == 0
 
 
 async def test_updates_roll_over_the_replicas_under_load(house: House, workshop: Workshop) -> None:

@@ -28,6 +28,7 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
+from tests.rollout.engines.asking import until
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,
@@ -67,6 +68,11 @@ async def attach(fake: FakeSglang, url: str, directory: Path) -> Stage:
     assert isinstance(engine, SglangEngine)
     await engine.start()
     return Stage(fake, engine, transfer_in(directory))
+
+
+def drawing(fake: FakeSglang) -> int:
+    """How many turns have a token and run on."""
+    return sum(bool(call.tokens) for call in fake.calls.values())
 
 
 @pytest.fixture
@@ -121,8 +127,8 @@ async def test_the_safe_order_of_an_update(stage: Stage) -> None:
 
 async def test_a_server_that_keeps_its_old_weights_is_found_out(stage: Stage) -> None:
     stage.fake.faults.ignore_weights = True
-    running = asyncio.ensure_future(stage.ask("r", [1], max_new_tokens=150))
-    await asyncio.sleep(0.05)
+    running = asyncio.ensure_future(stage.ask("r", [1], max_new_tokens=200))
+    await until(lambda: drawing(stage.fake) == 1)
     with pytest.raises(UpdateFailed, match="log-probs differ"):
         await stage.update(1, 1)
     assert (stage.engine.state, stage.engine.version) == (pb.ENGINE_STATE_STALE, None)
@@ -206,8 +212,9 @@ async def test_a_server_that_accepts_and_never_answers(stage: Stage) -> None:
     with pytest.raises(TurnDeadline, match=r"limits.turn_seconds = 0.2"):
         await stage.ask("r", [1], seconds=0.2)
     assert stage.engine.load().running == 0
+    asked = len(stage.fake.bodies)
     task = asyncio.ensure_future(stage.ask("a", [1]))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(stage.fake.bodies) > asked)
     await stage.engine.abort("a")
     answer = await task
     assert (answer.finish_reason, answer.token_ids) == ("abort", [])
@@ -215,15 +222,11 @@ async def test_a_server_that_accepts_and_never_answers(stage: Stage) -> None:
 
 async def test_a_cancelled_turn_is_aborted_in_the_server(stage: Stage) -> None:
     task = asyncio.ensure_future(stage.ask("r", [1], max_new_tokens=200))
-    async with asyncio.timeout(5):
-        while not stage.fake.calls:  # noqa: ASYNC110 - the double has no event
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(stage.fake.calls))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
-        while stage.fake.calls:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not stage.fake.calls)
 
 
 async def test_missed_probes_make_it_suspect_then_dead(stage: Stage) -> None:
@@ -245,7 +248,7 @@ async def test_a_server_that_is_gone_kills_the_engine_and_it_comes_back_stale(
     stage: Stage,
 ) -> None:
     tasks = [asyncio.ensure_future(stage.ask(f"r{i}", [1], max_new_tokens=200)) for i in range(3)]
-    await asyncio.sleep(0.05)
+    await until(lambda: drawing(stage.fake) == 3)
     await stage.fake.server.crash()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(outcome, EngineDied) for outcome in outcomes)
@@ -270,12 +273,12 @@ async def test_an_old_release_gets_its_turns_aborted_and_continued(tmp_path: Pat
         stage = await attach(fake, url, tmp_path)
         await stage.update(0, 0)
         tasks = [
-            asyncio.ensure_future(stage.ask(f"r{i}", [i + 1], max_new_tokens=60)) for i in range(3)
+            asyncio.ensure_future(stage.ask(f"r{i}", [i + 1], max_new_tokens=200)) for i in range(3)
         ]
-        await asyncio.sleep(0.08)
+        await until(lambda: drawing(fake) == 3)
         await stage.update(1, 1)
         for i, answer in enumerate(await asyncio.gather(*tasks)):
-            assert len(answer.token_ids) == 60
+            assert len(answer.token_ids) == 200
             assert [span.version for span in answer.versions] == [0, 1]
             for span in answer.versions:
                 expected = reference_logprobs(models[span.version], [i + 1], answer.token_ids)
