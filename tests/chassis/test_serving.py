@@ -132,7 +132,7 @@ async def test_a_client_that_vanishes_cancels_its_work(stub, echo: Echo, server)
     async for _ in stream:
         break
     stream.cancel()
-    await asyncio.sleep(0.1)
+    await until(lambda: echo.runs == 1)
     call.cancel()
     await until(lambda: echo.cancelled == 2)
 

@@ -143,6 +143,7 @@ async def test_a_watch_survives_a_restart_of_the_orchestrator(job_yaml: str) -> 
     assert len(events) == 4
 
 
+@pytest.mark.slow
 async def test_a_watch_of_a_quiet_job_survives_every_restart_of_the_orchestrator(
     job_yaml: str,
 ) -> None:

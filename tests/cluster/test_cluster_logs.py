@@ -42,6 +42,7 @@ def numbers(path: Path) -> list[int]:
     return [int(found) for found in LINES.findall(path.read_bytes())]
 
 
+@pytest.mark.slow
 def test_a_log_is_rotated_while_its_process_writes(tmp_path: Path) -> None:
     path, older, count = tmp_path / "noisy.log", tmp_path / "noisy.log.1", 60_000
     most = 0

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import FakeRollout
 from troupe.rpc import Internal, NotFound
@@ -85,6 +87,7 @@ async def test_nothing_moves_where_it_is_turned_off_or_nobody_has_one_to_spare(
         await cluster.wait(job_id)
 
 
+@pytest.mark.slow
 async def test_a_move_that_fails_is_told_and_not_repeated_at_once(cluster: Cluster) -> None:
     [worker] = cluster.rollouts
     worker.script.move_errors = [Internal("the link broke"), Internal("the link broke")]

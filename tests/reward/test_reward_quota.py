@@ -149,6 +149,7 @@ async def test_calls_at_once_and_per_second_are_bounded_for_all_together(
     assert begun[-1] - begun[0] >= (24 - 4) / 50 - 0.05
 
 
+@pytest.mark.slow
 async def test_who_was_refused_shuts_the_quota_for_everybody(services: list[Service]) -> None:
     first, last = services[0], services[-1]
     first.queue = [1]

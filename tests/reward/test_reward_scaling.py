@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from tests.reward.test_reward_service import Client, client_of
 from troupe.v1 import reward_pb2 as pb
@@ -23,6 +24,7 @@ async def until(client: Client, says: Callable[[pb.ListFunctionsResponse], bool]
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_from_none_to_many_and_back() -> None:
     async with client_of(reward_workers=3, reward_min_workers=0, reward_idle_seconds=0.2) as client:
         await client.register("sleeps")
@@ -48,6 +50,7 @@ async def test_from_none_to_many_and_back() -> None:
         )
 
 
+@pytest.mark.slow
 async def test_what_is_to_be_kept_warm_is_warm_before_the_first_call() -> None:
     async with client_of(
         reward_workers=2, reward_min_workers=0, reward_idle_seconds=0.05

