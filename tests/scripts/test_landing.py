@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -135,16 +136,15 @@ def test_error(broken):
 def test_a_report_tells_what_failed_and_what_was_left_out(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_it.py").write_text(SUITE)
-    options = [
-        "--junitxml=r.xml",
-        "-o",
-        "junit_family=xunit1",
-        "--rootdir=.",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command = [sys.executable, "-m", "pytest", "-q", *options, "tests"]
-    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, timeout=100)
+    options = ["--junitxml=r.xml", "-o", "junit_family=xunit1", "--rootdir=."]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options, "tests"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        timeout=100,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
     found = {case.node: case for case in cases(tmp_path / "r.xml")}
     prefix = "tests/test_it.py::"
     assert "assert" in found[f"{prefix}test_fails[a b]"].failure
@@ -209,3 +209,26 @@ def test_large_binary_files_are_found(checkout: Path) -> None:
 def test_outside_a_checkout_nothing_is_left(tmp_path: Path) -> None:
     assert leftovers.state(tmp_path) == []
     assert house.large_binary_files(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["", "-n 1 --dist loadfile --no-loadscope-reorder"])
+def test_a_run_follows_the_order_of_files(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "tests").mkdir()
+    hook = "from tests.conftest import pytest_collection_modifyitems, pytest_runtest_setup"
+    (tmp_path / "conftest.py").write_text(hook)
+    for name in "abcd":
+        note = f"def test_it():\n    open('ran', 'a').write('{name}')\n"
+        (tmp_path / f"tests/test_{name}.py").write_text(note)
+    (tmp_path / "order").write_text("".join(f"tests/test_{name}.py\n" for name in "cdab"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--rootdir=.", *workers.split(), "tests"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"TROUPE_TESTS_ORDER": "order", "PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "ran").read_text() == "cdab"
