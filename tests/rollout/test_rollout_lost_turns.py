@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.rollout.engines.errors import PromptTooLong
 from services.rollout.engines.requests import VersionSpan
 from services.rollout.serving.router import Backlog, Losses, StickyRoute
+from tests.rollout.engines.asking import until
 from tests.rollout.hand_engines import TEN, ask, drew, make, settle
 
 
@@ -18,9 +19,8 @@ async def test_turns_of_a_dead_engine_go_on_elsewhere() -> None:
     tasks = [ask(router, f"r{n}") for n in range(6)]
     await settle()
     engines[0].die()
-    await asyncio.sleep(0.1)
+    await until(lambda: len(engines[1].held) == 6)
     assert set(lost) == {"e0"}
-    assert len(engines[1].held) == 6
     for request_id in list(engines[1].held):
         engines[1].answer(request_id)
     assert len(await asyncio.gather(*tasks)) == 6
@@ -58,7 +58,7 @@ async def test_a_turn_of_which_nothing_is_handed_over_starts_over() -> None:
     task = ask(router, "r")
     await settle()
     first.die()
-    await asyncio.sleep(0.1)
+    await until(lambda: "r~1" in second.asked)
     assert second.asked["r~1"] == ([1] * 10, TEN)
     second.answer("r~1")
     assert (await task).token_ids == [20, 21]
@@ -70,7 +70,7 @@ async def test_a_turn_of_a_deterministic_job_always_starts_over() -> None:
     task = ask(router, "r")
     await settle()
     engine.answer("r", "abort", tokens=3)
-    await asyncio.sleep(0.1)
+    await until(lambda: "r~1" in engine.asked)
     assert engine.asked["r~1"] == ([1] * 10, TEN)
     engine.answer("r~1")
     assert (await task).token_ids == [20, 21]

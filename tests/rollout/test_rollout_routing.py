@@ -7,6 +7,7 @@ import asyncio
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.prepared_job import OpenGroups
 from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
+from tests.rollout.engines.asking import until
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as pb
@@ -137,7 +138,7 @@ async def test_without_stickiness_too_a_turn_waits_for_the_engine_that_it_was_gi
     second.state = pb.ENGINE_STATE_DEAD
     second.die()
     first.answer("r2")
-    await asyncio.sleep(0.1)
+    await until(lambda: "r1~1" in first.held)
     first.answer("r1~1")
     await asyncio.gather(*tasks)
 
