@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from troupe.disks import Scratch
 
 
@@ -50,13 +52,16 @@ def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
         scratch.close()
 
 
-def test_a_benchmark_that_is_told_to_end_takes_its_files_along() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Signals) -> None:
     code = (
         "import time\n"
-        "from benchmarks.command import scratch\n"
-        "with scratch() as directory:\n"
-        "    print(directory, flush=True)\n"
-        "    time.sleep(60)\n"
+        "from benchmarks.command import run_program, scratch\n"
+        "def main():\n"
+        "    with scratch() as directory:\n"
+        "        print(directory, flush=True)\n"
+        "        time.sleep(600)\n"
+        "run_program(main)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
@@ -69,6 +74,6 @@ def test_a_benchmark_that_is_told_to_end_takes_its_files_along() -> None:
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())
         assert directory.is_dir()
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(100) == 128 + number
     assert not directory.exists()
