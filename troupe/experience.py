@@ -25,7 +25,6 @@ import grpc
 import xxhash
 from google.protobuf.message import Message
 
-from troupe.protobuf_wire import repeated
 from troupe.rpc import (
     ClientSettings,
     DeadlineExceeded,
@@ -34,6 +33,7 @@ from troupe.rpc import (
     from_status,
     new_id,
 )
+from troupe.rpc.protobuf_wire import repeated
 from troupe.v1 import experience_store_pb2 as pb
 
 _METHOD: Final = "/troupe.v1.ExperienceStore/Write"

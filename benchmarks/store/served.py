@@ -20,8 +20,7 @@ from benchmarks.store.workload import (
     make_appends,
     open_request,
 )
-from troupe import protobuf_wire
-from troupe.rpc import new_id
+from troupe.rpc import new_id, protobuf_wire
 from troupe.v1 import experience_store_pb2 as store_pb
 
 T = TypeVar("T")

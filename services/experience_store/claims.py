@@ -31,8 +31,8 @@ from services.experience_store.samples import PayloadGoneError, Samples
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
 from troupe.experience import samples_digest
-from troupe.protobuf_wire import tag, varint
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument
+from troupe.rpc.protobuf_wire import tag, varint
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 

@@ -27,8 +27,8 @@ from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
 from troupe import tensors
 from troupe.prefixes import restored
-from troupe.protobuf_wire import repeated, tag, varint
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
+from troupe.rpc.protobuf_wire import repeated, tag, varint
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 

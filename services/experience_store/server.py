@@ -34,8 +34,8 @@ from services.experience_store.requests import (
 from services.experience_store.samples import DEFAULT_BYTES, MIB, FastRowReader, SampleFills
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
-from troupe import protobuf_wire, tensors
-from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, to_status
+from troupe import tensors
+from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, protobuf_wire, to_status
 from troupe.rpc.ids import check_name
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb

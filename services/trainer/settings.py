@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
-from troupe.allocation import allocation
+from services.trainer.gang.allocation import allocation
 
 
 def _gang_nodes() -> int:

@@ -11,8 +11,8 @@ from services.experience_store.records import SampleRecord
 from services.experience_store.samples import RecentRows
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_sample, make_stage
-from troupe.protobuf_wire import varint
 from troupe.rpc import new_id
+from troupe.rpc.protobuf_wire import varint
 from troupe.v1 import experience_store_pb2 as store_pb
 
 _RECORD = SampleRecord(

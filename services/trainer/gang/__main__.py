@@ -1,8 +1,9 @@
 """`python -m services.trainer.gang`: one host of gangs that span several hosts.
 
 Host 0 leads them: it is a trainer worker, as `python -m services.trainer`. The others run their
-ranks. Number, count and meeting point are those of LeaderWorkerSet or Slurm (`troupe.allocation`),
-unless these are set: `TROUPE_GANG_NODE`, `TROUPE_GANG_NODES`, `TROUPE_GANG_ENDPOINT`.
+ranks. Number, count and meeting point come from LeaderWorkerSet or Slurm
+(`services.trainer.gang.allocation`), unless these are set: `TROUPE_GANG_NODE`, `TROUPE_GANG_NODES`,
+`TROUPE_GANG_ENDPOINT`.
 `TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR` are equal on all hosts.
 """
 
@@ -19,9 +20,9 @@ from services.chassis.app import run
 from services.chassis.process import keep_freed_memory
 from services.chassis.settings import read_settings
 from services.trainer.__main__ import make_service
+from services.trainer.gang.allocation import allocation
 from services.trainer.gang.gang import RankSettings, launch, ranks_here
 from services.trainer.settings import TrainerSettings
-from troupe.allocation import allocation
 from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger("troupe.gang")

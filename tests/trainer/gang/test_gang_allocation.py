@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.gang.__main__ import FollowerSettings
+from services.trainer.gang.allocation import Allocation, allocation, first_host
 from services.trainer.settings import TrainerSettings
-from troupe.allocation import Allocation, allocation, first_host
 from troupe.rpc import InvalidArgument
 
 LWS = {
