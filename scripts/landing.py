@@ -1,11 +1,12 @@
 """Keeps what one landing of a change tells the next: known flaky tests, and when slow tests ran.
 
     python -m scripts.landing order SECONDS     # files of slow tests, in the order to run them in
-    python -m scripts.landing ran REPORT...     # notes in .ci/slow.json what ran, says what did not
+    python -m scripts.landing ran REPORT...     # says which files of slow tests ran, and which not
     python -m scripts.landing flaky REPORT...   # FLAKY lines; 1 if a test is in .ci/flaky.txt
+    python -m scripts.landing note LOG          # records in .ci/slow.json what `ran` said in a log
 
-REPORT is pytest's `--junitxml` with `junit_family=xunit1`. Whoever lands the change commits both
-files with it: CI cannot.
+REPORT is pytest's `--junitxml` with `junit_family=xunit1`. CI cannot commit: whoever begins the
+next change notes the log of the last landing's run.
 """
 
 from __future__ import annotations
@@ -178,19 +179,37 @@ def _spans(files: Sequence[str], record: Record) -> Iterator[tuple[str, tuple[fl
     return zip(files, itertools.pairwise(ends), strict=True)
 
 
-def noted(record: Record, head: str, ran: Iterable[Case]) -> tuple[Record, list[str]]:
-    """The record after a landing that ran `ran`, and the files of which tests were left out."""
+def told(head: str, ran: Iterable[Case]) -> list[str]:
+    """What a run says of its files, for `noted`: how long each took, or that it was left out."""
     seconds: dict[str, float] = {}
     left: set[str] = set()
     for case in ran:
         seconds[case.file] = seconds.get(case.file, 0.0) + case.seconds
         if OUT_OF_TIME in case.skipped:
             left.add(case.file)
+    lines = [f"RAN {took:.1f} {file}" for file, took in sorted(seconds.items()) if file not in left]
+    return [f"LANDING {head}", *lines, *(f"LEFT OUT {file}" for file in sorted(left))]
+
+
+def noted(record: Record, log: str) -> Record:
+    """The record after a landing, from the log of its run. Files that are gone leave the record.
+
+    Raises ValueError if the log does not say what ran.
+    """
+    # A forge may put something before each line.
+    said = [line.partition(" ")[2] if line.startswith(">") else line for line in log.splitlines()]
+    heads = [line.removeprefix("LANDING ") for line in said if line.startswith("LANDING ")]
+    if not heads:
+        raise ValueError("the log has no line `LANDING COMMIT`: is it a whole log of .ci/run?")
     landing = record.landing + 1
-    new = {file: Ran(round(took, 1), landing) for file, took in seconds.items() if file not in left}
-    # Files that are gone leave the record.
+    new = {}
+    for line in said:
+        if line.startswith("RAN "):
+            _, seconds, file = line.split(" ", 2)
+            new[file] = Ran(float(seconds), landing)
+    left = {line.removeprefix("LEFT OUT ") for line in said if line.startswith("LEFT OUT ")}
     kept = {file: one for file, one in record.files.items() if file in left}
-    return Record(head, kept | new), sorted(left)
+    return Record(heads[-1], kept | new)
 
 
 def _git(*arguments: str) -> list[str]:
@@ -222,13 +241,12 @@ def main() -> int:
             print(f"{text}: not all run within {LANDINGS} landings", file=sys.stderr)
         print("\n".join(ordered(files, changed, record, head, budget)))
         return 0
+    if what == "note":
+        noted(record, Path(rest[0]).read_text()).write(ROOT / SLOW)
+        return 0
     found = [case for report in rest for case in cases(Path(report))]
     if what == "ran":
-        record, left = noted(record, head, found)
-        record.write(ROOT / SLOW)
-        print(f"landing {record.landing}: commit {SLOW} with the change")
-        for file in left:
-            print(f"LEFT OUT {file}: the time of this run was over")
+        print("\n".join(told(head, found)))
         return 0
     failures = {case.node: case.failure for case in found if case.failure}
     lines, allowed = judged(failures, known_flaky((ROOT / FLAKY).read_text()))

@@ -25,6 +25,7 @@ from scripts.landing import (
     noted,
     ordered,
     relevance,
+    told,
 )
 
 REPO = Path(__file__).resolve().parents[2]
@@ -47,9 +48,9 @@ def landed(
             now += seconds[file]
             ran.add(file)
         reports.append(Case(file, "test", seconds[file], "", "" if begins else OUT_OF_TIME))
-    new, left = noted(record, head, reports)
-    assert set(left) == set(FILES) - ran
-    return new, ran
+    said = told(head, reports)
+    assert {line[9:] for line in said if line.startswith("LEFT OUT ")} == set(FILES) - ran
+    return noted(record, "\n".join(["pytest's own lines", *said])), ran
 
 
 @settings(max_examples=25)
@@ -109,6 +110,14 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     record.write(tmp_path / "slow.json")
     assert Record.read(tmp_path / "slow.json") == record
     assert Record.read(tmp_path / "missing.json") == Record("", {})
+
+
+def test_a_log_is_noted_with_a_mark_before_each_line_too() -> None:
+    said = told("abc", [Case("tests/e2e/test_x.py", "test", 2.04, "", "")])
+    marked = "\n".join(f"> {line}" for line in ["== done", *said])
+    assert noted(Record("", {}), marked) == Record("abc", {"tests/e2e/test_x.py": Ran(2.0, 1)})
+    with pytest.raises(ValueError, match="LANDING COMMIT"):
+        noted(Record("", {}), "== slow tests\n")
 
 
 SUITE = """
