@@ -43,6 +43,11 @@ def test_puzzle_is_the_one_of_reasoning_gym(
     name: str, index: int, originals: dict[str, Any]
 ) -> None:
     question, answer = TASKS[name](Random(index))
+    if name == "spell_backward":  # its list of words is longer
+        word = question.removeprefix("spell backward: ")
+        assert answer == word[::-1]
+        assert word in originals[name].words
+        return
     original = originals[name][index]
     assert answer == original["answer"]
     for part in question.split(":", 1)[1].strip().splitlines():  # a word, or rows of a matrix

@@ -4,9 +4,9 @@ A query is addressed by (split, seed, index) and is a pure function of the three
 drawn from finite pools (a word list, small numbers), so different seeds may well draw the same
 question; the split is therefore decided by a digest of the question itself, not by the seed.
 
-The puzzles are those of three datasets of reasoning_gym (Apache-2.0), draw by draw: `words.txt` has
-the words of four letters of its list. They are written out here because reasoning_gym cannot be
-installed without a C compiler.
+The puzzles are those of three datasets of reasoning_gym (Apache-2.0); `words.txt` has the words of
+four letters of its list, without offensive ones. They are written out here because reasoning_gym
+cannot be installed without a C compiler.
 """
 
 from __future__ import annotations
