@@ -8,7 +8,6 @@ from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_quick_run_measures_all_parts() -> None:
     found = quick_run("actions", seconds=600)
     # Sleeping actions with a fixed share take four times as long as with all that they can use.

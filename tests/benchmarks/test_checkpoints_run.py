@@ -8,7 +8,6 @@ from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_quick_run_reports_memory_and_time() -> None:
     found = quick_run("checkpoints", "--ranks", "2", seconds=540)
     assert 0 < found["checkpoint_rss_ratio"] < 1

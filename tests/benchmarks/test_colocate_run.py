@@ -8,7 +8,6 @@ from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_quick_run_reports_both_ways() -> None:
     found = quick_run("colocate", seconds=540)
     assert set(found["seconds"]) == {"split_sync", "split_micro_batch", "colocate_sync"}

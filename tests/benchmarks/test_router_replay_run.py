@@ -8,7 +8,6 @@ from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_replay_takes_mismatch_away() -> None:
     found = quick_run("router_replay", seconds=540)
     assert found["differing_routes"] > 0.01

@@ -41,7 +41,6 @@ def test_a_curve_that_begins_late_has_no_untrained_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["--quick", "--out", str(tmp_path)])
     *table, last = capsys.readouterr().out.strip().splitlines()

@@ -10,7 +10,6 @@ from benchmarks.serverless.__main__ import main
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

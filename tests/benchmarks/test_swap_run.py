@@ -42,7 +42,6 @@ def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_quick_run_measures_both_parts() -> None:
     found = quick_run("swap", seconds=600)
     assert found["memcpy_ratio"] > 0

@@ -48,7 +48,6 @@ def test_without_ucx_there_is_no_ratio() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_quick_run_measures_every_way_there_is() -> None:
     found = quick_run("transfer", seconds=300)
     assert found["shm_zero_copy"] is True
@@ -60,7 +59,6 @@ def test_a_quick_run_measures_every_way_there_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_state_goes_from_one_process_device_to_anothers() -> None:
     found = quick_run("transfer", "--device", "cpu", "--mib", "16", seconds=120)
     assert found["gib"] == 16 / 1024

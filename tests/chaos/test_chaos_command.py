@@ -71,7 +71,6 @@ def test_a_power_cut_changes_nothing(tmp_path: Path, models: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_cluster(tmp_path: Path, models: Path, number: signal.Signals) -> None:
     process = start(tmp_path, models, 500, "--no-baseline", "--kills", "100")
@@ -89,7 +88,6 @@ def test_a_signal_stops_the_cluster(tmp_path: Path, models: Path, number: signal
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_when_the_time_is_up_it_stops_and_says_so(tmp_path: Path, models: Path) -> None:
     started = time.monotonic()
     process = start(tmp_path, models, 5000, "--no-baseline", "--max-minutes", "0.5")

@@ -25,7 +25,6 @@ Capture = pytest.CaptureFixture[str]
 Run = Callable[..., tuple[int, str, str]]
 # On a machine that does much else besides, a start takes its time.
 PATIENCE = 90.0
-pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -281,7 +281,6 @@ INTRUDER = textwrap.dedent(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @needs_root
 async def test_another_user_reaches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -321,7 +320,6 @@ async def test_another_user_reaches_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_command_line_needs_to_be_told_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

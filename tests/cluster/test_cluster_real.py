@@ -24,7 +24,7 @@ from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, is_alive, running_state
 from troupe.rpc.addresses import has_ipv6
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 

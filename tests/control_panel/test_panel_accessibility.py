@@ -8,7 +8,7 @@ from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import Panel
 from troupe.v1 import common_pb2 as common
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 VIEWS = ["#run", "#conversations", "#compare", "#population", "#cluster", "#new", "#plan", "docs"]
 

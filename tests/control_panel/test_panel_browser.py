@@ -14,7 +14,7 @@ from tests.control_panel.conftest import SPEC, YAML, Panel
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2 as pb
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 
 async def run_steps(panel: Panel, job_id: str, *steps: int, **more: float) -> None:

@@ -264,7 +264,6 @@ async def chromium_page(*flags: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @needs_chromium
 @pytest.mark.parametrize("site", ["evil.example", "127.0.0.1", "localhost"])
 async def test_a_real_browser_on_another_site_reaches_nothing(panel: Panel, site: str) -> None:
@@ -292,7 +291,6 @@ async def test_a_real_browser_on_another_site_reaches_nothing(panel: Panel, site
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @needs_chromium
 async def test_a_rebound_name_reaches_nothing(panel: Panel) -> None:
     port = httpx.URL(panel.url).port

@@ -20,7 +20,6 @@ async def planned(panel: Panel, query: str, spec: dict[str, Any] | None = None) 
     return await panel.http.post(f"/api/plan?{query}", content=body, headers=JSON, timeout=200)
 
 
-@pytest.mark.timeout(300)
 async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Panel) -> None:
     reply = await planned(panel, "devices=4xH200-141GB&turns=1&response_tokens=50")
     assert reply.status_code == 200, reply.text
@@ -38,7 +37,6 @@ async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Pa
     assert not panel.orchestrator.requests("SubmitJob")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("query", "spec", "field", "said"),
     [
@@ -76,7 +74,6 @@ async def test_a_job_that_was_not_measured_yet_has_no_profile(panel: Panel) -> N
         assert "nothing is measured yet" in reply.json()["detail"]
 
 
-@pytest.mark.timeout(300)
 async def test_a_plan_takes_the_profile_of_a_run_of_the_same_job_only(panel: Panel) -> None:
     job_id = await panel.submit()
     panel.orchestrator.profiles[job_id] = measured(JobSpec.model_validate(job())).to_json()

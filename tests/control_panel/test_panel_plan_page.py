@@ -15,7 +15,7 @@ from tests.twin.test_profile import measured
 from troupe.job import JobSpec
 from troupe.v1 import common_pb2 as common
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 PLANNED_MS = 150_000
 
 

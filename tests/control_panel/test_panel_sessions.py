@@ -107,7 +107,6 @@ def test_settings_name_what_the_panel_is_called() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @needs_chromium
 @with_token
 async def test_a_person_signs_in_with_the_link(panel: Panel) -> None:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.standing import BAD, Standing, ended, stand_up, until
 from troupe.client.records import JobState
 
-pytestmark = pytest.mark.timeout(180)
 PATH = "policies.solver.model.path"
 QUICKLY = {"limits.trajectory_seconds": 2}
 

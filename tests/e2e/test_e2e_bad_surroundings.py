@@ -18,7 +18,7 @@ from tests.support import tiny_team
 from troupe.client.records import JobState
 from troupe.rpc import ResourceExhausted
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ STEPS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_engines_that_move_do_not_change_what_is_learned(
     tmp_path: Path, models: Path
 ) -> None:

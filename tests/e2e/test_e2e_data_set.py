@@ -20,7 +20,6 @@ JOB = Path(tiny.__file__).with_name("job.yaml")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_data_set_is_learned_evaluated_and_the_best_checkpoint_kept(
     house: House, tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ from tests.support.tiny_team import job
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("workflow", ["play", "lines"])
 async def test_sync_and_micro_batch_end_with_the_same_bits(
     house: House, models: Path, workflow: str

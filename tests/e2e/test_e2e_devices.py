@@ -20,7 +20,7 @@ from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.rpc import FailedPrecondition
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,7 +16,6 @@ from troupe.cluster import ClusterSettings, EmbeddedCluster
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_trainers_end_between_jobs_and_are_back_for_the_next(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

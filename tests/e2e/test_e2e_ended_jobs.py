@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.standing import Standing, stand_up
 from troupe.cluster.settings import ClusterSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

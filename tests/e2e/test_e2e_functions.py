@@ -23,7 +23,6 @@ def bonus(query, turns, rewards) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @BUBBLEWRAP
 async def test_a_coding_team_is_paid_by_tests_and_by_a_deployed_reward(
     house: House, tmp_path: Path

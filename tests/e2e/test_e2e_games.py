@@ -11,7 +11,7 @@ import yaml
 from examples.games.model import make_model
 from tests.e2e.conftest import House
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 JOB = Path(__file__).parents[2] / "examples" / "games" / "job.yaml"
 

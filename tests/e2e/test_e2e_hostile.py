@@ -13,7 +13,7 @@ from tests.e2e.standing import BAD, ROOT, Standing, ended, stand_up
 from troupe.client.records import JobState
 from troupe.cluster.state import running_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 WORLDS = '''
 import os

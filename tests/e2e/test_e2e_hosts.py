@@ -20,7 +20,7 @@ from troupe.client.records import Job
 from troupe.rpc import ClientSettings, Unauthenticated
 from troupe.transfer.remote import Peer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 POLICIES = ("checker", "solver")
 DETERMINISTIC = {

@@ -65,7 +65,6 @@ def job(directory: Path, notes: Path) -> JobSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     settings = ClusterSettings(data_dir=tmp_path / "data", rollouts=3, panel=False)

@@ -29,7 +29,6 @@ MIXTURE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_the_experts_of_every_token_reach_the_trainer(house: House, models: Path) -> None:
     """Of the mixture; the dense policy beside it has none."""
     over: dict[str, Any] = {

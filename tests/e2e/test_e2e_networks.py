@@ -18,7 +18,7 @@ from tests.e2e.standing import run_cli
 from troupe.client import AsyncJobHandle
 from troupe.networks.exported import ExportedNetwork
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "particles"
 

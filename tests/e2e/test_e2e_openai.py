@@ -14,7 +14,6 @@ JOB = Path(tiny.__file__).with_name("job.yaml")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_an_existing_agent_learns_to_use_its_tool(house: House, tmp_path: Path) -> None:
     spec = yaml.safe_load(JOB.read_text())
     spec["policies"]["seeker"]["model"]["path"] = str(tiny.make(tmp_path / "model"))

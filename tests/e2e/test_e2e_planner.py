@@ -64,7 +64,6 @@ def job(directory: Path, **policy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_job_that_ran_is_planned_from_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from troupe.client import AsyncClient, AsyncJobHandle
 from troupe.client.records import JobState
 from troupe.rpc import TroupeError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 CORRECTED = {"algorithm": {"advantage": "rae", "correction": "truncated"}}
 TWO = {"alice": "player", "bob": "player"}
 

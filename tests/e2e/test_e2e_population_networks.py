@@ -25,7 +25,7 @@ from troupe.networks.vector import Spaces
 from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.transfer import checksum_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poker_networks" / "psro.yaml"
 DQN = {

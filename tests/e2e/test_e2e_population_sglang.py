@@ -11,7 +11,7 @@ from tests.e2e.populated import check_population, population_job, training_casts
 from tests.e2e.standing import Ended
 from tests.rollout.engines.real_server import START_SECONDS, interpreter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 async def test_members_in_sglang(house: House, tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ async def trained(house: House, models: Path) -> tuple[Mapping[str, Any], float]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 async def test_policies_that_take_turns_end_with_the_same_bits(
     tmp_path: Path, models: Path
 ) -> None:

@@ -13,7 +13,6 @@ from troupe.client import MetricsLogged
 from troupe.client.records import JobState
 from troupe.cluster.state import running_state
 
-pytestmark = pytest.mark.timeout(400)
 SHOWN = {"source": "tests.support.tiny_team:Demonstrations"}
 PAIRS = {"source": "tests.support.tiny_team:Pairs"}
 

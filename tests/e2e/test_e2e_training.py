@@ -17,8 +17,6 @@ from tests.support.tiny_team import job
 from troupe.client import AsyncJobHandle
 from troupe.v1 import orchestrator_pb2 as pb
 
-pytestmark = pytest.mark.timeout(300)
-
 
 async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Path) -> None:
     handle = await house.client.submit(job(models, **{"pipeline.steps": 12}))

@@ -204,6 +204,5 @@ def test_every_row_has_one_fate_while_rosters_change(redis_url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_row_has_one_fate_in_long_lives(redis_url: str) -> None:
     run(redis_url, 120, 50)

@@ -32,7 +32,7 @@ from troupe.v1 import (
     transfer_pb2,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("TROUPE_FUZZ_SEED", "1"))
 # Of all calls to all services; each method gets its share.

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi import checks
 from services.control_panel.app import create_app
 from tests.fuzz.conftest import Target
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 DOCUMENT = create_app("127.0.0.1:1").openapi()
 OPERATIONS = {

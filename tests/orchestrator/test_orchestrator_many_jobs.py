@@ -25,7 +25,6 @@ BYTES_PER_JOB = 64 * 2**10
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_two_hundred_jobs_are_listed_and_forgotten(cluster: Cluster) -> None:
     worker, trainer = cluster.rollouts[0], cluster.trainers[0]
     async with Redis.from_url(cluster.settings.redis_url) as redis:

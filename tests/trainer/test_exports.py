@@ -160,7 +160,6 @@ async def test_exports_say_what_trainer_and_engine_say(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["tied", "untied", "half", "critic", "merged", "half_merged"])
 async def test_sglang_says_what_the_trainer_says(
     stage: TrainingStage, tmp_path: Path, kind: str

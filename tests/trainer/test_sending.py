@@ -92,7 +92,6 @@ async def trained(stage: TrainingStage, trainer: Trainer, spec: JobSpec, step: i
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("way", "ranks"), [("ipc", 3), ("broadcast", 1)])
 async def test_versions_travel_from_the_trainer_to_a_server(
     stage: TrainingStage, python: str, way: str, ranks: int, request: pytest.FixtureRequest
@@ -244,7 +243,6 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -326,7 +326,6 @@ def run_with(tmp_path: Path, package: str, script: str, *given: str, **env: str)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_weights_and_biases_offline_has_the_rows_of_each_job(tmp_path: Path) -> None:
     config = str(tmp_path)
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": config}
@@ -334,13 +333,11 @@ def test_weights_and_biases_offline_has_the_rows_of_each_job(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_trackio_has_the_rows_of_each_job(tmp_path: Path) -> None:
     run_with(tmp_path, "trackio", LOCAL, "trackio_project", TRACKIO_DIR="{place}/trackio")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_mlflow_has_the_rows_of_each_job(tmp_path: Path) -> None:
     # The store of files is in maintenance; the others need a server or a database.
     env = {"MLFLOW_TRACKING_URI": "file:{place}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}

@@ -175,7 +175,6 @@ def test_what_is_begun_is_what_was_planned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 async def test_torch_models_come_back_from_shared_memory_as_they_were(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

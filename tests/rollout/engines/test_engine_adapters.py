@@ -305,7 +305,6 @@ async def test_a_server_for_other_adapters_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_real_server_computes_what_peft_computes(
     transfer: Transfer, tmp_path: Path
 ) -> None:

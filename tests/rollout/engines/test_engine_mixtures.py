@@ -72,9 +72,7 @@ def real_mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServe
         yield server
 
 
-@pytest.fixture(
-    params=["double", pytest.param("real", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.fixture(params=["double", pytest.param("real", marks=[pytest.mark.slow])])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     if request.param == "real":
         yield request.getfixturevalue("real_mixture").url

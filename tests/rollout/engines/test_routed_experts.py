@@ -81,9 +81,7 @@ async def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
     await engine.stop()
 
 
-@pytest.fixture(
-    params=["double", pytest.param("real", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.fixture(params=["double", pytest.param("real", marks=[pytest.mark.slow])])
 async def url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[str]:

@@ -19,8 +19,6 @@ from tests.trainer.gang.test_gang import alone, assert_close, rows_of, together
 from tests.trainer.learning.test_pieces import conversation
 from troupe.job import JobSpec, JobSpecError, parse_job
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def divided_spec(tokenizer: Path, gang: int, divided: int, tokens: int, **sections: Any) -> JobSpec:
     values = make_spec(tokenizer, **sections).model_dump()

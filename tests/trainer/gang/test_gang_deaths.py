@@ -27,7 +27,7 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, TroupeError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 # A step far above what Adam makes of rounding.
 _OPTIMIZER = {"lr": 1e-3, "eps": 1e-3}

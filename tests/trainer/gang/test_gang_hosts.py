@@ -146,7 +146,6 @@ def follower(directory: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_gang_trains_where_one_host_had_neither_model_nor_code(
     tmp_path: Path, disk: Path, submitted: JobSpec
 ) -> None:

@@ -56,7 +56,6 @@ def states_of(directory: Path, job_id: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: TrainingStage) -> None:
     two, one = specs(stage)
     job, alone = await stage.sibling()
@@ -126,7 +125,6 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_who_is_lost_takes_its_ranks_along_and_the_newest_gang_has_the_devices(
     stage: TrainingStage,
 ) -> None:

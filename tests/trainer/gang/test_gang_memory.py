@@ -20,7 +20,7 @@ from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, toget
 from tests.trainer.gang.test_gang_steps import ranks
 from troupe.job import JobSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def output_of_ranks(size: int, module: str, *arguments: object) -> str:

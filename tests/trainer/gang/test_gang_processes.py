@@ -32,7 +32,7 @@ from tests.trainer.gang.test_gang_steps import ranks
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, DeadlineExceeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ from troupe.job import JobSpec
 from troupe.rpc import Aborted, FailedPrecondition, NotFound, ResourceExhausted
 
 slow = pytest.mark.slow
-pytestmark = pytest.mark.timeout(300)
 # Several passes of a gang on cores that others use as well; a minute for one is usual there.
 _PASSES_SECONDS = 400
 

@@ -211,7 +211,6 @@ async def test_other_learners_make_their_steps_again(stage: TrainingStage, kind:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 async def test_a_gang_makes_its_steps_again(stage: TrainingStage) -> None:
     """Its ranks write every third state behind the steps, and rows are kept in between."""
     base = spec_of(stage, pipeline={"deterministic": False}).model_dump(

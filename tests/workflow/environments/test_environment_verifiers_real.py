@@ -30,7 +30,7 @@ from troupe.workflow.environments import EnvironmentFault
 from troupe.workflow.environments.adapters import verifiers
 from troupe.workflow.environments.adapters.verifiers_process import close_pools, pool_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 0, "b": 4}}</tool_call>'
 
 
