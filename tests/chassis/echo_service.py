@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -96,14 +95,6 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
         size = int(argument) if verb == "big" else 0
         self.ended += 1
         return pb.Job(name=order[:50], step=self.runs, spec_json="x" * size)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 8) -> None:
-    """Wait until `condition()` holds; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        await asyncio.sleep(0.01)
 
 
 if __name__ == "__main__":

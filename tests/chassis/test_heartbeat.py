@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from echo_service import until
 
 from services.chassis.app import serve
 from services.chassis.heartbeat import Heartbeat, host_id
 from services.chassis.settings import ServiceSettings
+from tests.support.waiting import until
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
 

@@ -17,12 +17,13 @@ import grpc
 import httpx
 import psutil
 import pytest
-from echo_service import Echo, until
+from echo_service import Echo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.chassis.app import RunningServer, serve
 from services.chassis.settings import ServiceSettings
+from tests.support.waiting import until
 from troupe.rpc import (
     NO_RETRY,
     AlreadyExists,

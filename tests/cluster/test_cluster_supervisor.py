@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.waiting import until
 from troupe.cluster import child as child_module
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.embedded import pick_ports
@@ -73,13 +73,6 @@ async def run(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervisor, R
     yield make
     for supervisor in made:
         await supervisor.stop()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        await asyncio.sleep(0.02)
 
 
 async def test_children_start_in_order_and_stop_in_reverse(run) -> None:  # type: ignore[no-untyped-def]
@@ -274,7 +267,7 @@ async def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> N
     process.kill()
     await process.wait()
 
-    await until(lambda: not _runs(pid), 30.0)
+    await until(lambda: not _runs(pid))
 
 
 _HTTP_FOREVER = (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_cluster_supervisor import spec, until
+from tests.cluster.test_cluster_supervisor import spec
+from tests.support.waiting import until
 from troupe.cluster.child import ChildState
 from troupe.cluster.embedded import ElasticTrainers, pick_ports
 from troupe.cluster.membership import TrainerDemand

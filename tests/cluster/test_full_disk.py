@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.support.ports import free_port
+from tests.support.waiting import until
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import DiskFull
 from troupe.cluster.layout import ChildSpec
@@ -48,12 +49,6 @@ def fill(disk: Path) -> Path:
             except OSError:
                 continue
     return filler
-
-
-async def until(what: Any, seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 def redis_child(disk: Path, max_restarts: int) -> tuple[ChildSpec, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import httpx
 import psutil
@@ -12,6 +12,7 @@ import pytest
 
 from services.control_panel.app import MAX_BODY_BYTES, create_app
 from tests.control_panel.conftest import Panel
+from tests.support.waiting import until
 from troupe.v1 import orchestrator_pb2 as pb
 
 BLOCK = b"x" * 2**20
@@ -129,13 +130,6 @@ async def _gone_later(panel: Panel, job_id: str) -> None:
     panel.orchestrator.break_after = 1
     del panel.orchestrator.jobs[job_id]
     await panel.orchestrator.log(job_id, pb.JobEvent(notice=pb.Notice(text="last")))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until `condition()` holds."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def _lines(panel: Panel, path: str) -> AsyncIterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -96,13 +95,6 @@ class Row(NamedTuple):
     response: list[int]
     logprobs: list[float]
     reward: float
-
-
-async def until(happened: Callable[[], object]) -> None:
-    """Wait for it, for half a minute at most."""
-    async with asyncio.timeout(30):
-        while not happened():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
 
 
 class Stage:

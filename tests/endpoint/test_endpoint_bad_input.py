@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
-from tests.endpoint.stage import ADD, Stage, open_stage, until
+from tests.endpoint.stage import ADD, Stage, open_stage
 from tests.endpoint.test_endpoint_client import ASKED, COMPLETED, client_of
+from tests.support.waiting import until
 from troupe.v1 import common_pb2 as common
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

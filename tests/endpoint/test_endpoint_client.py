@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.endpoint.stage import (
-    ADD,
-    Stage,
-    calls,
-    in_turn,
-    says,
-    text_of,
-    until,
-)
+from tests.endpoint.stage import ADD, Stage, calls, in_turn, says, text_of
+from tests.support.waiting import until
 from troupe.functions.library.judge import judge
 from troupe.v1 import common_pb2 as common
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.endpoint.stage import until
+from tests.support.waiting import until
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.endpoint.server import EndpointServer
 from troupe.rpc.errors import Unavailable

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import FakeRollout
+from tests.support.waiting import until
 from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -28,12 +28,6 @@ def job(**over: Any) -> str:
             **over,
         }
     )
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - another service's heartbeat
-            await asyncio.sleep(0.01)
 
 
 async def running(cluster: Cluster, text: str) -> tuple[str, FakeRollout]:

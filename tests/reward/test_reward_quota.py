@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from services.reward.quota import QUOTA, LocalBuckets, QuotaManager, RedisBuckets
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
@@ -100,12 +101,6 @@ class Service:
             while len(self.begun) < count:
                 await self.changed.wait()
                 self.changed.clear()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - nobody signals it
-            await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture(params=["process", "redis"])

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from services.reward.function import RegisteredFunction
 from services.reward.sandboxes import manager
 from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, SandboxManager
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import until
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -107,13 +107,6 @@ async def test_what_a_call_has_started_ends_with_it(mine: Trajectory) -> None:
     assert not [p for p in psutil.process_iter() if "ticker" in _name(p)]
     first = await mine.call("reads", path="count")
     assert await mine.call("reads", path="count") == first
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def _name(process: psutil.Process) -> str:

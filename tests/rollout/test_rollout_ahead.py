@@ -13,7 +13,8 @@ from services.rollout.trajectories.clock import TrajectoryClock
 from tests.rollout import plays
 from tests.rollout.house import House, open_house, training
 from tests.rollout.processes import ServiceProcess
-from tests.rollout.test_rollout_aborting import abort, until
+from tests.rollout.test_rollout_aborting import abort
+from tests.support.waiting import until
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED

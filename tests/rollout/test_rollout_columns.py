@@ -13,7 +13,8 @@ from services.rollout.trajectories.records import INLINE_BYTES
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from tests.rollout.test_rollout_aborting import abort, amend, hold_open, until
+from tests.rollout.test_rollout_aborting import abort, amend, hold_open
+from tests.support.waiting import until
 from troupe import tensors
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from services.rollout.serving import supervision
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, open_house
+from tests.support.waiting import until
 from troupe.rpc import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
@@ -31,12 +32,6 @@ async def house(
     monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     async with open_house(tmp_path, make=workshop) as house:
         yield house
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(0.002)
 
 
 async def test_an_engine_that_dies_mid_turn_comes_back_and_the_turn_is_repeated(

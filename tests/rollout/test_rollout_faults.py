@@ -1,13 +1,13 @@
 """Infrastructure that is killed under trajectories costs time, and decides nothing."""
 
-# ruff: noqa: ASYNC110, ASYNC240 - these tests watch processes and files
+# ruff: noqa: ASYNC240 - these tests watch processes and files
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.rollout.fragile import Workshop
 from tests.rollout.house import PLAYS, House, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 from troupe.rpc import connect, new_id
 from troupe.tensors import to_proto
 from troupe.v1 import common_pb2 as common
@@ -53,12 +54,6 @@ def reward(tmp_path: Path, traces: Path) -> Iterator[ServiceProcess]:
     process.start()
     yield process
     process.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def calls(traces: Path, count: int) -> list[list[int]]:

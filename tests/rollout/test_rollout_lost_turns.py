@@ -8,8 +8,8 @@ from dataclasses import replace
 from services.rollout.engines.errors import PromptTooLong
 from services.rollout.engines.requests import VersionSpan
 from services.rollout.serving.router import Backlog, Losses, StickyRoute
-from tests.rollout.engines.asking import until
 from tests.rollout.hand_engines import TEN, ask, drew, make, settle
+from tests.support.waiting import until
 
 
 async def test_turns_of_a_dead_engine_go_on_elsewhere() -> None:

@@ -7,8 +7,8 @@ import asyncio
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.prepared_job import OpenGroups
 from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
-from tests.rollout.engines.asking import until
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
+from tests.support.waiting import until
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as pb
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
+from tests.support.waiting import until
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable, new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2
@@ -32,12 +33,6 @@ async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[
 def go_on() -> None:
     assert plays.RELEASED is not None
     plays.RELEASED.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_every_move_of_a_trajectory_is_reported(house: House) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import job_yaml
 from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
+from tests.support.waiting import until
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
@@ -48,12 +49,6 @@ class Desk:
         )
         assert await self.store.create(record)
         return record
-
-
-async def until(good: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not good():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

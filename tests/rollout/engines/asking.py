@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import EngineResponse, SamplingParams
@@ -15,12 +13,6 @@ LONG = 30.0
 
 def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(rng.randint(low, high))]
-
-
-async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
-    async with asyncio.timeout(LONG):
-        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(pause)
 
 
 async def ask(

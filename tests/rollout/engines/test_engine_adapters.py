@@ -15,12 +15,13 @@ from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import add_adapter, adopt, load_config, skeleton, with_base
-from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import interpreter
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_spec
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.training import rounding
+from tests.support.waiting import until
 from troupe.checkpoints.adapters import base_key
 from troupe.job import PolicySpec
 from troupe.transfer import KeyNotFound, Transfer

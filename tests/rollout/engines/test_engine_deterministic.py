@@ -19,8 +19,9 @@ from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.slot_cache import LENGTHS, padded
-from tests.rollout.engines.asking import LONG, prompt, until
+from tests.rollout.engines.asking import LONG, prompt
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
+from tests.support.waiting import until
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.transfer import Transfer

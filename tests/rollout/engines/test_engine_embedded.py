@@ -19,13 +19,14 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.paged_batcher import ContinuousBatcher
-from tests.rollout.engines.asking import ask, prompt, until
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
     policy_spec,
     publish,
     reference_logprobs,
 )
+from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 

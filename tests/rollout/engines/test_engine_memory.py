@@ -13,9 +13,10 @@ from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import EngineAsleep, EngineStale, TurnReturned, WeightsRefused
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.sglang.engine import SglangEngine
-from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import until
 from troupe.job import SimulatedSpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.transfer import Transfer

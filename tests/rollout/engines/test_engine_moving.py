@@ -11,8 +11,9 @@ import pytest
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import EngineStale
 from services.rollout.engines.factory import make_engine
-from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
+from tests.support.waiting import until
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.states import IllegalTransition
 from troupe.transfer import Transfer

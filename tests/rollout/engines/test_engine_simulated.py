@@ -20,8 +20,9 @@ from services.rollout.engines.requests import VersionSpan
 from testbed import simulated_engine
 from testbed.simulated_engine import SimulatedEngine, draw_response
 from testbed.timeline import read_spans
-from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import VOCABULARY, make_model, policy_spec, publish, transfer_in
+from tests.support.waiting import until
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt

@@ -24,7 +24,7 @@ from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.weights import skeleton
-from tests.rollout.engines.asking import LONG, ask, prompt, until
+from tests.rollout.engines.asking import LONG, ask, prompt
 from tests.rollout.engines.models import (
     CONFIG,
     make_model,
@@ -32,6 +32,7 @@ from tests.rollout.engines.models import (
     publish,
     reference_logprobs,
 )
+from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStale, UpdateFailed, WeightsRefused
 from services.rollout.engines.weights import adopt, fill
-from tests.rollout.engines.asking import ask, prompt, until
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     make_model,
     publish,
     reference_logprobs,
 )
+from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb

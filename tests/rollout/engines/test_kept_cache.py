@@ -20,7 +20,7 @@ from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.sglang import update
 from services.rollout.engines.sglang.engine import SglangEngine
-from tests.rollout.engines.asking import ask, prompt, until
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     CONFIG,
     make_model,
@@ -31,6 +31,7 @@ from tests.rollout.engines.models import (
     transfer_in,
 )
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import until
 from troupe.job import EngineSpec
 from troupe.transfer import Transfer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from services.rollout.engines.errors import UpdateFailed
 from services.rollout.serving import supervision
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
+from tests.support.waiting import until
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.states import IllegalTransition
@@ -58,12 +59,6 @@ async def house(
     monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     async with open_house(tmp_path, make=workshop) as house:
         yield house
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(0.002)
 
 
 async def move(

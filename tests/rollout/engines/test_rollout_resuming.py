@@ -15,6 +15,7 @@ from services.rollout.serving import supervision
 from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, make_spec, open_house
+from tests.support.waiting import until
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common
@@ -37,12 +38,6 @@ async def house(
     monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     async with open_house(tmp_path, make=workshop) as house:
         yield house
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(0.002)
 
 
 async def disturbed(

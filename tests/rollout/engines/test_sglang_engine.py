@@ -28,7 +28,6 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
-from tests.rollout.engines.asking import until
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,
@@ -40,6 +39,7 @@ from tests.rollout.engines.models import (
 )
 from tests.rollout.engines.real_server import interpreter
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 

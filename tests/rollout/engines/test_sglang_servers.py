@@ -25,9 +25,10 @@ from services.rollout.engines.sglang.update import (
     TensorLoader,
     choose_loader,
 )
-from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import until
 from tests.workflow.stage import make_tokenizer
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer

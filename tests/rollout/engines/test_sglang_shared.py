@@ -13,7 +13,7 @@ import pytest
 from services.rollout.engines.errors import EngineStartFailed, TurnReturned, UpdateFailed
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
-from tests.rollout.engines.asking import ask, prompt, until
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     CONFIG,
     make_model,
@@ -23,6 +23,7 @@ from tests.rollout.engines.models import (
     transfer_in,
 )
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import until
 from troupe.rpc import Unavailable
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb

@@ -15,8 +15,9 @@ from services.rollout.networks import arena
 from services.rollout.trajectories.records import INLINE_BYTES
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from tests.rollout.test_rollout_aborting import abort, until
+from tests.rollout.test_rollout_aborting import abort
 from tests.support import arenas
+from tests.support.waiting import until
 from troupe import tensors
 from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
