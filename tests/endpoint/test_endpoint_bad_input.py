@@ -44,7 +44,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 1000}, "n", "invalid_value"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
     ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "unsupported_value"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
+    ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
     ({"logit_bias": {"5": 10}}, "logit_bias", "unsupported_value"),
     ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "unsupported_value"),
     ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),

@@ -3,16 +3,16 @@ tokens are of their real bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.endpoint.stage import TOOLED
+from tests.endpoint.stage import ADD, TOOLED
 from tests.endpoint.test_endpoint_requests import ASKED, events, served
-from tests.workflow.stage import make_chat
+from tests.workflow.stage import make_beginning_chat, make_chat
 from tests.workflow.tokenizers import byte_fallback, byte_level
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.trying.tokenizer import ByteTokenizer
@@ -30,13 +30,13 @@ BODIES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, Any] = {
     "allowed_token_ids": [5],
     "add_generation_prompt": False,
-    "add_special_tokens": True,
     "bad_words": ["ok"],
     "best_of": 4,
     "chat_template": "{{ messages }}",
-    "context_management": {"edits": []},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
     "continue_final_message": True,
     "custom_logit_processor": "x",
+    "detokenize": False,
     "documents": [{"title": "a"}],
     "ebnf": "root ::= 'a'",
     "echo": True,
@@ -77,37 +77,68 @@ REFUSED: dict[str, Any] = {
     "use_beam_search": True,
     "verbosity": "low",
     "vllm_xargs": {"a": 1},
-    "web_search_options": {"search_context_size": "low"},
+    "web_search_options": {},
 }
 # What clients send by themselves, and what changes no token.
-TAKEN: dict[str, Any] = {
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "best_of": 1,
-    "cache_salt": "x",
-    "frequency_penalty": 0,
-    "ignore_eos": False,
-    "include_stop_str_in_output": False,
-    "length_penalty": 1.0,
-    "logit_bias": {},
-    "metadata": {"a": "b"},
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "prompt_cache_key": "x",
-    "prompt_cache_retention": "24h",
-    "prompt_logprobs": None,
-    "priority": 1,
-    "repetition_penalty": 1.0,
-    "safety_identifier": "x",
-    "service_tier": "auto",
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "store": True,
-    "truncation": "disabled",
-    "use_beam_search": False,
-    "user": "me",
-    "whatever": None,
+TAKEN: dict[str, Sequence[Any]] = {
+    "allowed_token_ids": [None],
+    "anthropic_version": ["vertex-2023-10-16"],
+    "bad_words": [[], None],
+    "best_of": [1],
+    "cache_salt": ["x"],
+    # What Claude Code sends.
+    "context_management": [
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        {"edits": []},
+        {},
+        [],
+    ],
+    "custom_params": [{}],
+    "detokenize": [True],
+    "early_stopping": [False],
+    "enable_search": [False],
+    "frequency_penalty": [0, -0.0],
+    "guided_decoding_backend": [None, ""],
+    "guided_json": [None, ""],
+    "ignore_eos": [False],
+    "include_stop_str_in_output": [False],
+    "json_schema": [""],
+    "kv_transfer_params": [{}],
+    "length_penalty": [1.0],
+    "logit_bias": [{}, {"5": 0}],
+    "logits_processors": [[]],
+    "lora_path": [""],
+    "metadata": [{"a": "b"}],
+    "min_p": [0.0],
+    "min_tokens": [0],
+    "mirostat": [0],
+    "mm_processor_kwargs": [{}],
+    "modalities": [["text"], []],
+    "presence_penalty": [0.0],
+    "prompt_cache_key": ["x"],
+    "prompt_cache_retention": ["24h"],
+    "prompt_logprobs": [None],
+    "priority": [1],
+    "repetition_penalty": [1.0],
+    "return_cached_tokens_details": [False],
+    "return_routed_experts": [False],
+    "safe_prompt": [False],
+    "safety_identifier": ["x"],
+    "service_tier": ["auto"],
+    "session_params": [{}],
+    "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True],
+    "stop_regex": [[]],
+    "store": [True],
+    "structured_outputs": [{}, {"json": None}],
+    "top_a": [0],
+    "truncation": ["disabled"],
+    "typical_p": [1.0],
+    "use_beam_search": [False],
+    "user": ["me"],
+    "vllm_xargs": [{}],
+    "web_search_options": [None],
+    "whatever": [None],
 }
 
 
@@ -126,9 +157,60 @@ async def test_an_option_that_is_not_followed_is_refused_by_name(path: str) -> N
 @pytest.mark.parametrize("path", BODIES)
 async def test_options_that_ask_for_nothing_are_taken(path: str) -> None:
     async with served() as one:
-        for name, value in TAKEN.items():
-            answer = await one.post(path, **BODIES[path], **{name: value})
-            assert answer.status_code == 200, (name, answer.text)
+        for name, values in TAKEN.items():
+            for value in values:
+                answer = await one.post(path, **BODIES[path], **{name: value})
+                assert answer.status_code == 200, (name, value, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        (CHAT, {"parallel_tool_calls": False}),
+        (CHAT, {"parallel_tool_calls": False, "tools": []}),
+        (CHAT, {"parallel_tool_calls": False, "tools": [ADD], "tool_choice": "none"}),
+        (CHAT, {"reasoning": {}}),
+        (RESPONSES, {"parallel_tool_calls": False}),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+        (TEXT, {"response_format": {"type": "text"}}),
+        (TEXT, {"add_special_tokens": True}),
+        (CHAT, {"add_special_tokens": False}),
+    ],
+)
+async def test_options_that_ask_for_nothing_in_one_api_are_taken_there(
+    path: str, asks: dict[str, Any]
+) -> None:
+    async with served(chat=make_chat(TOOLED)) as one:
+        answer = await one.post(path, **BODIES[path], **asks)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_special_tokens_are_the_templates_in_a_chat(path: str) -> None:
+    async with served() as one:
+        answer = await one.post(path, **BODIES[path], add_special_tokens=True)
+        assert answer.json()["error"]["param"] == "add_special_tokens"
+
+
+@pytest.mark.parametrize(("asked", "begun"), [(None, True), (True, True), (False, False)])
+async def test_a_completion_begins_as_the_tokenizer_does_unless_asked_otherwise(
+    asked: bool | None, begun: bool
+) -> None:
+    chat, first = make_beginning_chat()
+    async with served("ok", chat=chat) as one:
+        body = {"prompt": "ab", "return_token_ids": True, "add_special_tokens": asked}
+        answer = (await one.post(TEXT, **body)).json()
+    assert answer["prompt_token_ids"] == [*([first] if begun else []), *chat.encode("ab")]
+
+
+async def test_a_refused_promise_is_named_as_the_client_sent_it() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    async with served(chat=make_chat(TOOLED)) as one:
+        answer = await one.post(MESSAGES, **BODIES[MESSAGES], tools=tools, tool_choice=choice)
+    error = answer.json()["error"]
+    assert error["param"] == "tool_choice.disable_parallel_tool_use"
+    assert error["message"].startswith("`tool_choice.disable_parallel_tool_use` asks for")
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ async def test_what_only_constrained_decoding_could_keep_is_named_as_this_api_do
             ({"text": TEXT_FORMAT}, "text.format"),
             ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
-            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+            ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ]:
             error = (await post(one, **asks)).json()["error"]
             assert (error["code"], error["param"]) == ("unsupported_value", param)

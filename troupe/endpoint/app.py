@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -167,7 +167,7 @@ def create_app(
         asked = CompletionRequest.of(await body(request), lenient=options.lenient)
         warnings.of_sampling(agent, options, asked)
         sampling = asked.sampling(agent, by_client=options.sampling == "client")
-        turns = _complete_all(agent, asked.prompts, asked.n or 1, sampling)
+        turns = _complete_all(agent, asked, sampling)
         answer = TextAnswer(
             asked.model or agent.name,
             agent.role.tokenizer,
@@ -216,14 +216,13 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
 
-def _complete_all(
-    agent: Agent, prompts: Sequence[str | list[int]], n: int, sampling: Mapping[str, Any]
-) -> Turns:
-    """n continuations of each prompt, in the order of the prompts; all or none."""
+def _complete_all(agent: Agent, asked: CompletionRequest, sampling: Mapping[str, Any]) -> Turns:
+    """`n` continuations of each prompt, in the order of the prompts; all or none."""
     tokenizer = agent.role.tokenizer
+    encode = tokenizer.encode if asked.add_special_tokens is False else tokenizer.encode_first
     calls = [
-        agent.generate(tokenizer.encode_first(p) if isinstance(p, str) else p, n=n, **sampling)
-        for p in prompts
+        agent.generate(encode(p) if isinstance(p, str) else p, n=asked.n or 1, **sampling)
+        for p in asked.prompts
     ]
 
     async def complete() -> list[Reply]:

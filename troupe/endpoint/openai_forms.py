@@ -253,6 +253,25 @@ _MAX_CHOICES: Final = 128
 Neutral = Mapping[str, Callable[[Any], bool]]
 """Fields that are not supported, with a test for values that request nothing: defaults of OpenAI,
 vLLM and SGLang, which clients send."""
+
+
+def _is_empty(value: Any) -> bool:
+    return not any(value.values()) if isinstance(value, Mapping) else not value
+
+
+def _keeps_context(value: Any) -> bool:
+    """Whether edits of the context change nothing: Claude Code asks to keep all thoughts."""
+    edits = value.get("edits") if isinstance(value, Mapping) else value
+    if not isinstance(edits, list):
+        return not edits
+    return all(
+        isinstance(edit, Mapping)
+        and str(edit.get("type")).startswith("clear_thinking_")
+        and edit.get("keep") == "all"
+        for edit in edits
+    )
+
+
 _NEUTRAL: Final[Neutral] = {
     **dict.fromkeys(
         (
@@ -260,39 +279,65 @@ _NEUTRAL: Final[Neutral] = {
             "audio",
             "bad_words",
             "chat_template",
-            "context_management",
             "continue_final_message",
+            "custom_logit_processor",
+            "custom_params",
             "documents",
+            "early_stopping",
             "ebnf",
             "echo",
+            "enable_search",
             "frequency_penalty",
             "functions",
             "guided_choice",
+            "guided_decoding_backend",
             "guided_grammar",
             "guided_json",
             "guided_regex",
+            "guided_whitespace_pattern",
             "ignore_eos",
             "include_stop_str_in_output",
-            "logit_bias",
+            "json_schema",
+            "kv_transfer_params",
+            "logits_processors",
+            "lora_path",
+            "media_io_kwargs",
             "min_p",
             "min_tokens",
+            "mirostat",
+            "mirostat_mode",
+            "mm_processor_kwargs",
             "no_stop_trim",
             "presence_penalty",
+            "reasoning",
             "regex",
+            "return_cached_tokens_details",
             "return_hidden_states",
+            "return_routed_experts",
             "return_tokens_as_token_ids",
+            "safe_prompt",
+            "session_params",
+            "stop_regex",
             "stop_token_ids",
-            "structured_outputs",
+            "structural_tag",
             "suffix",
+            "top_a",
             "top_logprobs",
             "use_beam_search",
+            "vllm_xargs",
         ),
         operator.not_,
     ),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), lambda value: value == 1),
+    **dict.fromkeys(
+        ("best_of", "length_penalty", "repetition_penalty", "tfs", "typical_p"),
+        lambda value: value == 1,
+    ),
+    # What they hold may be neutral, too: {"5": 0}, {"json": null}.
+    **dict.fromkeys(("logit_bias", "structured_outputs"), _is_empty),
     **dict.fromkeys(
         (
             "add_generation_prompt",
+            "detokenize",
             "include_reasoning",
             "separate_reasoning",
             "skip_special_tokens",
@@ -301,14 +346,16 @@ _NEUTRAL: Final[Neutral] = {
         lambda value: value is True,
     ),
     "add_special_tokens": lambda value: value is False,
+    "context_management": _keeps_context,
     "function_call": lambda value: value == "none",
-    "modalities": lambda value: value == ["text"],
+    "modalities": lambda value: value in ([], ["text"]),
     "truncation": lambda value: value == "disabled",
     "verbosity": lambda value: value == "medium",
 }
 _IGNORED: Final = frozenset(
     {
         "access_programs",
+        "anthropic_version",
         "betas",
         "billing_policy",
         "cache_control",
@@ -428,10 +475,10 @@ class _Request(ApiBody):
     def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
         """The request in `body`. Raises `ApiError` naming the field at fault."""
         asked = cls.validated(body)
-        asked.check(body, lenient=lenient)
+        asked.check(lenient=lenient)
         return asked
 
-    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+    def check(self, *, lenient: bool) -> None:
         """Checks beyond types. Raises `ApiError`."""
         if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
             raise refused(
@@ -502,14 +549,14 @@ class ChatRequest(_Request):
         """`max_completion_tokens`, which replaces `max_tokens` in OpenAI's API."""
         return self.max_completion_tokens or self.max_tokens
 
-    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+    def check(self, *, lenient: bool) -> None:
         """Also refuses promises (`promises.py`), unless the endpoint is `lenient`."""
-        super().check(body, lenient=lenient)
+        super().check(lenient=lenient)
         name = self.promises.needs_lenient
         if name and not lenient:
-            raise refused_field(
+            raise refused(
+                f"`{name}` asks for constrained decoding, which is not done here",
                 name,
-                body[name],
                 "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
             )
 
@@ -559,6 +606,11 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """`POST /v1/completions`: continues plain text or token ids."""
 
+    neutral = {
+        **_NEUTRAL,
+        "response_format": lambda value: value in ({}, {"type": "text"}),
+    }
+
     prompt: (
         str
         | Annotated[list[int], FIRST_ERROR]
@@ -566,10 +618,12 @@ class CompletionRequest(_Request):
         | Annotated[list[list[int]], FIRST_ERROR]
     )
     logprobs: int | None = Field(default=None, ge=0, le=0)
+    add_special_tokens: bool | None = None
+    """An extension that vLLM has, too: whether texts begin as the tokenizer begins a sequence."""
 
-    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+    def check(self, *, lenient: bool) -> None:
         """As the base class; there must be something to continue, and not too much of it."""
-        super().check(body, lenient=lenient)
+        super().check(lenient=lenient)
         count = len(self.prompts) * (self.n or 1)
         if count > _MAX_CHOICES:
             raise refused(

@@ -33,8 +33,6 @@ class Promises:
     """Whether `tool_choice` is a name."""
     one_call: bool = False
     """At most one call may be made."""
-    offered: bool = False
-    """Whether the request has tools."""
     object_only: bool = False
     """The content must be a JSON object."""
     schema: Any = None
@@ -64,7 +62,7 @@ class Promises:
             lines.append(f"Reply by calling the tool `{self.tool_choice}`.")
         elif self.tool_choice:
             lines.append("Reply by calling at least one of the tools.")
-        if self.one_call and self.offered:
+        if self.one_call:
             lines.append("Call at most one tool in a reply.")
         if self.has_schema:
             lines.append(
@@ -116,8 +114,8 @@ def promises_of(
     return Promises(
         tool_choice=choice,
         named=named,
-        one_call=parallel_tool_calls is False,
-        offered=bool(tools),
+        # Nothing can be called without tools.
+        one_call=parallel_tool_calls is False and bool(tools) and tool_choice != "none",
         object_only=object_only,
         schema=schema,
         has_schema=has_schema,
