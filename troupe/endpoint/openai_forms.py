@@ -590,7 +590,7 @@ class ChatRequest(_Request):
             role = message.get("role")
             if not isinstance(role, str) or role not in ROLES:
                 raise refused(
-                    f"the role {_shown(role)} is none that is known here",
+                    f"the role {_shown(role)} is not known here",
                     f"messages[{index}].role",
                     f"Known: {', '.join(ROLES)}.",
                 )
