@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.rollout.networks.arena import Arena, Play, ServedVersion
-from tests.networks.worlds import HERE, Part, Solo, cast, solo
+from tests.networks.worlds import HERE, Part, Solo, cast, solo, twisted
 from troupe.job import JobSpec
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
@@ -160,6 +160,11 @@ def test_an_observation_space_that_is_no_vector_is_refused_by_name(part: Any, ne
         (spaces.Box(-1, 1, (3,)), None),
         (spaces.Discrete(3, start=10), 3),  # NumPy would count from the end
         (spaces.Dict({"a": TWO}), {"b": 1}),
+        (spaces.Dict({"a": spaces.Tuple([spaces.Discrete(3, start=10)])}), {"a": (8,)}),
+        (spaces.MultiDiscrete([3, 4]), np.array([3, 0])),  # NumPy would set the other's number
+        (spaces.MultiDiscrete([3, 4], start=[1, 1]), [0, 1]),
+        (spaces.MultiBinary(3), [0, 2, 1]),
+        (spaces.Discrete(3), 1.0),
         (spaces.Tuple([TWO, TWO]), (1,)),
     ],
 )
@@ -170,6 +175,55 @@ def test_an_observation_outside_of_its_space_is_named(
     monkeypatch.setattr(space, "sample", lambda: given)
     with pytest.raises(BrokenEnvironment, match=r"of agent 'agent' of .* after reset in copy"):
         environment.reset(0)
+
+
+# What environments return.
+
+
+def replaced(place: int, **given: Any) -> Any:
+    """A twist: the entries of one part of a result replaced; None takes an entry away."""
+
+    def twist(result: tuple[Any, ...]) -> tuple[Any, ...]:
+        part = {name: one for name, one in (result[place] | given).items() if one is not None}
+        return (*result[:place], part, *result[place + 1 :])
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    "twists",
+    [
+        {"reset": lambda given: (given[0], None)},
+        {"reset": lambda given: (given[0], {})},
+        {"step": lambda given: (*given[:4], None)},
+        {"step": lambda given: (*given[:4], {"a": None})},
+        {"step": replaced(1, a=np.array([1.0]), b=np.float64(1))},
+        {"step": replaced(1, a=np.array([[1]]), b=True)},
+        {"step": replaced(2, a=np.array([False]), b=0, __all__=False)},
+        {"step": replaced(3, a=None, b=np.bool_(False))},
+    ],
+)
+def test_results_that_mean_the_same_are_played_alike(twists: Any) -> None:
+    assert played(twisted(**twists)).returns.tolist() == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("twists", "field", "said"),
+    [
+        ({"reset": lambda given: given[0]}, "reset", "returns a dict, not a tuple of 2"),
+        ({"step": lambda given: given[:4]}, "step", "returns a tuple of 4, not a tuple of 5"),
+        ({"reset": lambda given: None}, "reset", "returns a NoneType"),
+        ({"reset": replaced(0, b=None)}, "observations", "of agent 'b' after reset in copy 0"),
+        ({"step": replaced(0, a=None)}, "observations", "of agent 'a' after step 1 in copy 0"),
+        ({"step": replaced(1, a="one")}, "rewards", "a reward after step 1 in copy 0 is no number"),
+        ({"step": replaced(1, a=np.ones(2))}, "rewards", "no number: array([1., 1.])"),
+    ],
+)
+def test_a_result_that_cannot_be_played_is_named(twists: Any, field: str, said: str) -> None:
+    with pytest.raises(BrokenEnvironment) as bad:
+        played(twisted(**twists))
+    assert bad.value.field == field
+    assert said in bad.value.message
 
 
 # Masks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -131,3 +131,28 @@ def cast(copies: int = 2, steps: int = 6, in_observation: bool = False, **parts:
     return PettingZooCopies(
         copies, f"{HERE}:Cast", steps, parts=parts, in_observation=in_observation
     )
+
+
+class Twisted(Cast):
+    """Agents `a` and `b` that stay, in an environment that returns what `reset` and `step` make of
+    its own results."""
+
+    def __init__(self, reset: Callable[[Any], Any], step: Callable[[Any], Any]) -> None:
+        super().__init__({"a": Part(), "b": Part()})
+        self._twist_reset, self._twist_step = reset, step
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        return self._twist_reset(super().reset(seed))
+
+    def step(self, actions: Any) -> Any:
+        return self._twist_step(super().step(actions))
+
+
+def _as_it_is(given: Any) -> Any:
+    return given
+
+
+def twisted(
+    reset: Callable[[Any], Any] = _as_it_is, step: Callable[[Any], Any] = _as_it_is
+) -> PettingZooCopies:
+    return PettingZooCopies(2, f"{HERE}:Twisted", 3, reset=reset, step=step)

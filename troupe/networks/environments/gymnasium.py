@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from troupe.networks.environments.spaces import MASK, ActionSpace, ObservedSpace
 from troupe.networks.vector import Actions, BrokenEnvironment, Observed, Spaces, Stepped
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.loading import load_attribute
+
+_RESET: Final = ("observations", "infos")
+_STEP: Final = ("observations", "rewards", "terminations", "truncations", "infos")
 
 
 class PettingZooCopies:
@@ -90,7 +93,7 @@ class PettingZooCopies:
         if not self.spaces.continuous and not self._least.all():
             self._legal = np.repeat(self._least[None], self.copies, axis=0)
         for b, (copy, own) in enumerate(zip(self._copies_of, seeds, strict=True)):
-            self._write(b, *copy.reset(seed=int(own)))
+            self._write(b, *_unpacked(copy.reset(seed=int(own)), "reset", _RESET))
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
@@ -108,11 +111,11 @@ class PettingZooCopies:
                 for i, name in enumerate(self._names)
                 if name in present
             }
-            seen, gained, over, cut, infos = copy.step(taken)
+            seen, gained, over, cut, infos = _unpacked(copy.step(taken), "step", _STEP)
             self._write(b, seen, infos)
-            rewards[b] = [gained.get(name, 0.0) for name in self._names]
-            terminated[b] = [over.get(name, False) for name in self._names]
-            truncated[b] = [cut.get(name, False) for name in self._names]
+            rewards[b] = [self._reward(gained.get(name, 0.0), b) for name in self._names]
+            terminated[b] = [bool(over.get(name, False)) for name in self._names]
+            truncated[b] = [bool(cut.get(name, False)) for name in self._names]
             truncated[b] |= self._step >= self.spaces.steps
             # Agents that never joined, or left without a flag, end with the copy.
             if (self._ended[b] | terminated[b] | truncated[b] | self._absent[b]).all():
@@ -144,11 +147,19 @@ class PettingZooCopies:
         if self._legal is not None:
             self._legal[b] = self._least
         for i, name in enumerate(self._names):
-            if name not in seen or self._ended[b, i]:
+            if self._ended[b, i]:
+                continue
+            if name not in seen:
+                if name in present:
+                    raise BrokenEnvironment(
+                        f"there is no observation of agent '{name}' {when}, which has not ended",
+                        field="observations",
+                        remedy="Return an observation of every agent in `agents`.",
+                    )
                 continue
             view, move = self._views[i], self._moves[i]
             self._seen[b, i, : view.width] = view.vector(seen[name], when)
-            mask = infos.get(name, {}).get(MASK)
+            mask = ((infos or {}).get(name) or {}).get(MASK)
             mask = view.mask(seen[name]) if mask is None else mask
             if mask is None or move.continuous:
                 continue
@@ -160,9 +171,33 @@ class PettingZooCopies:
         else:
             self._state[b] = self._seen[b].ravel()
 
+    def _reward(self, given: Any, b: int) -> float:
+        """A reward, which may be an array of one number. Raises BrokenEnvironment."""
+        try:
+            return float(given if np.ndim(given) == 0 else np.asarray(given).item())
+        except (TypeError, ValueError) as error:
+            raise BrokenEnvironment(
+                f"a reward after step {self._step} in copy {b} is no number: {given!r}"[:500],
+                field="rewards",
+                remedy="Return one number for each agent.",
+            ) from error
+
     def _observe(self) -> Observed:
         waiting = self._absent & ~self._ended
         return Observed(self._seen, self._state, self._legal, ~waiting if waiting.any() else None)
+
+
+def _unpacked(given: Any, method: str, names: tuple[str, ...]) -> Any:
+    """What `reset` or `step` has returned. Raises BrokenEnvironment for another number of values,
+    which environments for OpenAI's Gym return."""
+    if isinstance(given, tuple) and len(given) == len(names):
+        return given
+    found = f"a tuple of {len(given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
+    raise BrokenEnvironment(
+        f"its `{method}` returns {found}, not a tuple of {len(names)}: {', '.join(names)}",
+        field=method,
+        remedy="Adapt it to the present API of Gymnasium and PettingZoo.",
+    )
 
 
 def _state_of(copy: Any) -> ObservedSpace | None:
@@ -235,13 +270,14 @@ class OnlyAgent:
 
     def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reset the environment."""
-        seen, info = self._inner.reset(seed=seed)
+        seen, info = _unpacked(self._inner.reset(seed=seed), "reset", _RESET)
         self.agents = [_AGENT]
         return {_AGENT: seen}, {_AGENT: info}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         """Step the environment by the agent's action."""
-        seen, reward, over, cut, info = self._inner.step(actions[_AGENT])
+        returned = self._inner.step(actions[_AGENT])
+        seen, reward, over, cut, info = _unpacked(returned, "step", _STEP)
         if over or cut:
             self.agents = []
         return tuple({_AGENT: value} for value in (seen, reward, over, cut, info))

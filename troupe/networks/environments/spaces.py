@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +35,7 @@ class ObservedSpace:
         self.width = int(utils.flatdim(space))
         if not self.width:
             raise _unsupported(owner, space, "observations of at least one number")
-        self._numbered = isinstance(space, spaces.Discrete)
+        self._numbered = list(_numbered_parts(space))
 
     def vector(self, seen: Any, when: str) -> Floats:
         """An observation as a vector [width]. Raises BrokenEnvironment for one outside the space;
@@ -43,8 +43,12 @@ class ObservedSpace:
         try:
             if self._masked:
                 seen = {key: seen[key] for key in self._space.spaces}
-            if self._numbered and not self._space.contains(seen):  # NumPy would count from the end
-                raise ValueError(f"it is {seen!r}")
+            for path, part in self._numbered:  # NumPy would count from the end, or set a neighbour
+                value = seen
+                for key in path:
+                    value = value[key]
+                if not part.contains(value):
+                    raise ValueError(f"{value!r} is not in {part}")
             found = np.asarray(self._flatten(self._space, seen), np.float32)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise self._broken(when, described(error)) from error
@@ -123,6 +127,18 @@ def _is_vector(space: Any) -> bool:
     return isinstance(
         space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
     )
+
+
+def _numbered_parts(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """The parts of a space that count from a first number, each with its keys from outside in."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces
+        for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+            yield from _numbered_parts(part, (*path, key))
+    elif isinstance(space, spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
+        yield path, space
 
 
 def _unsupported(owner: str, space: object, wanted: str) -> InvalidArgument:
