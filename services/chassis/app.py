@@ -25,6 +25,7 @@ from services.chassis.telemetry import LoopWatch, Telemetry, configure_tracing
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
 from troupe.rpc.addresses import bypass_proxy
+from troupe.rpc.errors import HEALTH_PROBLEM_KEY
 from troupe.user_code import DaemonThreads, as_exception
 
 log = structlog.get_logger("troupe.app")
@@ -32,15 +33,17 @@ log = structlog.get_logger("troupe.app")
 S = TypeVar("S", bound=ServiceSettings)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# gRPC's default limit of all metadata is 8 KiB.
+_MOST_PROBLEM_BYTES = 2000
 
 
 class ServiceDefinition(Protocol):
     """Interface of a service that the chassis serves.
 
     Its handlers report errors by raising `TroupeError`, never by aborting the context. It may also
-    have `problem: str | None`, the reason why `start` still waits, which is in the errors of calls
-    refused meanwhile; and `async def leave()`, which announces the shutdown within a few seconds,
-    when new calls are already refused.
+    have `problem: str | None`, what an operator has to mend before `start` returns or the service
+    works again, which health checks and the errors of calls refused meanwhile tell; and `async def
+    leave()`, which announces the shutdown within a few seconds, when new calls are already refused.
     """
 
     name: str
@@ -62,6 +65,20 @@ class ServiceDefinition(Protocol):
 Factory = Callable[[S, Telemetry], ServiceDefinition]
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """Health checks that also say what is wrong, in their trailing metadata."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: Callable[[], str | None] = lambda: None
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Any:
+        if problem := self.problem():
+            told = problem.encode()[:_MOST_PROBLEM_BYTES]
+            context.set_trailing_metadata(((HEALTH_PROBLEM_KEY, told),))
+        return await super().Check(request, context)
+
+
 class RunningServer(Generic[S]):
     """A gRPC server with one service, from binding its port to the end of the drain."""
 
@@ -73,7 +90,7 @@ class RunningServer(Generic[S]):
         self.service: ServiceDefinition | None = None
         self._interceptor = ChassisInterceptor(settings, self.telemetry)
         self._server: grpc.aio.Server | None = None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = _Health()
         self._started = False
 
     @property
@@ -132,7 +149,7 @@ class RunningServer(Generic[S]):
         assert self.service is not None, "open() comes first"
         self._started = True
         service = self.service
-        self._interceptor.problem = lambda: getattr(service, "problem", None)
+        self._interceptor.problem = self._health.problem = lambda: getattr(service, "problem", None)
         await self.service.start()
         self._interceptor.state = "serving"
         self._loop_watch.start()

@@ -516,13 +516,13 @@ class RedisWatch:
 
     async def look(self) -> bool:
         """Update `trouble`; returns whether it has changed."""
-        before, self.trouble = self.trouble, None
+        before, now = self.trouble, None
         try:
             await self._client.check()
         except TroupeError as error:
-            self.trouble = error
-        self._gauge.set(self.trouble is not None)
-        now = self.trouble
+            now = error
+        self.trouble = now
+        self._gauge.set(now is not None)
         # Texts have figures that change from look to look.
         if (before and (before.kind, before.remedy)) == (now and (now.kind, now.remedy)):
             return False

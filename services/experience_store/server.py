@@ -356,8 +356,9 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
     @property
     def problem(self) -> str | None:
-        """Why Redis cannot be reached yet."""
-        return self.store.database.problem
+        """Why Redis cannot be reached yet, or what has become wrong with it."""
+        trouble = self._redis_watch.trouble
+        return self.store.database.problem or (None if trouble is None else str(trouble))
 
     async def start(self) -> None:
         """Start the store; returns once Redis answers."""

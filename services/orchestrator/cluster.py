@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -15,6 +15,7 @@ from services.orchestrator.context import Shared
 from services.orchestrator.placement.workers import AWAY, WorkerHandle
 from services.orchestrator.state.records import TERMINAL
 from troupe.rpc import NotFound, TroupeError, new_id
+from troupe.rpc.errors import HEALTH_PROBLEM_KEY
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -220,15 +221,17 @@ class ClusterView:
         address, channel = self._channels[name]
         status = orch.ServiceStatus(name=name, address=address)
         try:
-            reply = await health_pb2_grpc.HealthStub(channel).Check(
+            call: Any = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=self._seconds
             )
+            reply, told = await call, dict(await call.trailing_metadata() or ())
         except TroupeError as error:
             status.message = str(error)
             return status
-        status.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
-        if not status.serving:
-            status.message = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+        problem = told.get(HEALTH_PROBLEM_KEY, b"").decode(errors="replace")
+        status.serving = state == "SERVING" and not problem
+        status.message = "" if status.serving else problem or state
         return status
 
     async def _redis(self) -> orch.ServiceStatus:

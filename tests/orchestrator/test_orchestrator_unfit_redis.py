@@ -49,9 +49,9 @@ def limit(durable_redis: RedisServer, maxmemory: int) -> None:
         plain.config_set("maxmemory", maxmemory)
 
 
-async def redis_status(cluster: Cluster) -> orch.ServiceStatus:
+async def redis_status(cluster: Cluster, name: str = "redis") -> orch.ServiceStatus:
     picture = await cluster.api.GetCluster(orch.GetClusterRequest())
-    return next(one for one in picture.services if one.name == "redis")
+    return next(one for one in picture.services if one.name == name)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,37 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
         plain.config_set("maxmemory-policy", "noeviction")
     assert (await redis_status(own)).serving
     await own.submit(job_yaml("other"))
+
+
+async def test_what_is_wrong_with_the_stores_own_redis_is_told_by_the_orchestrator(
+    empty_redis: str,
+    durable_redis: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.chassis.redis._WATCH_SECONDS", 0.05)
+    cluster = Cluster(empty_redis, tmp_path)
+    await cluster.start_store(store_redis_url=durable_redis.url)
+    await cluster.start_orchestrator()
+
+    async def told(serving: bool) -> str:
+        async with asyncio.timeout(60):
+            while True:
+                status = await redis_status(cluster, "experience_store")
+                if status.serving == serving:
+                    return status.message
+                await asyncio.sleep(0.02)
+
+    assert await told(serving=True) == ""
+    let_evict(durable_redis, "volatile-lru")
+    assert "maxmemory-policy = volatile-lru" in await told(serving=False)
+    assert (await redis_status(cluster)).serving
+    with durable_redis.client() as plain:
+        plain.config_set("maxmemory-policy", "noeviction")
+    assert await told(serving=True) == ""
+    limit(durable_redis, 1)
+    assert "is full: it uses" in await told(serving=False)
+    await cluster.close()
 
 
 async def test_a_redis_without_an_append_only_file_serves_with_a_warning(

@@ -88,10 +88,10 @@ class Cluster:
         await self.start_store()
         await self.start_orchestrator()
 
-    async def start_store(self) -> None:
-        """Start the experience store, or start it again."""
+    async def start_store(self, **own: Any) -> None:
+        """Start the experience store with settings of its own, or start it again."""
         port = int(self._common["experience_store_address"].rpartition(":")[2])
-        settings = StoreSettings(**self._common, port=port)
+        settings = StoreSettings(**self._common, port=port, **own)
         self._store = await _serve(RunningServer(make_store, settings))
 
     async def stop_store(self) -> None:

@@ -25,6 +25,8 @@ from troupe.rpc.addresses import without_secrets
 from troupe.v1 import common_pb2 as pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
+HEALTH_PROBLEM_KEY: Final = "troupe-problem-bin"
+"""Trailing metadata of a health check: what an operator has to mend, as UTF-8."""
 # Bytes on the wire. All headers of a response must fit into 8 KiB, and the text is sent twice
 # (status and detail), percent-encoded: up to twelve bytes per character.
 _MESSAGE_LIMIT: Final = 1500
