@@ -41,7 +41,7 @@ def unfitness(info: Info, address: str, *, clustered: bool = False) -> TroupeErr
             kind="redis_unavailable",
             field="redis_url",
             value=address,
-            remedy="Set TROUPE_REDIS_URL to the primary, or make this one a primary: "
+            remedy="Set the URL to the primary, or make this one a primary: "
             "redis-cli REPLICAOF NO ONE.",
         )
     if _limit(info) and _policy(info) != _NO_EVICTION:

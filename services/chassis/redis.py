@@ -27,17 +27,17 @@ from redis.backoff import NoBackoff
 
 from services.chassis.telemetry import Telemetry
 from troupe.disks import shortage
-from troupe.redis_info import full, risks, unfitness, wrong_scheme
+from troupe.redis_errors import CLUSTER_SCHEMES, check_url, failure, shown
+from troupe.redis_info import full, risks, unfitness
 from troupe.rpc import (
     Attempts,
     FailedPrecondition,
-    Internal,
     ResourceExhausted,
     RetryPolicy,
     TroupeError,
     Unavailable,
 )
-from troupe.rpc.addresses import join_address, split_address
+from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,6 @@ Command: TypeAlias = Sequence[Value]
 # Channel and message of a subscription; None when the subscription has begun.
 Published: TypeAlias = tuple[bytes, bytes] | None
 
-CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
 # A cluster client learns which node serves a slot from redirections (MOVED).
 _CLUSTER_TRIES: Final = 3
 # Connections at most. Redis executes one command at a time, so a burst may as well queue here.
@@ -61,74 +60,12 @@ _START_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
 
 # TimeoutError is an OSError; the cluster client also raises errors that are not RedisErrors.
 FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
-_UNREACHABLE: Final = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.RedisClusterException,
-    OSError,
-)
 _OTHER_TYPE: Final = "WRONGTYPE"
 # A key that is written to find out whether Redis takes writes, and how long it stays.
 _PROBE: Final = "troupe:probe"
 _PROBE_MILLISECONDS: Final = 1000
 # Seconds between two looks at a Redis in use.
 _WATCH_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True)
-class _Trouble:
-    """What Redis says when it serves no calls, or takes no writes, until an operator acts."""
-
-    words: tuple[str, ...]
-    """Parts of its error, one of which identifies it. Inside scripts errors have other codes."""
-    state: str
-    remedy: str
-
-
-_TROUBLES: Final = (
-    _Trouble(
-        ("loading the dataset",),
-        "is reading its data after a restart",
-        "Wait; `redis-cli INFO persistence` shows loading_eta_seconds.",
-    ),
-    _Trouble(
-        ("max number of clients",),
-        "has no connection left",
-        "Raise maxclients: `redis-cli CONFIG SET maxclients 10000`, and in redis.conf.",
-    ),
-    _Trouble(
-        ("BUSY ",),
-        "answers nothing while a script runs",
-        "End the script: `redis-cli SCRIPT KILL`.",
-    ),
-    _Trouble(
-        ("MISCONF",),
-        "takes no writes, since it cannot save them to disk",
-        "Free the disk that `redis-cli CONFIG GET dir` names. Where only snapshots fail and the "
-        "append-only file is on: `redis-cli CONFIG SET stop-writes-on-bgsave-error no`.",
-    ),
-    _Trouble(
-        ("READONLY", "read only replica"),
-        "takes no writes, since it is a replica",
-        "Set TROUPE_REDIS_URL to the primary, or make this one a primary: "
-        "`redis-cli REPLICAOF NO ONE`.",
-    ),
-    _Trouble(
-        ("Link with MASTER",),
-        "is a replica that has lost its primary",
-        "Set TROUPE_REDIS_URL to the primary (or `replica-serve-stale-data yes` to read).",
-    ),
-    _Trouble(
-        ("NOREPLICAS", "Not enough good replicas"),
-        "takes no writes, since it has too few replicas",
-        "Start its replicas, or lower min-replicas-to-write.",
-    ),
-    _Trouble(
-        ("CLUSTERDOWN", "cluster is down", "slot not served"),
-        "takes no writes, since nodes of its cluster are away",
-        "Start them; `redis-cli CLUSTER INFO` and `CLUSTER NODES` show which.",
-    ),
-)
 
 
 class KeyName:
@@ -167,6 +104,8 @@ class RedisClient:
 
     unavailable: ClassVar[type[Unavailable]] = Unavailable
     """The error of a Redis that does not answer, or takes no writes for now."""
+    one_server: ClassVar[bool] = False
+    """Whether its scripts work on keys of several slots, which a Redis Cluster refuses."""
     waits_for: ClassVar[tuple[type[TroupeError], ...]] = (Unavailable,)
     """The errors after which a command is sent again, for `patience` seconds."""
 
@@ -187,6 +126,7 @@ class RedisClient:
         seconds. `disk`: the data directory of a Redis on this machine, to report a full disk.
         Raises `FailedPrecondition` for an invalid URL.
         """
+        check_url(url, one_server=self.one_server)
         self.address = shown(url)
         self.clustered = urlsplit(url).scheme in CLUSTER_SCHEMES
         self.problem: str | None = None
@@ -207,16 +147,7 @@ class RedisClient:
             "protocol": 2,
             "client_name": name,
         }
-        try:
-            self._redis: Any = _cluster(url, options) if self.clustered else _server(url, options)
-        except ValueError as error:
-            raise FailedPrecondition(
-                f"not a Redis URL: {error}",
-                kind="redis_url",
-                field="redis_url",
-                value=self.address,
-                remedy="Set TROUPE_REDIS_URL, for example redis://127.0.0.1:6379/0.",
-            ) from error
+        self._redis: Any = _cluster(url, options) if self.clustered else _server(url, options)
 
     async def call(self, *command: Value) -> Any:
         """The reply to one command: text as bytes, HGETALL as a dictionary, as in redis-py."""
@@ -393,13 +324,21 @@ class RedisClient:
             await self._load_scripts()
         except FAILURES as error:
             raise await self._failure(error) from error
+        try:
+            await self.ping()
+        except FailedPrecondition:
+            raise
+        except TroupeError as error:  # it may be full, and take writes later
+            log.warning("redis_unfit", redis=self.address, kind=error.kind, error=str(error))
         return _added(infos)
 
     async def _failure(self, error: Exception) -> TroupeError:
         """The typed error for an exception of redis-py."""
-        found = self._typed(error)
+        found = failure(error, self.address, clustered=self.clustered)
         if isinstance(found, ResourceExhausted):
             return self._converted(full(self.address, await self._info_or_none()))
+        if isinstance(found, Unavailable):
+            found = as_error(self.unavailable, found)
         found = self._converted(found)
         if self._disk is None or not isinstance(found, Unavailable):
             return found
@@ -427,57 +366,6 @@ class RedisClient:
     def _converted(self, error: TroupeError) -> TroupeError:
         """The error of a command as this client raises it."""
         return error
-
-    def _typed(self, error: Exception) -> TroupeError:
-        """The error for what redis-py raised, or for an error reply."""
-        text = str(error)
-        if isinstance(error, exceptions.NoPermissionError):
-            return self._refused(
-                text, "Allow the user all commands on keys: ACL SETUSER NAME +@all ~*."
-            )
-        if isinstance(error, exceptions.AuthenticationError):
-            return self._refused(text, "Put the user and password into TROUPE_REDIS_URL.")
-        if "protected mode" in text:
-            return self._refused(text, "Set a password (requirepass) and put it into the URL.")
-        if isinstance(error, exceptions.MovedError | exceptions.AskError) or (
-            "cluster mode" in text.lower()
-        ):
-            return wrong_scheme(self.address, clustered=self.clustered)
-        for trouble in _TROUBLES:
-            if any(word in text for word in trouble.words):
-                return self._away(f"{trouble.state} ({text})", trouble.remedy)
-        if isinstance(error, _UNREACHABLE):
-            # For example `redis.ConnectionError: Error 111 connecting to ...`.
-            return self._away(
-                f"does not answer: {text or type(error).__name__}",
-                "Start Redis there, or set TROUPE_REDIS_URL to where it runs.",
-            )
-        # Inside a script the error has another class, and up to Redis 6 another code.
-        if isinstance(error, exceptions.OutOfMemoryError) or "'maxmemory'" in text:
-            return full(self.address, None)
-        if "DB index is out of range" in text:
-            return self._refused(text, "Name a database below its setting `databases` in the URL.")
-        if text.lower().startswith("unknown command"):
-            return self._refused(text, "Use a Redis in which no command is renamed or removed.")
-        return Internal(f"Redis at {self.address}: {text}", kind="redis_error")
-
-    def _away(self, state: str, remedy: str) -> Unavailable:
-        return self.unavailable(
-            f"Redis at {self.address} {state}",
-            kind="redis_unavailable",
-            field="redis_url",
-            value=self.address,
-            remedy=remedy,
-        )
-
-    def _refused(self, text: str, remedy: str) -> FailedPrecondition:
-        return FailedPrecondition(
-            f"Redis at {self.address} refuses us: {text}",
-            kind="redis_refuses",
-            field="redis_url",
-            value=self.address,
-            remedy=remedy,
-        )
 
 
 class RedisWatch:
@@ -533,16 +421,6 @@ class RedisWatch:
         return True
 
 
-def shown(url: str) -> str:
-    """The address in `url` without user and password, for logs and errors."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return f"unix://{parts.path}"
-    if parts.scheme in CLUSTER_SCHEMES:
-        return parts.netloc.rpartition("@")[2]
-    return join_address(parts.hostname or "localhost", parts.port or 6379) + parts.path.rstrip("/")
-
-
 def _server(url: str, options: Mapping[str, Any]) -> Any:
     return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
@@ -563,8 +441,6 @@ def _cluster(url: str, options: Mapping[str, Any]) -> Any:
 
 def _node(address: str) -> ClusterNode:
     host, port = split_address(address)
-    if not port.isdigit():
-        raise ValueError(f"'{address}' is not HOST:PORT")
     return ClusterNode(host, int(port))
 
 

@@ -12,6 +12,7 @@ import redis
 
 from services.chassis.redis import RedisClient, RedisWatch
 from services.chassis.telemetry import Telemetry
+from services.orchestrator.state.redis import RedisAccess
 from tests.support.redis_server import RedisServer
 from troupe.cluster.redis import ping, require_redis
 from troupe.rpc import (
@@ -159,7 +160,13 @@ def with_user(plain: redis.Redis, *commands: str) -> None:
 
 @pytest.mark.parametrize(
     ("commands", "words"),
-    [(("-evalsha",), ("evalsha", "ACL SETUSER")), (("-info",), ("info", "ACL SETUSER"))],
+    [
+        (("-evalsha",), ("evalsha", "ACL SETUSER")),
+        (("-info",), ("info", "ACL SETUSER")),
+        (("-script",), ("script", "ACL SETUSER")),
+        (("-set",), ("set", "ACL SETUSER")),
+        (("-@dangerous",), ("command", "ACL SETUSER")),
+    ],
 )
 async def test_a_user_who_lacks_a_command_is_told_which(
     server: RedisServer, commands: tuple[str, ...], words: tuple[str, ...]
@@ -211,6 +218,88 @@ async def test_a_redis_that_is_set_up_otherwise_is_refused(
     assert all(word in str(caught.value) for word in words)
     await client.close()
     server.stop()
+
+
+async def test_a_user_who_may_not_write_the_keys_is_refused_at_start(server: RedisServer) -> None:
+    with server.client() as plain:
+        plain.acl_setuser(
+            "u", enabled=True, passwords=["+secret"], categories=["+@all"], keys=["other:*"]
+        )
+    client = client_of(server.url.replace("//", "//u:secret@"))
+    with pytest.raises(FailedPrecondition) as caught:
+        await client.wait_ready()
+    assert caught.value.kind == "redis_refuses"
+    assert "~*" in str(caught.value)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("user", "words"),
+    [
+        ("", ("user and password",)),
+        (":wrong@", ("user and password",)),
+        ("nobody:wrong@", ("user and password",)),
+        ("u:right@", ("ACL SETUSER",)),
+    ],
+)
+async def test_a_cluster_and_its_services_are_told_alike_why_redis_refuses_them(
+    server: RedisServer, user: str, words: tuple[str, ...]
+) -> None:
+    with server.client() as plain:
+        plain.acl_setuser("u", enabled=True, passwords=["+right"], commands=["+ping", "+hello"])
+        plain.config_set("requirepass", "right")
+    url = server.url.replace("//", f"//{user}")
+    client = client_of(url)
+    for refused in (client.wait_ready(), require_redis(url, timeout=30)):
+        with pytest.raises(FailedPrecondition) as caught:
+            await refused
+        assert caught.value.kind == "redis_refuses"
+        assert all(word in str(caught.value) for word in words)
+        assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
+    await client.close()
+
+
+BAD_URLS = {
+    "": "schemes",
+    "127.0.0.1:6379": "schemes",
+    "http://127.0.0.1:6379": "schemes",
+    "redis://127.0.0.1:99999/0": "port",
+    "redis://::1:6379/0": "brackets",
+    "redis://[::1:6379/0": "IPv6",
+    "redis://:pass#word@127.0.0.1:6379/0": "Percent-encode",
+    "redis://:pa/ss@127.0.0.1:6379/0": "Percent-encode",
+    "redis://127.0.0.1:6379/x": "database",
+    "redis://127.0.0.1:6379/0/1": "database",
+    "redis://127.0.0.1:6379/0?sockettimeout=1": "sockettimeout",
+    "redis://127.0.0.1:6379/0?socket_timeout=x": "socket_timeout",
+}
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+async def test_a_text_that_is_no_redis_url_is_refused_before_anything_starts(url: str) -> None:
+    raised = []
+    with pytest.raises(FailedPrecondition) as caught:
+        client_of(url)
+    raised.append(caught.value)
+    with pytest.raises(FailedPrecondition) as caught:
+        await require_redis(url)
+    raised.append(caught.value)
+    for error in raised:
+        assert (error.kind, error.field) == ("redis_url", "redis_url")
+        assert BAD_URLS[url] in str(error)
+        assert "ss@" not in str(error)
+        assert "pass" not in str(error).lower().replace("password", "")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis-cluster://a:1", "redis-cluster://a:1,b", "redis-cluster://:x"]
+)
+async def test_a_redis_cluster_is_for_samples_only(url: str) -> None:
+    with pytest.raises(FailedPrecondition, match="only TROUPE_STORE_REDIS_URL") as caught:
+        await require_redis(url)
+    assert caught.value.kind == "redis_url"
+    with pytest.raises(FailedPrecondition, match="only TROUPE_STORE_REDIS_URL"):
+        RedisAccess(url)
 
 
 async def test_a_cluster_is_not_started_on_a_redis_that_may_evict(server: RedisServer) -> None:

@@ -35,7 +35,6 @@ from troupe.cluster.errors import (
     ClusterRunning,
     PortInUse,
     RedisMissing,
-    RedisUnavailable,
     StateUnreadable,
     TransferDirNotWritable,
 )
@@ -54,6 +53,7 @@ from troupe.cluster.state import (
     write_state,
 )
 from troupe.cluster.supervisor import longest_stop
+from troupe.rpc import FailedPrecondition, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,22 +162,23 @@ async def test_a_panel_that_is_not_at_its_usual_port_is_told_of(
         listener.listen()
         port = listener.getsockname()[1]
         monkeypatch.setattr(embedded, "DEFAULT_PANEL_PORT", port)
-        with pytest.raises(RedisUnavailable):
+        with pytest.raises(Unavailable):
             await EmbeddedCluster(settings.model_copy(update=few), told.append).start()
     assert f"port {port} is taken: the panel is at another" in told
 
 
 async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> None:
     url = "redis://127.0.0.1:9/0"
-    with pytest.raises(RedisUnavailable) as caught:
+    with pytest.raises(Unavailable) as caught:
         await EmbeddedCluster(settings.model_copy(update={"redis_url": url})).start()
 
-    assert f"redis_url = {url}" in str(caught.value)
+    assert str(caught.value).startswith("redis_url = 127.0.0.1:9/0")
 
 
 async def test_a_redis_url_that_is_none_is_named(settings: ClusterSettings) -> None:
-    with pytest.raises(RedisUnavailable):
+    with pytest.raises(FailedPrecondition) as caught:
         await EmbeddedCluster(settings.model_copy(update={"redis_url": "nonsense"})).start()
+    assert caught.value.kind == "redis_url"
 
 
 async def test_a_machine_without_redis_server_is_told_what_to_install(

@@ -174,7 +174,7 @@ def test_what_cannot_start_is_one_line_of_the_command(tmp_path: Path) -> None:
                 ("job.yaml", "--redis-port", port, "--data-dir", "two"),
                 1,
             ),
-            rf"redis_url = {nobody}: this Redis does not answer: .*Start it or correct": (
+            r"redis_url = \S+: Redis at \S+ does not answer: .*Start it, or correct the URL": (
                 ("job.yaml", "--redis-url", nobody, "--data-dir", "three"),
                 1,
             ),

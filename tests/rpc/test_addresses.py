@@ -24,11 +24,18 @@ from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
 from tests.chassis.echo_service import Echo
 from troupe.client.cli.failures import explain
-from troupe.cluster.errors import RedisUnavailable
 from troupe.cluster.redis import require_redis
 from troupe.functions.library.judge import ChatError, complete
 from troupe.job import JobSpecError, parse_job
-from troupe.rpc import ClientSettings, InvalidArgument, TroupeError, connect, connect_sync
+from troupe.rpc import (
+    ClientSettings,
+    FailedPrecondition,
+    InvalidArgument,
+    TroupeError,
+    Unavailable,
+    connect,
+    connect_sync,
+)
 from troupe.rpc.addresses import (
     bypass_proxy,
     host_of,
@@ -103,10 +110,10 @@ def test_hiding_takes_time_in_proportion() -> None:
 
 
 async def test_errors_show_no_passwords() -> None:
-    with pytest.raises(RedisUnavailable) as caught:
+    with pytest.raises(Unavailable) as caught:
         await require_redis("redis://:hush@127.0.0.1:1/0", timeout=2.0)
     assert "hush" not in "".join(explain(caught.value)[0])
-    with pytest.raises(RedisUnavailable) as caught:
+    with pytest.raises(FailedPrecondition) as caught:
         await require_redis("nonsense://:hush@h", timeout=2.0)
     assert "hush" not in str(caught.value)
     assert "hush" not in "".join(explain(RuntimeError("at http://u:hush@h"))[0])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from services.chassis.app import serve
-from services.chassis.redis import RedisClient, shown
+from services.chassis.redis import RedisClient
 from services.chassis.settings import ServiceSettings
 from tests.chassis.echo_service import Echo
 from tests.support.fake_orchestrator import FakeOrchestrator
@@ -33,6 +33,7 @@ from troupe.cluster.redis import require_redis
 from troupe.cluster.settings import ClusterSettings
 from troupe.endpoint.server import EndpointServer
 from troupe.job.policy import EngineSpec
+from troupe.redis_errors import shown
 from troupe.rpc import NO_RETRY, ClientSettings, InvalidArgument, TroupeError, connect
 from troupe.rpc.addresses import (
     has_ipv6,

@@ -92,7 +92,7 @@ class EmbeddedCluster:
     async def start(self) -> ClusterState:
         """Start everything and wait until all services are healthy.
 
-        Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisUnavailable`, `NotWritable`,
+        Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `NotWritable`,
         `NotPrivate`, `TransferDirNotWritable`, `InvalidArgument` for devices that there are not,
         what `NodeMembership.join` raises, or the error of a service that does not start; then
         nothing is left running.

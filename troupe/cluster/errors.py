@@ -11,7 +11,6 @@ from troupe.rpc.errors import (
     FailedPrecondition,
     Internal,
     InvalidArgument,
-    Unavailable,
 )
 
 
@@ -42,20 +41,6 @@ class RedisMissing(FailedPrecondition):
             value="(embedded)",
             remedy="Run `pip install 'troupe-rl[embedded]'`, or name a running Redis with "
             "--redis-url redis://HOST:PORT/0.",
-        )
-
-
-class RedisUnavailable(Unavailable):
-    """The Redis of the settings does not answer."""
-
-    default_kind = "redis_unavailable"
-
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            f"this Redis does not answer: {reason.rstrip('.')}.",
-            field="redis_url",
-            value=url,
-            remedy="Start it or correct the address; without --redis-url an own one is started.",
         )
 
 

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from troupe.cluster.errors import RedisMissing, RedisUnavailable
+from troupe.cluster.errors import RedisMissing
 from troupe.cluster.settings import LOOPBACK, Fsync
+from troupe.redis_errors import check_url, failure, shown
 from troupe.redis_info import unfitness
 from troupe.rpc.errors import TroupeError
 
@@ -64,29 +65,20 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
 
 async def ping(url: str, timeout: float) -> str | None:
     """None when the Redis at `url` is ready and fit to keep state, else why not."""
-    from redis.exceptions import RedisError
-
-    try:
-        error = await _unfitness(url, timeout)
-    except (RedisError, OSError, TimeoutError) as failure:
-        return str(failure) or type(failure).__name__
+    error = await _problem(url, timeout)
     return None if error is None else str(error)
 
 
 async def require_redis(url: str, timeout: float = 5.0) -> None:
     """Raise `TroupeError` unless the Redis at `url` answers within `timeout` seconds and is fit to
     keep state."""
-    from redis.exceptions import RedisError
-
-    try:
-        error = await _unfitness(url, timeout)
-    except (RedisError, OSError, TimeoutError, ValueError) as failure:  # ValueError: not a URL
-        raise RedisUnavailable(url, str(failure) or type(failure).__name__) from failure
+    check_url(url, one_server=True)
+    error = await _problem(url, timeout)
     if error is not None:
         raise error
 
 
-async def _unfitness(url: str, timeout: float) -> TroupeError | None:
+async def _problem(url: str, timeout: float) -> TroupeError | None:
     # A dependency of services, which client programs do not have.
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
@@ -95,7 +87,9 @@ async def _unfitness(url: str, timeout: float) -> TroupeError | None:
     try:
         async with asyncio.timeout(timeout):
             info = await client.info()
+    except (RedisError, OSError) as error:
+        return failure(error, shown(url), clustered=False)
     finally:
         with suppress(RedisError, OSError):
             await client.aclose()
-    return unfitness({name: str(value) for name, value in info.items()}, url)
+    return unfitness({name: str(value) for name, value in info.items()}, shown(url))

@@ -116,6 +116,7 @@ class RedisAccess(RedisClient):
 
     unavailable = StateUnavailable
     waits_for = NO_STATE
+    one_server = True
 
     def __init__(self, url: str, *, patience: float = 20.0, disk: Path | None = None) -> None:
         """`disk`: the directory of a Redis on this machine, which fails when its disk is full."""
