@@ -21,7 +21,7 @@ from troupe.rpc.addresses import (
     reachable_host,
     split_address,
 )
-from troupe.rpc.settings import Token
+from troupe.rpc.settings import Host, Interface, Token
 
 S = TypeVar("S", bound="ServiceSettings")
 
@@ -34,7 +34,7 @@ class ServiceSettings(BaseSettings):
     )
 
     # Listening addresses.
-    host: str = "127.0.0.1"
+    host: Interface = "127.0.0.1"
     """Interface to listen on; loopback unless told otherwise."""
     port: int = Field(default=0, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
@@ -99,7 +99,7 @@ class ServiceSettings(BaseSettings):
     transfer_serve: Literal["auto", "on", "off"] = "auto"
     """Whether other hosts read weights and states from this one, and this one from them; `auto`:
     when `host` is more than loopback."""
-    transfer_host: str | None = None
+    transfer_host: Host | None = None
     """Name or address at which other hosts reach this one's states, where it is not that of
     `address`."""
     transfer_port: int = Field(default=0, ge=0, le=65535)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
+from troupe.rpc.settings import Interface
 
 
 class RolloutSettings(ServiceSettings):
@@ -28,7 +29,7 @@ class RolloutSettings(ServiceSettings):
     """Measured response tokens per second of one engine here, over all its turns; 0: unknown."""
 
     # OpenAI's API for agents (docs/openai.md).
-    endpoint_host: str = "127.0.0.1"
+    endpoint_host: Interface = "127.0.0.1"
     """Interface to listen on."""
     endpoint_port: int = Field(default=0, ge=0, le=65535)
     """Port; 0 takes a free one when a workflow first opens an endpoint."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.control_panel.access import PanelSettings, host_name
 from troupe.cluster.embedded import FIRST_PORT, LAST_PORT, is_free, pick_ports, require_free
 from troupe.cluster.errors import PortInUse
 from troupe.cluster.layout import (
@@ -27,6 +28,7 @@ from troupe.cluster.layout import (
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.supervisor import levels
 from troupe.devices import find_devices
+from troupe.rpc.addresses import is_loopback_host, is_wildcard_host
 
 
 def _plan(settings: ClusterSettings, *, embedded: bool = True):  # type: ignore[no-untyped-def]
@@ -245,6 +247,20 @@ def test_a_head_has_no_workers_and_a_node_has_nothing_else() -> None:
         assert child.environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == "head:7"
         assert child.environment["TROUPE_NODE"] == node.name
         assert "TROUPE_REDIS_URL" not in child.environment
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "", "*", "10.0.0.7", "fd00::7", "::1"])
+@pytest.mark.parametrize("advertise", [None, "head.example", "[fd00::8]"])
+def test_the_panel_of_a_head_answers_at_the_address_that_is_told(
+    host: str, advertise: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ClusterSettings(role="head", host=host, advertise=advertise)
+    (spec,) = (s for s in _plan(settings) if s.name == "control_panel")
+    for name, value in spec.environment.items():
+        monkeypatch.setenv(name, value)
+    name = host_name(spec.address)
+    assert name in PanelSettings().host_names or is_loopback_host(name)
+    assert not is_wildcard_host(name)
 
 
 @pytest.mark.parametrize(

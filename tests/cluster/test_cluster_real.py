@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,18 +96,34 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
     return False
 
 
-async def test_a_head_at_ipv6_loopback_serves_its_services_its_panel_and_its_metrics(
-    tmp_path: Path,
+MACHINE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("::1", "[::1]"),
+        ("0.0.0.0", MACHINE),
+        ("[::1]", "[::1]"),
+        ("::", MACHINE),
+        ("", MACHINE),
+        ("localhost", "localhost"),
+    ],
+)
+async def test_a_head_at_any_host_serves_its_services_its_panel_and_its_metrics(
+    tmp_path: Path, host: str, shown: str
 ) -> None:
-    if not has_ipv6():
+    if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6 loopback")
-    settings = ClusterSettings(data_dir=tmp_path, role="head", host="::1", port=free_port())
+    settings = ClusterSettings(data_dir=tmp_path, role="head", host=host, port=free_port())
     async with EmbeddedCluster(settings) as cluster:
         state = cluster.state
         reports = await inspect(state, timeout=20)
         assert [(one.record.name, one.reason) for one in reports if not one.healthy] == []
         assert all(
-            one.record.address.startswith("[::1]:") for one in reports if one.record.name != "redis"
+            one.record.address.startswith(f"{shown}:")
+            for one in reports
+            if one.record.name != "redis"
         )
         async with AsyncClient(state.orchestrator_address) as client:
             services = {one.name: one for one in (await client.cluster()).services}

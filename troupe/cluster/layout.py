@@ -210,7 +210,7 @@ def plan(
                 tls=not local,
                 environment={
                     **base,
-                    **({} if local or panel else {"TROUPE_ADVERTISE_ADDRESS": address}),
+                    **({} if local else {"TROUPE_ADVERTISE_ADDRESS": address}),
                     **_redirected(name, module, base, routes),
                     **thread_environment(threads),
                     **(visible(given) if devices.known else {}),

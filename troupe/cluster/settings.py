@@ -15,6 +15,7 @@ from troupe.cluster.errors import NotUtf8
 from troupe.cluster.inventory import NodeDevices, NodeShares, assign
 from troupe.devices import DECLARED, Device, find_devices
 from troupe.rpc.addresses import is_loopback_host, reachable_host
+from troupe.rpc.settings import Host, Interface
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_DATA_DIR = Path("runs")
@@ -39,9 +40,9 @@ class ClusterSettings(BaseModel):
     role: Role = "all"
     """`head`: Redis, orchestrator, experience store, reward and panel; `node`: the workers that the
     devices of this host are for; `all`: both, on loopback."""
-    host: str = LOOPBACK
+    host: Interface = LOOPBACK
     """Interface to listen on."""
-    advertise: str | None = None
+    advertise: Host | None = None
     """Name or address at which other hosts reach this one; default: `host`, or this machine's name
     where that is all interfaces."""
     port: int | None = Field(default=None, ge=1, le=65535)

@@ -94,6 +94,12 @@ def host_of(address: str) -> str:
         return ""
 
 
+def bare_host(host: str) -> str:
+    """A host as sockets take it, without the brackets that an IPv6 address has in URLs."""
+    host = host.strip()
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def is_loopback_host(host: str) -> bool:
     """Whether `host`, a name or an address, is loopback."""
     address = _ip_address(host)
@@ -103,7 +109,7 @@ def is_loopback_host(host: str) -> bool:
 def is_wildcard_host(host: str) -> bool:
     """Whether a server at `host` listens on all interfaces: `0.0.0.0`, `::`, or nothing."""
     address = _ip_address(host)
-    return not host if address is None else address.is_unspecified
+    return not bare_host(host) if address is None else address.is_unspecified
 
 
 def local_host(host: str) -> str:
@@ -122,7 +128,7 @@ def reachable_host(host: str) -> str:
 def listen(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
     """A listening socket at `host`; the one at `::` takes IPv4 clients, too. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        bare_host(host) or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     both = family is socket.AF_INET6 and is_wildcard_host(host) and socket.has_dualstack_ipv6()
     return socket.create_server(address[:2], family=family, backlog=backlog, dualstack_ipv6=both)
@@ -144,7 +150,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     A server of both families sees an IPv4 caller as `::ffff:127.0.0.1`, which is returned as IPv4.
     """
     try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        address = ipaddress.ip_address(bare_host(host))
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address

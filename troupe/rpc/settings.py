@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from troupe.rpc.addresses import bare_host
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.retry import RetryPolicy
 
@@ -19,8 +20,17 @@ def _sendable(token: SecretStr) -> SecretStr:
     return token
 
 
+def _interface(host: str) -> str:
+    host = bare_host(host)
+    return "0.0.0.0" if host in ("", "*") else host
+
+
 Token = Annotated[SecretStr, AfterValidator(_sendable)]
 """A bearer token, valid as a gRPC header."""
+Host = Annotated[str, AfterValidator(bare_host)]
+"""A name or an address, also with the brackets of an IPv6 address."""
+Interface = Annotated[str, AfterValidator(_interface)]
+"""A host to listen at; `*` and an empty text are all IPv4 interfaces, as in other servers."""
 
 
 class ClientSettings(BaseSettings):
