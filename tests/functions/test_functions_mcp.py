@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = ["_fresh", "_settling", "reward_process", "store_process"]
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO: dict[str, Any] = {"command": [sys.executable, SERVER]}
+RAW = str(Path(__file__).with_name("raw_mcp_server.py"))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,7 @@ def test_a_process_keeps_its_server_and_finds_one_that_ended() -> None:
         ("error for the user", {"error": "tool_failed", "message": "quota spent"}),
         (
             "error without a reason",
-            {"error": "tool_failed", "message": "the tool failed and says no reason"},
+            {"error": "tool_failed", "message": "the tool failed and gives no reason"},
         ),
     ],
 )
@@ -216,6 +218,41 @@ def test_a_result_that_is_not_as_the_tool_says_fails_the_call_and_keeps_the_serv
     assert answer["error"] == "tool_failed"
     assert "number" in answer["message"]
     assert call(one, "process") == process
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        # A server's own error, which has the code of a closed connection in the library.
+        ({"error": {"code": -32000, "message": "no such row"}}, "tool_failed", "no such row"),
+        ({"error": {"code": -32001, "message": "late"}}, "tool_failed", "late"),
+        ({"error": {"code": -32602, "message": "x is no int"}}, "bad_arguments", "x is no int"),
+        ({"error": {"code": -32602, "message": ""}}, "bad_arguments", "no reason"),
+        ({"error": {"code": 7, "message": "m", "data": {"a": 1}}}, "tool_failed", "m"),
+        ({"result": {}}, "tool_failed", "no result of a tool: content: Field required"),
+        ({"result": {"content": [], "structuredContent": [1]}}, "tool_failed", "structuredContent"),
+        ({"result": {"content": [{"type": "text"}]}}, "tool_failed", "content.0"),
+    ],
+)
+def test_an_error_of_a_server_is_told_and_the_server_goes_on(
+    answer: dict[str, Any], kind: str, said: str
+) -> None:
+    one = server(command=[sys.executable, RAW])
+    process = call(one, "process")
+    failed = call(one, "answer", answer)
+    assert failed["error"] == kind
+    assert said in failed["message"]
+    assert "https://" not in failed["message"]
+    assert call(one, "process") == process
+
+
+def test_a_server_that_ends_during_several_calls_fails_them_all_and_is_started_anew() -> None:
+    one = server(command=[sys.executable, RAW])
+    first = call(one, "process")
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: call(one, "third"), range(3), timeout=60))
+    assert [answer.get("error") for answer in answers] == ["mcp_unavailable"] * 3
+    assert call(one, "process") != first
 
 
 def test_a_workflow_is_tried_with_the_tools_of_a_server(tmp_path: Path, url: str) -> None:

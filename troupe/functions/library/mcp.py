@@ -19,6 +19,8 @@ from contextlib import asynccontextmanager
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import ValidationError
+
 from troupe.functions.declaration import tool
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _MOST_TOOLS: Final = 1000
 # After so long without a call a connection is tried before it is trusted.
 _TRUSTED_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 5.0
+_NO_REASON: Final = "the tool failed and gives no reason"
 
 
 class McpError(Exception):
@@ -94,14 +97,14 @@ class McpConnections:
         key = json.dumps(server, sort_keys=True)
         connection = self._open.get(key)
         if connection is not None and not await connection.is_alive():
-            await self._close(key)
+            await self._close(key, connection)
             connection = None
         if connection is None:
             connection = _Connection(server)
             await connection.open()
             self._open[key] = connection
             if len(self._open) > _MOST_CONNECTIONS:
-                await self._close(next(iter(self._open)))
+                await self._close(*next(iter(self._open.items())))
         self._open.move_to_end(key)
         if not name:
             return {"tools": connection.tools}
@@ -109,11 +112,14 @@ class McpConnections:
             return {"result": await connection.call(name, arguments)}
         except McpError as error:
             if error.kind == "mcp_unavailable":
-                await self._close(key)
+                await self._close(key, connection)
             raise
 
-    async def _close(self, key: str) -> None:
-        await self._open.pop(key).close()
+    async def _close(self, key: str, connection: _Connection) -> None:
+        # Of several calls that find it broken, one may have opened another already.
+        if self._open.get(key) is connection:
+            del self._open[key]
+        await connection.close()
 
 
 _made: McpConnections | None = None
@@ -153,8 +159,9 @@ class _Connection:
         """Whether the server answers, if that is in doubt."""
         if self._holding is None or self._holding.done():
             return False
-        if time.monotonic() - self._used < _TRUSTED_SECONDS:
-            return True
+        return time.monotonic() - self._used < _TRUSTED_SECONDS or await self._answers()
+
+    async def _answers(self) -> bool:
         try:
             await asyncio.wait_for(self._listed(), self._server["start_seconds"])
         except Exception:
@@ -173,11 +180,17 @@ class _Connection:
         try:
             result = await self._client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
+            # Servers use its code for errors of their own, too: JSON-RPC leaves it to them.
+            if error.code == CONNECTION_CLOSED and not await self._answers():
                 raise self._unavailable("ended during the call", error) from error
             kind = "bad_arguments" if error.code == INVALID_PARAMS else "tool_failed"
-            raise McpError(kind, error.message) from error
-        # What is no result of this protocol, or not what the tool's output schema says.
+            raise McpError(kind, error.message or _NO_REASON) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            text = f"the server's answer is no result of a tool: {where}: {first['msg']}"
+            raise McpError("tool_failed", text) from error
+        # What the tool's output schema does not allow.
         except (ValueError, RuntimeError) as error:
             raise McpError("tool_failed", f"{type(error).__name__}: {error}") from error
         except Exception as error:
@@ -252,7 +265,7 @@ def _shown(result: CallToolResult) -> Any:
     else:
         text = "\n".join(_text_of(part) or _placeholder(part) for part in parts)
     if result.is_error:
-        raise McpError("tool_failed", text or "the tool failed and says no reason")
+        raise McpError("tool_failed", text or _NO_REASON)
     return text
 
 
