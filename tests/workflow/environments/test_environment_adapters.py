@@ -280,10 +280,39 @@ def test_seats_may_join_an_episode_late_or_never() -> None:
     assert check(lambda: company(**parts), seeds=(0,)).ok
 
 
-@pytest.mark.parametrize("mask", [[1], [1, 1, 1, 1], [[1, 1, 1]]])
-def test_a_mask_of_another_length_breaks_the_contract(mask: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "make", "remedy"),
+    [
+        (Parallel, "pettingzoo.classic.tictactoe_v3:env", "`Aec`"),
+        (Aec, "pettingzoo.classic.rps_v2:parallel_env", "`Parallel`"),
+    ],
+)
+def test_a_pettingzoo_environment_of_the_other_kind_names_its_adapter(
+    kind: Any, make: str, remedy: str
+) -> None:
+    with pytest.raises(EntrypointError, match=remedy) as refused:
+        kind(make)
+    assert refused.value.field == "make"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [1],
+        [1, 1, 1, 1],
+        [[1, 1, 1]],
+        "110",
+        {1},
+        [np.nan, 0, 1],
+        [0, 255, 0],
+        [0.5, 1, 0],
+        [None, 1, 0],
+        ["a", "b", "c"],
+    ],
+)
+def test_a_mask_that_is_not_one_number_for_each_action_breaks_the_contract(mask: Any) -> None:
     game = company(a=Part(), b=Part(masks={1: mask}))
-    with pytest.raises(EnvironmentContractError, match="has 3 actions") as broken:
+    with pytest.raises(EnvironmentContractError, match="action_mask has ") as broken:
         play_randomly(game, 0)
     assert broken.value.field == "action_mask"
 

@@ -15,7 +15,7 @@ from troupe.workflow.environments.adapters.spaces import (
     native,
 )
 from troupe.workflow.environments.interface import Action, Observation, Properties, Reset, Step
-from troupe.workflow.errors import missing_library
+from troupe.workflow.errors import EntrypointError, missing_library
 from troupe.workflow.loading import load_attribute
 
 Make = str | Callable[..., Any]
@@ -50,6 +50,14 @@ class _PettingZoo(SpacesEnvironment):
             raise missing_library("PettingZoo", "pettingzoo", error) from error
         function = load_attribute(make, "make") if isinstance(make, str) else make
         self._env: Any = function(**(make_args or {}))
+        if hasattr(self._env, "agent_iter") == self.simultaneous:
+            kind, other = ("AEC", "Aec") if self.simultaneous else ("parallel", "Parallel")
+            raise EntrypointError(
+                f"makes a PettingZoo environment of the {kind} kind",
+                field="make",
+                value=make if isinstance(make, str) else getattr(make, "__name__", str(make)),
+                remedy=f"Take the adapter `{other}`, or PettingZoo's conversions between the two.",
+            )
         self._moves = moves
         self._describe = describe
         name = getattr(self._env, "metadata", {}).get("name") or type(self._env).__name__

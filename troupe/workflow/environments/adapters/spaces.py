@@ -23,8 +23,8 @@ def legal_of(
 ) -> dict[str, Action] | None:
     """The moves of a discrete space, by name or number; None for other spaces.
 
-    `mask` [n]: 0 for illegal actions. `names` [n]: labels; default: numbers. Raises
-    `EnvironmentContractError` for a mask or names of another length.
+    `mask` [n]: 1 for legal actions, else 0. `names` [n]: labels; default: numbers. Raises
+    `EnvironmentContractError` for names of another length, or a mask of another form.
     """
     if not isinstance(space, _spaces().Discrete):
         return None
@@ -37,6 +37,13 @@ def legal_of(
                 value=given,
                 remedy="Give one entry for each action.",
             )
+    if mask is not None and not np.isin(np.asarray(mask), (0, 1)).all():
+        raise EnvironmentContractError(
+            f"action_mask has other values than 0 and 1, one for each action of {space}",
+            field="action_mask",
+            value=mask,
+            remedy="Give 1 for a legal action, else 0.",
+        )
     return {
         names[i] if names is not None else str(start + i): start + i
         for i in range(n)
