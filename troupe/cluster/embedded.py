@@ -45,7 +45,13 @@ from troupe.cluster.state import (
 )
 from troupe.cluster.supervisor import Supervisor, longest_stop
 from troupe.disks import is_foreseeable, private_directory
-from troupe.rpc.addresses import http_url, join_address
+from troupe.rpc.addresses import (
+    LOOPBACKS,
+    http_url,
+    is_wildcard_host,
+    join_address,
+    split_address,
+)
 from troupe.rpc.errors import TroupeError, port_error
 from troupe.rpc.tokens import ClusterRecord
 
@@ -253,6 +259,9 @@ class EmbeddedCluster:
     def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
         """Record the services' addresses, by which this user's programs find the token."""
         addresses = [spec.address for spec in specs if TOKEN_VARIABLE in spec.environment]
+        if is_wildcard_host(self.settings.host):  # this machine may call them at loopback, too
+            ports = [split_address(address)[1] for address in addresses]
+            addresses += [join_address(host, port) for host in LOOPBACKS for port in ports]
         try:
             self._record = ClusterRecord(cluster_id, token_path(self.settings.data_dir), addresses)
         except OSError as error:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 HIDDEN: Final = "***"
 PROXY_VARIABLE: Final = "TROUPE_PROXY"
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+LOOPBACKS: Final = ("127.0.0.1", "::1")
 # curl and Python read the lower-case variable first, others the upper-case one, gRPC its own.
 _EXCEPTIONS: Final = ("no_proxy", "NO_PROXY")
 _GRPC_EXCEPTIONS: Final = "no_grpc_proxy"
@@ -168,7 +168,7 @@ def bypass_proxy(addresses: Iterable[str] = ()) -> None:
     Clients read the variables when they are constructed: call this before.
     """
     hosts = [host for host in map(host_of, addresses) if host]
-    straight = [*_LOOPBACK, *([] if may_use_proxy() else hosts)]
+    straight = ["localhost", *LOOPBACKS, *([] if may_use_proxy() else hosts)]
     names = [*_EXCEPTIONS, *([_GRPC_EXCEPTIONS] if _GRPC_EXCEPTIONS in os.environ else [])]
     # Both get one value: libraries differ in which of the two they read.
     for name in names:

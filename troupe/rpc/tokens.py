@@ -26,7 +26,13 @@ from typing import Any, Final
 from pydantic import SecretStr
 
 from troupe.disks import memory_root, private_directory
-from troupe.rpc.addresses import host_of, is_loopback_host, join_address, split_address
+from troupe.rpc.addresses import (
+    LOOPBACKS,
+    host_of,
+    is_loopback_host,
+    join_address,
+    split_address,
+)
 
 _LINK_SECONDS: Final = 24 * 3600.0
 _SESSION_SECONDS: Final = 7 * 24 * 3600.0
@@ -62,7 +68,7 @@ def local_token(address: str) -> SecretStr | None:
         return None
     host, port = split_address(address)
     # A name may mean either family.
-    hosts = ("127.0.0.1", "::1") if host.lower() == "localhost" else (host,)
+    hosts = LOOPBACKS if host.lower() == "localhost" else (host,)
     wanted = {join_address(host, port) for host in hosts}
     try:
         records = list(_records().glob("*.json"))
