@@ -20,9 +20,11 @@ from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.queries import QuerySource
+from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
+from troupe.job.sections import OfflineSpec
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
@@ -42,6 +44,22 @@ log = structlog.get_logger(__name__)
 
 # Makes an engine: (engine_id, policy_name, policy_spec, *, replica, deterministic).
 EngineFactory = Callable[..., ServingEngine]
+
+
+async def _try_rows(
+    spec: JobSpec,
+    offline: OfflineSpec,
+    rows: QuerySource,
+    roles: Mapping[str, Role],
+    languages: Mapping[str, Language],
+) -> None:
+    """Loads the rows that the job's first steps learn from, and renders the first ones, so that a
+    fault ends the job before it starts. Raises `WorkflowError`."""
+    learners = {name: one for name, one in roles.items() if one.policy in spec.trained_policies}
+    positions = [languages[one.policy].positions for one in learners.values()]
+    render = renderer_of(offline, learners, positions)
+    for index in range(min(await rows.load("train"), TRIED_ROWS)):
+        await asyncio.to_thread(render, await rows.get("train", index))
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
@@ -315,7 +333,7 @@ class Preparation:
                 demonstrations = QuerySource(
                     spec.offline.tasks, spec.seed, count_tokens, field=field
                 )
-                await demonstrations.load("train")
+                await _try_rows(spec, spec.offline, demonstrations, roles, languages)
             if spec.workflow is not None and spec.tasks is not None:
                 evaluations = {name: one.tasks for name, one in spec.evaluations.items()}
                 queries = QuerySource(spec.tasks, spec.seed, count_tokens, evaluations)

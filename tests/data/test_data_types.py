@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -224,7 +225,15 @@ def test_rows_that_json_tells_apart_are_no_duplicates(write: Write) -> None:
         ("a.jsonl", '{"q": 1}\n{"q": \n', "row 1 is not a JSON object"),
         ("a.jsonl", '{"q": 1}\n[1]\n', "row 1 is not a JSON object: its type is list"),
         ("a.json", "[1, 2]", "row 0 is not a JSON object: its type is int"),
-        ("a.json", '[{"q": 1}', "cannot be read: JSONDecodeError"),
+        ("a.json", '[{"q": 1}', "a file is not JSON"),
+        ("a.jsonl", '[{"q": 1}]\n[{"q": 2}]\n', "a file is not JSON: .*Extra data"),
+        ("a.jsonl", '# rows\n{"q": 1}\n', "row 0 is not a JSON object"),
+        ("a.jsonl", '{"q": "cut\n', "row 0 is not a JSON object"),
+        ("a.jsonl", '{"q": 1,}\n', "row 0 is not a JSON object"),
+        ("a.jsonl", '{"q": ' + "9" * 5000 + "}", "row 0 is not a JSON object: .*4300 digits"),
+        ("a.jsonl", '{"q": ' + "[" * 10**5, "row 0 is not a JSON object: RecursionError"),
+        ("a.jsonl", '{"q": 1}\n{"q": 1, "r": {"s": 1, "s": 2}}\n', "row 1 .* 's' appears twice"),
+        ("a.json", '[{"q": 1, "q": 2}]', "'q' appears twice"),
         ("a.csv", "a,b\n1,2,3\n", "Length of header or names does not match"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
         ("a.csv", "a,b\n\u00e9,2\n".encode("latin-1"), "UnicodeDecodeError"),
@@ -240,12 +249,40 @@ def test_a_row_that_cannot_be_parsed_is_named(
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "q,r\n")],
+    [
+        ("a.jsonl", ""),
+        ("a.jsonl", "\n\n"),
+        ("a.json", "[]"),
+        ("a.csv", "q,r\n"),
+        ("a.csv", ""),
+        ("a.parquet", None),
+    ],
 )
-def test_a_file_without_rows_is_refused_as_such(write: Write, name: str, content: str) -> None:
+def test_a_file_without_rows_is_refused_as_such(
+    write: Write, tmp_path: Path, name: str, content: str | None
+) -> None:
+    path = parquet(tmp_path, {"q": pa.array([], pa.string())})
     with pytest.raises(DataError) as caught:
-        load(write(name, content))
+        load(path if content is None else write(name, content))
     assert (caught.value.kind, caught.value.field) == ("no_rows", "tasks.dataset")
+
+
+@pytest.mark.parametrize("content", ['{"q": 1,\n "r": 2}', '{\n"q": 1, "r": 2\n}\n'])
+def test_a_json_object_of_several_lines_is_one_row(write: Write, content: str) -> None:
+    assert all_of(load(write("a.json", content))) == [{"q": 1, "r": 2}]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.JSONL", "a.ndjson", "a[1].jsonl", "a (1) \u00e9.Jsonl", "*.jsonl"]
+)
+def test_a_file_is_found_by_any_name_with_a_known_ending(write: Write, name: str) -> None:
+    assert all_of(load(write(name, '{"q": "007"}\n'))) == [{"q": "007"}]
+
+
+def test_a_file_with_another_ending_is_not_said_to_be_missing(write: Write) -> None:
+    with pytest.raises(DataError, match="the ending of its name") as caught:
+        load(write("rows.txt", "a"))
+    assert (caught.value.kind, caught.value.field) == ("dataset_missing", "tasks.dataset")
 
 
 def parquet(tmp_path: Path, columns: Mapping[str, Any]) -> str:
@@ -296,6 +333,18 @@ def test_a_number_too_large_for_a_float_is_refused_where_it_is_used(write: Write
     assert all_of(load(path)) == [{"q": "a"}, {"q": "b"}]
     with pytest.raises(DataError, match="in row 1"):
         load(path, columns={"q": "q", "x": "x"})
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_a_number_of_few_bits_is_its_shortest_decimal(tmp_path: Path, kind: str) -> None:
+    """`exact` compares by decimal value, and the double nearest to a float32 0.1 is not 0.1."""
+    wanted = [0.1, 1.5, None, 1e-5, -0.0]
+    numbers = [None if one is None else np.dtype(kind).type(one) for one in wanted]
+    column = pa.array(numbers, getattr(pa, kind)())
+    path = parquet(tmp_path, {"n": column, "list": pa.array([[one] for one in column])})
+    assert [json_text(row) for row in all_of(load(path))] == [
+        json_text({"n": one, "list": [one]}) for one in wanted
+    ]
 
 
 def test_nan_is_a_number_that_is_missing(tmp_path: Path) -> None:
@@ -385,13 +434,15 @@ def test_a_held_out_file_cannot_be_a_training_file_under_another_name(
     path = write("data/a.jsonl", lines([{"q": "a"}, {"q": "b"}]))
     (tmp_path / "link.jsonl").symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    for dataset, held_out in (
-        (path, "data/a.jsonl"),
-        (path, "link.jsonl"),
-        ("data/*.jsonl", path),
+    write("copy.jsonl", Path(path).read_bytes())
+    for dataset, held_out, why in (
+        (path, "data/a.jsonl", "one of the files"),
+        (path, "link.jsonl", "one of the files"),
+        ("data/*.jsonl", path, "one of the files"),
+        ("data/*.jsonl", "copy.jsonl", "copy.jsonl is a copy of data/a.jsonl"),
     ):
         spec = TasksSpec(dataset=dataset, held_out=held_out)
-        with pytest.raises(DataError, match="one of the files") as caught:
+        with pytest.raises(DataError, match=why) as caught:
             open_tasks(spec, "held_out", 0)
         assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
     other = write("data/b.jsonl", lines([{"q": "c"}]))

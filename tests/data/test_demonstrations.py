@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 
 from examples.preferences.pairs import Pairs
 from examples.supervised.rows import Rows
-from tests.workflow.stage import CHATML, END, THINKING, make_beginning_chat, make_chat
-from troupe.client.cli.specification import try_imports
+from tests.workflow.stage import CHATML, END, THINKING, TOOLED, make_beginning_chat, make_chat
+from troupe.client.cli.specification import read_data, try_imports
 from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
-from troupe.job import load_job
+from troupe.job import JobSpecError, TasksSpec, load_job
 from troupe.workflow import Role, Sampling, WorkflowError
 from troupe.workflow.messages import parser_of
 
@@ -118,12 +119,59 @@ def test_long_samples_are_cut_and_long_prompts_left_out() -> None:
         ({"messages": HELLO, "agent": "nobody"}, "'nobody' learns nothing; there are checker"),
         ({"messages": HELLO}, "names no `agent`"),
         ({"messages": [{"role": "user"}]}, "needs `role` and `content`"),
+        ({"messages": "hi"}, "`messages` are a text"),
+        ({"prompt": 5, "completion": "a"}, "`prompt` is 5, not a text or a list"),
+        ({"prompt": "a", "completion": {"role": "assistant"}}, "`completion` is {'role'"),
+        ({"messages": HELLO, "agent": ["solver"]}, r"agent \['solver'\] learns nothing"),
+        ({"messages": HELLO, "tools": 5}, "`tools` are 5, not a list"),
+        ({"messages": HELLO, "tools": "[{"}, r"`tools` are '\[{', not a list"),
     ],
 )
 def test_a_row_that_cannot_be_learned_says_why(row: dict[str, Any], why: str) -> None:
     agent = None if why.startswith("names") else "solver"
     with pytest.raises(WorkflowError, match=why):
         demonstrations_of(row, roles("solver", "checker"), agent=agent)
+
+
+@pytest.mark.parametrize("given", [None, [], "", "null", "[]"])
+def test_tools_may_be_json_text(given: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]
+    who = roles("solver", template=TOOLED)
+    shown = demonstrations_of({"messages": HELLO, "tools": json.dumps(tools)}, who)
+    assert shown == demonstrations_of({"messages": HELLO, "tools": tools}, who)
+    without = demonstrations_of({"messages": HELLO, "tools": given}, who)
+    assert without == demonstrations_of({"messages": HELLO}, who) != shown
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a\ud83d", "completion": "b"}, {"prompt": "a", "completion": "b\udc00"}]
+)
+def test_half_a_surrogate_pair_is_no_reason_to_fail(row: dict[str, Any]) -> None:
+    """JSON may hold one, and tokenizers refuse it."""
+    (one,) = demonstrations_of(row, roles("solver"), template=False)
+    assert len(one.prompt_ids + one.response_ids) >= 3
+
+
+def test_a_bad_first_row_is_found_when_the_job_is_validated(tmp_path: Path) -> None:
+    job = load_job(Path(__file__).parents[2] / "examples/supervised/job.yaml")
+    path = tmp_path / "rows.jsonl"
+    for row, why in (
+        ({"messages": HELLO, "agent": "solver"}, None),
+        ({"messages": HELLO}, "names no `agent`"),
+        ({"messages": HELLO[:1], "agent": "solver"}, "nothing is learned"),
+    ):
+        path.write_text(json.dumps(row) + "\n")
+        assert job.supervised is not None
+        tasks = TasksSpec(dataset=str(path))
+        own = job.model_copy(
+            update={"supervised": job.supervised.model_copy(update={"tasks": tasks})}
+        )
+        if why is None:
+            read_data(own)
+            continue
+        with pytest.raises(JobSpecError, match=why) as refused:
+            read_data(own)
+        assert refused.value.problems[0].field == "supervised.tasks"
 
 
 def test_the_rows_of_the_example_can_be_learned() -> None:
@@ -345,6 +393,8 @@ def test_a_pair_is_cut_off_or_left_out_as_a_whole() -> None:
         ({"chosen": "a", "rejected": "b"}, "without a `prompt`, `chosen` must be a list"),
         ({"prompt": HELLO[:1], "chosen": HELLO[1:], "rejected": HELLO[:1]}, "of `rejected`, "),
         ({"prompt": "hi", "chosen": "a", "rejected": "b", "agent": "nobody"}, "'nobody' learns"),
+        ({"prompt": "hi", "chosen": 1, "rejected": 2}, "of `chosen`, .*`completion` is 1"),
+        ({"chosen": HELLO, "rejected": [MORE[2], HELLO[1]]}, "sides differ before the first"),
     ],
 )
 def test_a_pair_that_cannot_be_learned_says_why(row: dict[str, Any], why: str) -> None:

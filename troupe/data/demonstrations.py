@@ -15,14 +15,20 @@ template shows for the message up to the end of the turn, and the end-of-sequenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any, Final, Literal
 
+from troupe.job.sections import OfflineSpec, SupervisedSpec
+from troupe.model_output import read_json
+from troupe.outcomes import utf8_text
 from troupe.workflow.agent import Role
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError, shown
 from troupe.workflow.messages import (
+    AnyMessage,
     Rendering,
     parse_messages,
     parse_template_options,
@@ -47,6 +53,30 @@ class Demonstration:
     response_ids: tuple[int, ...]
     truncated: bool = False
     chosen: bool | None = None
+
+
+Render = Callable[[Mapping[str, Any]], list[Demonstration]]
+"""Makes the samples of a row."""
+TRIED_ROWS: Final = 20
+"""Rows that are rendered before a job starts, since most faults are in every row."""
+
+
+def renderer_of(
+    spec: OfflineSpec, roles: Mapping[str, Role], positions: Iterable[int] = ()
+) -> Render:
+    """The renderer of a job's rows. `roles`: of the agents that learn, by name. `positions`: of
+    their models, 0 where unknown."""
+    bounds = [one for one in (spec.max_tokens, *positions) if one]
+    render = preferences_of
+    if isinstance(spec, SupervisedSpec):
+        render = partial(demonstrations_of, turns=spec.turns)
+    return partial(
+        render,
+        roles=roles,
+        agent=spec.agent,
+        template=spec.template,
+        max_tokens=min(bounds, default=0),
+    )
 
 
 def demonstrations_of(
@@ -74,8 +104,12 @@ def demonstrations_of(
     else:
         if row.get("messages") is not None:
             given, known = row["messages"], 0
+            if isinstance(given, str):
+                raise _bad("its `messages` are a text, not a list of messages")
         else:
-            given, known = _joined(_listed(prompt, "user"), _listed(completion, "assistant"))
+            given, known = _joined(
+                _listed(row, "prompt", "user"), _listed(row, "completion", "assistant")
+            )
         found = _replies(role, given, known, row.get("tools"))
         found = found[-1:] if turns == "last" else found
     return [
@@ -127,9 +161,16 @@ def preferences_of(
             raise _bad_pair(f"of `{side}`, {error.message}") from error
         if not replies:
             return []
+        if prompt is None and side == "rejected" and _question(given) != _question(row["chosen"]):
+            raise _bad_pair("its sides differ before the first message of the assistant")
         begin, chosen = len(found), side == "chosen"
         found += [replace(one, turn=begin + n, chosen=chosen) for n, one in enumerate(replies)]
     return found
+
+
+def _question(given: Sequence[Any]) -> list[AnyMessage]:
+    """The messages before the first reply."""
+    return list(takewhile(lambda one: one[0] != "assistant", parse_messages(given, None)))
 
 
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -140,9 +181,9 @@ def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
     on, unless its `weight` is 0."""
     chat = role.tokenizer
     options = parse_template_options(None, role.template_options)
-    rendering = Rendering(parse_tools(tools).text, options)
+    rendering = Rendering(parse_tools(_tools(tools)).text, options)
     messages = parse_messages(given, role.system_prompt)
-    weights = [1] if isinstance(given, str) else [_weight(*one) for one in enumerate(given)]
+    weights = [_weight(*one) for one in enumerate(given)]
     added = len(messages) - len(weights)  # the system prompt in front
     found = [
         (
@@ -157,6 +198,15 @@ def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
             "no message of the assistant follows another message (and has no `weight` of 0), so "
             "nothing is learned"
         )
+    return found
+
+
+def _tools(given: Any) -> Sequence[Any] | None:
+    """The `tools` of a row. Many data sets hold them as JSON text: tables cannot hold schemas of
+    different shapes."""
+    found = read_json(given, given) if isinstance(given, str) and given.strip() else given or None
+    if found is not None and not isinstance(found, list | tuple):
+        raise _bad(f"its `tools` are {shown(given)}, not a list of tools")
     return found
 
 
@@ -195,8 +245,9 @@ def _joined(prompt: list[Any], completion: list[Any]) -> tuple[list[Any], int]:
 
 def _plain(chat: ChatTokenizer, prompt: str, completion: str) -> _Pair:
     """Two texts as they are; the first token of a row without a prompt is not learned."""
-    response = chat.encode(completion) + (() if chat.end_id is None else (chat.end_id,))
-    ids = chat.encode_first(prompt)
+    end = () if chat.end_id is None else (chat.end_id,)
+    response = chat.encode(utf8_text(completion)) + end
+    ids = chat.encode_first(utf8_text(prompt))
     if not ids:
         ids, response = response[:1], response[1:]
     if not response:
@@ -204,16 +255,24 @@ def _plain(chat: ChatTokenizer, prompt: str, completion: str) -> _Pair:
     return ids, response
 
 
-def _listed(given: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": given}] if isinstance(given, str) else list(given)
+def _listed(row: Mapping[str, Any], field: str, role: str) -> list[Any]:
+    """The messages of a field, which may be the text of one message of `role`."""
+    given = row[field]
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if not isinstance(given, list | tuple):
+        raise _bad(f"its `{field}` is {shown(given)}, not a text or a list of messages")
+    return list(given)
 
 
 def _role(row: Mapping[str, Any], roles: Mapping[str, Role], agent: str | None) -> Role:
     named = row.get("agent", agent)
     if named is None and len(roles) == 1:
         return next(iter(roles.values()))
-    if named not in roles:
-        what = "it names no `agent`" if named is None else f"its agent {named!r} learns nothing"
+    if not isinstance(named, str) or named not in roles:
+        what = (
+            "it names no `agent`" if named is None else f"its agent {shown(named)} learns nothing"
+        )
         raise _bad(f"{what}; there are {', '.join(sorted(roles))}")
     return roles[named]
 

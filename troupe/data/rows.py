@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import xxhash
 
-from troupe.data.tables import DataError, Names, Table, open_table
+from troupe.data.tables import BATCH, DataError, Names, Table, open_table
 from troupe.job.data import RowsSpec, reader_of
 from troupe.outcomes import JSON_DEPTH, NotJsonError, json_text
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 # Tokens of each text.
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
-# Rows that are looked at together, and how many numbers of dropped ones are named.
-_BATCH: Final = 4096
+# How many numbers of dropped rows are named.
 _NAMED: Final = 5
 _EMPTY: Final = "empty"
 # Fields that ready workflows, ready rewards and demonstrations read: without `columns`, too, they
@@ -146,8 +145,8 @@ def load_rows(
     begin = 0
     while begin < len(table):
         try:
-            checked.add([fields.of(row) for row in table.read(begin, begin + _BATCH)])
-            begin += _BATCH
+            checked.add([fields.of(row) for row in table.read(begin, begin + BATCH)])
+            begin += BATCH
         except _NoJsonError as error:
             if error.name in {*spec.columns, *spec.max_characters, *spec.max_tokens, *_READY}:
                 raise _not_json(error, spec, f"{field}.columns.{error.name}", name) from error
@@ -306,7 +305,7 @@ def _inside(value: Any, path: Sequence[str]) -> Any:
 def _paths(table: Table, spec: RowsSpec, field: str) -> dict[str, list[str]]:
     """By field of `spec.columns` the column and what leads into it. Raises `DataError`."""
     try:
-        return _found(spec, field, table.names(_BATCH))
+        return _found(spec, field, table.names(BATCH))
     except DataError:  # rows of JSON may lack a key that later ones have
         return _found(spec, field, table.names(len(table)))
 

@@ -8,6 +8,7 @@ JSON is read line by line as text and parsed by Python, and every CSV cell is te
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import glob
 import json
 import os
@@ -19,9 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from troupe.job.data import RowsSpec, reader_of
+import numpy as np
+
+from troupe.job.data import READERS, RowsSpec, reader_of
 from troupe.job.section import no_directory
-from troupe.outcomes import described
+from troupe.outcomes import described, shown
 from troupe.workflow.errors import WorkflowError
 
 if TYPE_CHECKING:
@@ -35,6 +38,19 @@ _HUB_REMEDY: Final = (
     "`hf download --repo-type dataset ID` beforehand, or name local files."
 )
 _TEXT: Final = "text"
+# What the library, pandas and pyarrow say of a file without rows.
+_WITHOUT_ROWS: Final = (
+    "corresponds to no data",
+    "No columns to parse from file",
+    "BatchSize must be greater than 0",
+)
+_JSON_REMEDY: Final = "Write one JSON object per line, or the whole file as one array of objects."
+# Rows that are read together.
+BATCH: Final = 4096
+_SHORT_FLOATS: Final[Mapping[str, Callable[[float], object]]] = {
+    "float16": np.float16,
+    "float32": np.float32,
+}
 
 
 class DataError(WorkflowError):
@@ -107,12 +123,17 @@ def _as_written(kind: Any, *, listed: bool = False) -> Callable[[Any], Any] | No
 
     All items of a list have the same keys in Arrow, which fills those that an item was written
     without: tools of two shapes would each show the parameters of the other, as nulls. So nulls
-    within items of lists are left out. The `Json` type keeps values as JSON text.
+    within items of lists are left out. The `Json` type keeps values as JSON text. A number with
+    fewer bits than Python's becomes the shortest decimal that means it: 0.1, where its exact value
+    is 0.10000000149.
     """
     import datasets
 
     if isinstance(kind, datasets.Json):
         return lambda value: None if value is None else json.loads(value)
+    if isinstance(kind, datasets.Value) and kind.dtype in _SHORT_FLOATS:
+        short = _SHORT_FLOATS[kind.dtype]
+        return lambda value: None if value is None else float(str(short(value)))
     if isinstance(kind, Mapping):
         parts = {name: _as_written(part, listed=listed) for name, part in kind.items()}
         if not listed and not any(parts.values()):
@@ -148,8 +169,9 @@ class JsonTable(Table):
     def names(self, rows: int) -> Names:
         """The keys of the first `rows` rows and of the objects in them."""
         found: dict[str, Any] = {}
-        for row in self.read(0, rows):
-            _collect(row, found)
+        for begin in range(0, rows, BATCH):
+            for row in self.read(begin, min(rows, begin + BATCH)):
+                _collect(row, found)
         return found
 
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
@@ -161,7 +183,7 @@ class JsonTable(Table):
         if not line.strip():
             return {}
         try:
-            row = json.loads(line)
+            row = _decode(line)
         except (ValueError, RecursionError) as error:
             raise self._no_object(number, described(error), line) from error
         if not isinstance(row, dict):
@@ -173,8 +195,21 @@ class JsonTable(Table):
             f"row {number} is not a JSON object: {why}",
             field=self._field,
             value=line[:100],
-            remedy="Write one JSON object per line, or the whole file as one array of objects.",
+            remedy=_JSON_REMEDY,
         )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} appears twice in one object")
+    return found
+
+
+# Python's decoder, but that it does not take the last one of two values of one key.
+_decode: Final = json.JSONDecoder(object_pairs_hook=_object).decode
 
 
 def _collect(row: Mapping[str, Any], names: dict[str, Any]) -> None:
@@ -208,7 +243,15 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
     reader = reader_of(source)
     where = f"{field}.held_out" if source != spec.dataset else f"{field}.dataset"
     wanted = "train" if reader else split or spec.split or "train"
-    if (reader and not glob.glob(source)) or (not reader and no_directory(source)):
+    if not reader and os.path.isfile(source):
+        raise DataError(
+            "the ending of its name is none of a file that can be read",
+            kind="dataset_missing",
+            field=where,
+            value=source,
+            remedy=f"Endings are {', '.join(READERS)}, also followed by one of a compressed file.",
+        )
+    if (reader and not files_of(source)) or (not reader and no_directory(source)):
         raise DataError(
             "there is no such file or folder",
             kind="dataset_missing",
@@ -221,14 +264,18 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
         check_files_apart(field, source, spec.dataset)
     try:
         if reader:
-            more = {"sep": "\t"} if ".tsv" in Path(source).suffixes else {}
-            builder = datasets.load_dataset_builder(reader, data_files=source, **more)
+            more = {"sep": "\t"} if ".tsv" in Path(source.lower()).suffixes else {}
+            # The library takes brackets and stars of a path for a pattern.
+            files = glob.escape(source) if os.path.isfile(source) else source
+            builder = datasets.load_dataset_builder(reader, data_files=files, **more)
         else:
             builder = _hub_builder(source, spec)
         table = _open(builder, wanted, where)
         shared = 0
         if split and source == spec.dataset and table.lengths:
             shared = _shared_rows(table.lengths, spec.split or "train", split)
+    except DataError:
+        raise
     except Exception as error:  # pyarrow, pandas, fsspec and the hub raise their own
         of_split = f"{field}.{'held_out' if split else 'split'}", wanted
         raise _explained(error, spec, field, (where, source), of_split) from error
@@ -289,12 +336,12 @@ def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
     )
     lines = read(split=split)
     first = next((line for line in lines[_TEXT] if line.strip()), "{}")
-    if _is_object(first):
+    if not _begins_document(first):
         return JsonTable(lines, field)
     # Each file is one value: an array of rows, or a single row. All have to fit into memory.
     rows: dict[str, list[Any]] = {}
     for name, documents in read(sample_by="document").items():
-        values = [json.loads(document) for document in documents[_TEXT]]
+        values = [_decoded(document, field) for document in documents[_TEXT]]
         rows[name] = [row for one in values for row in (one if isinstance(one, list) else [one])]
     lengths = {name: len(own) for name, own in rows.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
@@ -303,11 +350,27 @@ def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
     return JsonTable(texts, field, lengths)
 
 
-def _is_object(line: str) -> bool:
+def _begins_document(line: str) -> bool:
+    """Whether a file whose first line is `line` is one JSON value, not an object per line: the line
+    is an array, or a value goes on after it."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line), list)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(line.rstrip())
     except (ValueError, RecursionError):
-        return False
+        return line.lstrip().startswith("[")
+
+
+def _decoded(document: str, field: str) -> Any:
+    try:
+        return _decode(document)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"a file is not JSON: {described(error)}",
+            field=field,
+            value=document[:100],
+            remedy=_JSON_REMEDY,
+        ) from error
 
 
 def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
@@ -336,19 +399,25 @@ def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
         )
 
 
+def files_of(source: str) -> list[str]:
+    """The local files that a data set is: the one of this name, else those that it matches."""
+    return [source] if os.path.isfile(source) else sorted(glob.glob(source))
+
+
 def check_files_apart(field: str, held_out: str, training: str) -> None:
-    """Raises `DataError` if a file is one of `held_out` and of `training`, under any name."""
-
-    def identity(path: str) -> tuple[int, int]:
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-
+    """Raises `DataError` if a file of `held_out` is one of `training`, or a copy of one."""
     if not reader_of(held_out) or not reader_of(training):
         return
-    known = {identity(path) for path in glob.glob(training)}
-    for path in glob.glob(held_out):
-        if identity(path) in known:
-            raise _overlap(field, held_out, f"{path} is one of the files `{training}`")
+    known: dict[int, list[str]] = {}
+    for path in files_of(training):
+        known.setdefault(os.path.getsize(path), []).append(path)
+    for path in files_of(held_out):
+        # Most files differ in size, so that few are read.
+        for other in known.get(os.path.getsize(path), ()):
+            if os.path.samefile(path, other):
+                raise _overlap(field, held_out, f"{path} is one of the files `{training}`")
+            if filecmp.cmp(path, other, shallow=False):
+                raise _overlap(field, held_out, f"{path} is a copy of {other}")
 
 
 def _shared_rows(lengths: Mapping[str, int], training: str, held_out: str) -> int:
@@ -390,7 +459,7 @@ def _explained(
 
     kinds: list[tuple[bool, str, tuple[str, object], str]] = [
         (
-            isinstance(error, ValueError) and "corresponds to no data" in str(error),
+            any(one in str(error.__cause__ or error) for one in _WITHOUT_ROWS),
             "no_rows",
             of_source,
             "Give it rows.",

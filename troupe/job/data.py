@@ -22,6 +22,7 @@ from troupe.job.section import (
 READERS: Final = {
     ".parquet": "parquet",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
@@ -34,6 +35,7 @@ Weight = Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)]
 
 def reader_of(source: str) -> str | None:
     """The reader of a local file, by the ending of its name; None for anything else."""
+    source = source.lower()
     for end in _COMPRESSED:
         source = source.removesuffix(end)
     return next((reader for end, reader in READERS.items() if source.endswith(end)), None)
@@ -44,8 +46,8 @@ class RowsSpec(Section):
 
     dataset: str = Field(default="", max_length=4096)
     """Id on the Hugging Face hub (`openai/gsm8k`), a local folder of one, or a local file:
-    `.parquet`, `.arrow`, `.jsonl`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`, `.bz2`, `.xz`,
-    `.zst`); `*` matches several. Paths are those of the hosts that read it. Needs
+    `.parquet`, `.arrow`, `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`,
+    `.bz2`, `.xz`, `.zst`); `*` matches several. Paths are those of the hosts that read it. Needs
     `pip install "troupe-rl[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
     """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""

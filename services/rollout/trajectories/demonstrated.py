@@ -7,15 +7,13 @@ gangs, with checkpoints).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.trajectory import RunningTrajectory
-from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
-from troupe.job.sections import SupervisedSpec
+from troupe.data.demonstrations import Demonstration, renderer_of
 from troupe.tensors import ids_to_proto, to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -34,17 +32,7 @@ class DemonstratedTrajectory(RunningTrajectory):
         row = await job.demonstrations.get("train", self._ticket.index)
         learners = {n: role for n, role in job.roles.items() if role.policy in job.trained}
         positions = [job.policies[role.policy].language.positions for role in learners.values()]
-        bounds = [one for one in (spec.max_tokens, *positions) if one]
-        render = preferences_of
-        if isinstance(spec, SupervisedSpec):
-            render = partial(demonstrations_of, turns=spec.turns)
-        found = render(
-            row,
-            learners,
-            agent=spec.agent,
-            template=spec.template,
-            max_tokens=min(bounds, default=0),
-        )
+        found = renderer_of(spec, learners, positions)(row)
         self._move(pb.TRAJECTORY_STATE_SCORING)
         self._emit(self._event())
         self._metrics = {

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from troupe.client.cli import options
+from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.devices import Device, parse_devices
 from troupe.functions.sources import collect
@@ -41,6 +42,7 @@ from troupe.job.sizing import (
 from troupe.outcomes import shown
 from troupe.rpc.errors import TroupeError
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
+from troupe.workflow import ChatTokenizer, Role, Sampling
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
@@ -395,8 +397,13 @@ def read_data(job: JobSpec) -> list[str]:
                 )
                 notes += opened.notes
                 # Rewards score trajectories, not demonstrations.
-                if field not in learned and not any(one.source for one in tasks.every.values()):
-                    problems += _bad_references(job, opened)
+                if any(one.source for one in tasks.every.values()):
+                    continue
+                problems += (
+                    _bad_rows(job, opened, field)
+                    if field in learned
+                    else _bad_references(job, opened)
+                )
     except (WorkflowError, TroupeError) as error:
         problem = FieldProblem(
             error.field or "tasks", error.value or "", error.message, error.remedy or ""
@@ -405,6 +412,29 @@ def read_data(job: JobSpec) -> list[str]:
     if problems:
         raise JobSpecError(problems)
     return notes
+
+
+def _bad_rows(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProblem]:
+    """The first row that nothing can be learned from. The models' tokenizers need not be here, so
+    tokens are bytes, in a template without thoughts."""
+    from troupe.workflow.trying.tokenizer import ByteTokenizer
+
+    assert job.offline is not None, "its rows are tried"
+    chat = ChatTokenizer(ByteTokenizer())
+    learners = {
+        name: Role(name, agent.policy, chat, Sampling(), agent.system_prompt)
+        for name, agent in job.agents.items()
+        if agent.policy in job.trained_policies
+    }
+    render = renderer_of(job.offline, learners)
+    for number in range(min(len(tasks), TRIED_ROWS)):
+        row = tasks[number]
+        try:
+            render(row)
+        except WorkflowError as error:
+            message = f"{error.message} (row {shown(row, 200)} of {tasks.source})"
+            yield FieldProblem(field, "", message, error.remedy or "")
+            break
 
 
 def _bad_references(job: JobSpec, tasks: TaskSplit) -> Iterator[FieldProblem]:
