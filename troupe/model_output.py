@@ -318,7 +318,7 @@ _CONTAINERS: Final = re.compile(r"(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])(?=[ \t]))*")
 _QUOTE: Final = re.compile(r"(?:[ \t]{0,3}> ?)+")
 _FENCE: Final = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _LATE_FENCE: Final = re.compile(r"([^`]*(?:`{1,2}[^`]+)*?)(?<!`)(`{3,})([^`]*)")
-_CLOSING: Final = re.compile(r"[\s>]*(`{3,}|~{3,})[ \t]*(?:</.*)?")
+_CLOSING: Final = re.compile(r"[\s>]*(`{3,}|~{3,})[ \t]*(?:<.*)?")
 _MARKDOWN: Final = re.compile(r"(?:markdown|md)(?!\S)", re.IGNORECASE)
 _NOTHING: Final = object()
 
@@ -329,7 +329,7 @@ def read_blocks(text: str) -> list[TextBlock]:
     Fences are those of CommonMark 0.31, section 4.5: at least three backticks or tildes with any
     info string, closed by a fence that is at least as long and is not indented further than three
     columns, else by the end of the text. Models also write fences that no Markdown parser accepts;
-    these count, too: behind other text (`Code: ```python`), before a closing tag
+    these count, too: behind other text (`Code: ```python`), before a tag
     (` ```</answer>`), behind the last line of code, and at any indentation. A block of Markdown is
     replaced by the blocks inside it.
     """

@@ -6,6 +6,7 @@ import inspect
 import json
 import threading
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
@@ -80,6 +81,38 @@ def said(*texts: str, agent: str = "solver") -> list[dict[str, Any]]:
         (-5, "\N{MINUS SIGN}5", 1.0),
         ("0.5", "\\boxed{\N{FULLWIDTH DIGIT ZERO}.\N{FULLWIDTH DIGIT FIVE}}", 1.0),
         ("3", "\\boxed{}", 0.0),
+        # A reply without words is an expression as a whole, not the first number in it.
+        ("10", "10^{10}", 0.0),
+        (10**10, "10^{10}", 1.0),
+        ("10", "The answer is 10^{10}.", 0.0),
+        (10**10, "The answer is 10^{10}.", 1.0),
+        ("2", "2x", 0.0),
+        ("2x", "2x", 1.0),
+        ("3", "3\\pi", 0.0),
+        ("3\\pi", "3\\pi", 1.0),
+        ("5", "5!", 0.0),
+        ("120", "5!", 1.0),
+        ("6", "2\\cdot 3", 1.0),
+        ("4", "n=3, m=4", 0.0),
+        ("5", "x = 5", 1.0),
+        ("(1, 2)", "(1,2)", 1.0),
+        ("[0, 1)", "[0,1)", 1.0),
+        ("\\{1, 2\\}", "\\{2, 1\\}", 1.0),
+        ("2+3i", "2+3i", 1.0),
+        ("A", "(A)", 1.0),
+        ("\\infty", "\\infty", 1.0),
+        ("\\frac{1}{2}", "\\frac{1}{2}", 1.0),
+        ("1000", "1 000", 1.0),
+        ("7", "**7**", 1.0),
+        ("7", "7.", 1.0),
+        ("5", "\N{EURO SIGN}5", 1.0),
+        ("0.5", "50\\%", 1.0),
+        ("7", "7 apples", 1.0),
+        # Of tags of an answer the last ones count.
+        ("7", "<answer>7</answer>", 1.0),
+        ("7", "It is 5, no: <answer> x = 7 </answer>, since 3 + 4 = 7 and not 8", 1.0),
+        ("7", "<answer>7</answer> or <answer>8</answer>", 0.0),
+        ("7", "<answer>\\boxed{7}</answer>", 1.0),
     ],
 )
 def test_mathematics_is_compared_as_such(reference: object, reply: str, score: float) -> None:
@@ -141,6 +174,7 @@ def test_texts_are_compared_without_regard_to_white_space() -> None:
         ("-5", "\N{MINUS SIGN}5", 1.0),
         ("7", "\N{FULLWIDTH DIGIT SEVEN}", 1.0),
         ("A", "\N{FULLWIDTH LATIN CAPITAL LETTER A}", 1.0),
+        ("A", "\N{ZERO WIDTH NO-BREAK SPACE}A\N{ZERO WIDTH SPACE}", 1.0),
         # numbers of the data by their decimal value,
         (7, "7", 1.0),
         (7, "7.0", 1.0),
@@ -257,10 +291,51 @@ def test_json_follows_a_schema_of_the_job_or_of_the_query() -> None:
         assert answers.json_schema(query(shape=schema), said(reply), {}, field="shape") == score
 
 
-def test_a_schema_that_refers_to_the_network_fetches_nothing() -> None:
-    remote = {"$ref": "http://127.0.0.1:9/schema.json"}
-    with pytest.raises(Exception, match="schema"):
-        answers.json_schema(query(), said("{}"), {}, json_schema=remote)
+BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "whole"}, "type: 'whole'"),
+    ({"properties": {"a": {"type": "whole"}}}, "properties.a.type: 'whole'"),
+    # Nothing is fetched from the network.
+    ({"$ref": "http://127.0.0.1:9/schema.json"}, "refers to no part"),
+    ({"$ref": "#/$defs/none"}, "refers to no part"),
+    ({"$ref": "#anchor"}, "refers to no part"),
+    ({"items": {"anyOf": [{"$ref": "#/definitions/none"}]}}, "refers to no part"),
+    ({"$schema": "https://json-schema.org/draft-07/schema"}, "is no draft of JSON Schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "why"), BAD_SCHEMAS)
+def test_a_schema_that_cannot_be_followed_is_an_error(schema: dict[str, Any], why: str) -> None:
+    for shape in (schema, json.dumps(schema)):
+        with pytest.raises(answers.BadReferenceError, match=why):
+            answers.json_schema(query(shape=shape), said("{}"), {}, field="shape")
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}, "3", '"3"'),
+        (
+            {
+                "$id": "http://example.com/a",
+                "$defs": {"n": {"$anchor": "n"}},
+                "items": {"$ref": "#n"},
+            },
+            "[3]",
+            "no",
+        ),
+        ({"items": {"$ref": "#"}, "type": "array"}, "[[], [[]]]", "[3]"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "const": 3}, "3.0", "4"),
+        ({"format": "date"}, '"2024-01-05"', '"2024-13-05"'),
+        ({"format": "email"}, '"a@example.com"', '"a"'),
+        # It refers to itself without end.
+        ({"items": {"$ref": "#/items"}}, "[]", "[3]"),
+    ],
+)
+def test_references_within_a_schema_and_formats_are_followed(
+    schema: dict[str, Any], right: str, wrong: str
+) -> None:
+    for reply, score in ((right, 1.0), (wrong, 0.0)):
+        assert answers.json_schema(query(), said(reply), {}, json_schema=schema) == score
 
 
 def test_a_schema_of_the_query_may_be_text_and_must_be_a_schema() -> None:
@@ -366,11 +441,38 @@ def test_tests_under_other_names_are_run_where_no_file_has_a_name_of_pytest() ->
         "from solution import f\nassert f(2) == 4",
         "def check(f): assert f(2) == 4",
         {"test_a.py": "assert f(2) == "},
+        {"../test_a.py": "def test_a(): ..."},
+        {"/tmp/test_a.py": "def test_a(): ..."},
+        "async def test_a(): ...",
+        "class TestA:\n    async def test_a(self): ...",
     ],
 )
 def test_tests_that_cannot_be_run_are_an_error(tests: object) -> None:
     with pytest.raises(answers.BadReferenceError, match="'tests' of the query is"):
         answers.passes_tests(query(tests=tests), said("def f(n): return n * n"), {})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "\ufefffrom solution import f\ndef test_a(): assert f(2) == 4",
+        "import unittest\nfrom solution import f\nclass A(unittest.IsolatedAsyncioTestCase):\n"
+        "    async def test_a(self): self.assertEqual(f(2), 4)",
+    ],
+)
+def test_tests_may_begin_with_a_byte_order_mark_or_be_of_unittest(tests: str) -> None:
+    assert answers.passes_tests(query(tests=tests), said("def f(n): return n * n"), {}) == 1.0
+    assert answers.passes_tests(query(tests=tests), said("def f(n): return n"), {}) == 0.0
+
+
+def test_a_file_that_cannot_be_imported_is_one_error_among_the_tests_of_others() -> None:
+    files = {
+        "test_a.py": "from solution import f\ndef test_a(): assert f(2) == 4",
+        "test_b.py": "from solution import g\ndef test_b(): assert g(2) == 4",
+    }
+    for partial, score in ((True, 0.5), (False, 0.0)):
+        reply = said("def f(n): return n * n")
+        assert answers.passes_tests(query(tests=files), reply, {}, partial=partial) == score
 
 
 def test_an_agent_that_said_nothing_gets_nothing() -> None:
@@ -412,33 +514,75 @@ def test_what_the_job_may_say_is_what_the_function_takes(name: str) -> None:
     assert declared.kind == "reward"
 
 
+JUDGED = {"base_url": "http://127.0.0.1:9/v1"}
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
         ({"ready": "maths"}, "math"),
         ({"ready": "math", "entrypoint": "a:b"}, "exactly one of"),
-        ({"ready": "math", "arguments": {"anser": "x"}}, "`arguments.anser` there is no such"),
+        ({"ready": "math", "arguments": {"anser": "x"}}, "`anser` there is no such"),
         ({"ready": "math", "arguments": {"answer_pattern": "("}}, "no regular expression"),
-        ({"ready": "math", "arguments": {"digits": 99}}, "`arguments.digits`"),
+        ({"ready": "math", "arguments": {"digits": 99}}, "`digits`"),
         ({"ready": "math", "arguments": {"agent": "nobody"}}, "'nobody' is not an agent"),
-        ({"ready": "regex"}, "`arguments.pattern` is missing"),
+        ({"ready": "regex"}, "`pattern` is missing"),
         ({"ready": "regex", "arguments": {"pattern": "[a"}}, "no regular expression"),
         ({"ready": "json_schema"}, "exactly one of `json_schema` and `field`"),
         (
             {"ready": "json_schema", "arguments": {"json_schema": {"type": "whole"}}},
-            "json_schema.type: 'whole'",
+            "json_schema: type: 'whole'",
         ),
-        ({"ready": "format", "arguments": {"tags": []}}, "`arguments.tags`"),
+        ({"ready": "format", "arguments": {"tags": []}}, "`tags`"),
         ({"ready": "format", "arguments": {"tags": ["<think>"]}}, "no name of a tag"),
         ({"ready": "length", "arguments": {"most": 3, "least": 4}}, "more than `most`"),
-        ({"ready": "tests", "arguments": {"seconds": 0}}, "`arguments.seconds`"),
-        ({"ready": "judge", "arguments": {"model": "m"}}, "`arguments.base_url` is missing"),
+        ({"ready": "tests", "arguments": {"seconds": 0}}, "`seconds`"),
+        ({"ready": "judge", "arguments": {"model": "m"}}, "`base_url` is missing"),
+        *(
+            ({"ready": "judge", "arguments": {"model": "m", **own}}, said)
+            for own, said in (
+                ({"base_url": "api.example.com/v1"}, "`base_url`"),
+                ({"base_url": "ftp://a/v1"}, "`base_url`"),
+                (JUDGED | {"prompt": "Judge $reply"}, "no template of .task"),
+                (JUDGED | {"prompt": "It costs $5: $answer"}, "no template of .task"),
+                (JUDGED | {"prompt": "Judge $task"}, "neither .answer nor"),
+            )
+        ),
+        *(
+            ({"ready": "tests", "arguments": {"file": file}}, "`file`")
+            for file in (
+                *("/tmp/a.py", "../a.py", "a/../../b.py", "solution", "a.txt"),
+                *("test_solution.py", "a/b_test.py", "conftest.py"),
+            )
+        ),
+        *(
+            ({"ready": "json_schema", "arguments": {"json_schema": schema}}, said)
+            for schema, said in BAD_SCHEMAS
+        ),
     ],
 )
 def test_bad_arguments_are_refused_at_submit(reward: dict[str, Any], said: str) -> None:
     with pytest.raises(JobSpecError, match=said) as refused:
         parse_job(job_yaml(rewards={"right": reward}))
     assert refused.value.problems[0].field.startswith("rewards.right")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("math", {"boxed": "false", "weight": "1e-3"}, {"boxed": False, "weight": 0.001}),
+        ("math", {"digits": 6.0}, {"digits": 6}),
+        ("tests", {"partial": "no"}, {"partial": False}),
+        ("exact", {"ignore_case": 1}, {"ignore_case": True}),
+        ("reward_model", {"model": "~/m"}, {"model": str(Path("~/m").expanduser())}),
+    ],
+)
+def test_a_ready_reward_gets_arguments_of_the_types_that_it_takes(
+    name: str, given: dict[str, Any], taken: dict[str, Any]
+) -> None:
+    job = parse_job(job_yaml(rewards={"right": {"ready": name, "arguments": given}}))
+    found = job.rewards["right"].arguments
+    assert json.dumps(found, sort_keys=True) == json.dumps(taken, sort_keys=True)
 
 
 def test_a_field_that_no_row_has_is_refused_at_submit() -> None:

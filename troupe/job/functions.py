@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from string import Template
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from troupe.functions.validation import (
     ARGUMENT,
@@ -116,15 +117,12 @@ class JsonSchemaArguments(ReadyArguments):
             raise ValueError("json_schema: give exactly one of `json_schema` and `field`")
         if self.json_schema is not None:
             # Its import takes a tenth of a second.
-            from jsonschema import SchemaError, validators
+            from troupe.functions.library.answers import schema_validator
 
             try:
-                validators.validator_for(self.json_schema).check_schema(self.json_schema)
-            except SchemaError as error:
-                where = ".".join(map(str, error.path))
-                raise ValueError(
-                    f"json_schema{'.' * bool(where)}{where}: {error.message}"
-                ) from error
+                schema_validator(self.json_schema)
+            except ValueError as error:
+                raise ValueError(f"json_schema: {error}") from error
         return self
 
 
@@ -180,6 +178,16 @@ class TestsArguments(ReadyArguments):
     seconds: float = Field(default=30.0, gt=0, le=300)
     """Time limit of a run."""
 
+    @field_validator("file")
+    @classmethod
+    def _module(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{value!r} is no path of a Python file; write `solution.py`")
+        if path.name == "conftest.py" or re.fullmatch(r"test_.*|.*_test", path.stem):
+            raise ValueError(f"{value!r} is a name of tests, and pytest would run it")
+        return value
+
 
 class PuzzleArguments(ReadyArguments):
     """`reasoning_gym`: what the scorer of the query's puzzle says, for tasks of
@@ -195,14 +203,15 @@ class PuzzleArguments(ReadyArguments):
 class JudgeArguments(Section):
     """`judge`: a score from a judging model at any endpoint that speaks OpenAI's API."""
 
-    base_url: str = Field(min_length=1)
+    base_url: str = Field(pattern=r"^https?://[^\s/]+")
     """The endpoint: `https://api.example.com/v1`."""
     model: str = Field(min_length=1)
     """Name of the model there."""
     rubric: str | None = None
     """What is judged. Default: how correct, complete and to the point the answer is."""
     prompt: str | None = None
-    """The whole prompt, instead of `rubric`; a `string.Template` of $task, $answer, ..."""
+    """The whole prompt, instead of `rubric`: a `string.Template` of $task, $answer, $conversation,
+    $rubric, $lowest, $highest and $tag. It shows $answer or $conversation; `$$` is a dollar."""
     task: str = ""
     """Field of the query that is the task. Default: all of its data."""
     agent: str = ""
@@ -222,6 +231,19 @@ class JudgeArguments(Section):
     """Sampling temperature of the judge."""
     max_tokens: Tokens = 1024
     """Longest reply of the judge."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _template(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        shown = set(Template(value).get_identifiers())
+        if not Template(value).is_valid() or shown - set(JUDGE_FIELDS):
+            known = ", ".join(f"${name}" for name in JUDGE_FIELDS)
+            raise ValueError(f"is no template of {known}; write $$ for a dollar")
+        if not shown & {"answer", "conversation"}:
+            raise ValueError("shows the judge neither $answer nor $conversation")
+        return value
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -254,6 +276,8 @@ class RewardModelArguments(Section):
         return expand_home(value) or ""
 
 
+JUDGE_FIELDS: Final = ("task", "answer", "conversation", "rubric", "lowest", "highest", "tag")
+"""Variables of a judge's prompt."""
 _LIBRARY: Final = "troupe.functions.library"
 READY: Final[Mapping[str, tuple[str, type[Section]]]] = {
     "math": (f"{_LIBRARY}.mathematics:math", MathArguments),
@@ -298,7 +322,7 @@ class FunctionSpec(Section):
     function: str | None = None
     """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
     deployed with; only `arguments` may be set, too."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default={}, validate_default=True)
     """Further keyword arguments of every call; not shown to models."""
     version: str | None = Field(default=None, min_length=1)
     """Version of the function's behaviour. Default: "1"."""
@@ -369,6 +393,19 @@ class FunctionSpec(Section):
 
     _json = field_validator("arguments")(check_json)
 
+    @field_validator("arguments")
+    @classmethod
+    def _of_ready(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Arguments of a ready reward with the types that it takes: YAML reads 1e-3 as a text, and
+        "false" would count as true."""
+        ready = info.data.get("ready")
+        if ready is None:
+            return value
+        try:
+            return READY[ready][1].model_validate(value).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise ValueError("; ".join(map(_told, error.errors()))) from error
+
     @field_validator("entrypoint")
     @classmethod
     def _entrypoint(cls, value: str | None) -> str | None:
@@ -392,15 +429,6 @@ class FunctionSpec(Section):
                         f"`{name}` of a deployed function is what it was deployed with; remove it, "
                         "or deploy the function with another"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _ready_arguments(self) -> Self:
-        if self.ready is not None:
-            try:
-                READY[self.ready][1].model_validate(self.arguments)
-            except ValidationError as error:
-                raise ValueError("; ".join(map(_told, error.errors()))) from error
         return self
 
     @model_validator(mode="after")
@@ -442,13 +470,13 @@ class FunctionSpec(Section):
 
 def _told(fault: Any) -> str:
     """One fault of the arguments of a ready reward, with its place."""
-    where = ".".join(map(str, ("arguments", *fault["loc"])))
+    where = ".".join(map(str, fault["loc"]))
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "missing":
         message = "is missing"
     elif fault["type"] == "extra_forbidden":
         message = "there is no such argument"
-    return f"`{where}` {message}" if fault["loc"] else f"`{where}`: {message}"
+    return f"`{where}` {message}" if where else message
 
 
 class McpSpec(Section):

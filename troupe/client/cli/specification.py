@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
 )
-# Rewards that look at the reference before the reply, and how many rows of a split they are tried
-# on: mathematics takes some milliseconds for each.
-_COMPARING: Final = ("exact", "math", "json_schema")
+# Rewards that look at the row before the reply, and how many rows of a split they are tried on:
+# mathematics takes some milliseconds for each.
+_COMPARING: Final = ("exact", "math", "json_schema", "tests")
 _TRIED_ROWS: Final = 100
 # What errors call the value of an assignment.
 _VALUE: Final = "its value"

@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any, Final
@@ -26,9 +27,12 @@ from troupe.outcomes import shown
 _SPACE: Final = re.compile(r"\s+")
 _NOT_JSON: Final = object()
 # Info strings of Python blocks: `python title="x"`, `Python3.11`, `{.py}`, `solution.py`.
-_PYTHON: Final = re.compile(r"(?:[{.\s]*i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE)
-# The typographic minus sign and full-width characters, as ASCII.
+_PYTHON: Final = re.compile(
+    r"(?:[{.\s]*(?:lang(?:uage)?[-=:])?i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE
+)
+# The typographic minus sign and full-width characters, as ASCII; spaces without width are none.
 _ASCII: Final[dict[int, int | str]] = {
+    **dict.fromkeys((0x200B, 0x2060, 0xFEFF), ""),
     0x2212: "-",
     **{0xFEE0 + code: code for code in range(0x21, 0x7F)},
 }
@@ -104,25 +108,59 @@ def json_schema(
     """1 where the reply is JSON that follows a JSON schema: `json_schema`, or the query's
     `field`, an object or its JSON text. A fence around the reply is ignored. Raises
     `BadReferenceError`."""
-    from jsonschema import SchemaError, validators
-    from referencing import Registry
-
-    schema = json_schema
-    if schema is None:
-        given = data_of(query, field)
-        schema = read_json(given) if isinstance(given, str) else given
+    schema = given = data_of(query, field) if json_schema is None else json_schema
+    if isinstance(given, str):
+        schema = read_json(given)
+    try:
+        validator = schema_validator(schema)
+    except ValueError as error:
         remedy = "Give the query an object that is a JSON schema, or its JSON text."
-        if not isinstance(schema, dict):
-            raise BadReferenceError(field, given, "it is not a JSON schema", remedy)
-        try:
-            validators.validator_for(schema).check_schema(schema)
-        except SchemaError as error:
-            raise BadReferenceError(field, given, error.message, remedy) from error
+        raise BadReferenceError(field, given, f"{error}", remedy) from error
     value = read_fenced_json(spoken(turns, agent) or "", _NOT_JSON)
-    # An empty registry: references lead nowhere but into the schema, never to the network.
-    validator = validators.validator_for(schema)(schema, registry=Registry())
-    valid = value is not _NOT_JSON and validator.is_valid(value)
+    try:
+        valid = value is not _NOT_JSON and validator.is_valid(value)
+    except RecursionError:  # the schema refers to itself without end
+        valid = False
     return rewarded(float(valid), agent, weight)
+
+
+def schema_validator(schema: Any) -> Any:
+    """The validator of a JSON schema, of which it also checks `format`.
+
+    Raises ValueError for what is no JSON schema of a known draft, and where a reference leads
+    nowhere or out of the schema: nothing is fetched from the network.
+    """
+    from jsonschema import SchemaError, validators
+    from referencing import Registry, Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    def check_references(part: Any, resolver: Any) -> None:
+        if isinstance(part.contents, dict):
+            for name in ("$ref", "$dynamicRef"):
+                if isinstance(to := part.contents.get(name), str):
+                    resolver.lookup(to)
+        for one in part.subresources():
+            check_references(one, resolver.in_subresource(one))
+
+    if not isinstance(schema, dict):
+        raise ValueError("it is not a JSON schema")
+    kind = validators.validator_for(schema, default=None)
+    if kind is None and "$schema" in schema:
+        raise ValueError(f"$schema: {shown(schema['$schema'])} is no draft of JSON Schema")
+    kind = kind or validators.validator_for({})
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        where = "".join(f"{part}." for part in error.path)
+        raise ValueError(f"{where.rstrip('.')}: {error.message}".removeprefix(": ")) from error
+    specification = specification_with(kind.META_SCHEMA["$schema"])
+    root = Resource.from_contents(schema, default_specification=specification)
+    try:
+        check_references(root, Registry().resolver_with_root(root))
+    except Unresolvable as error:
+        raise ValueError(f"{shown(error.ref)} refers to no part of the schema") from error
+    return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
 
 
 @reward(timeout_seconds=20)
@@ -198,9 +236,12 @@ def passes_tests(
     files, of which those that pytest takes for tests are run. `partial`: the fraction that passes.
     Raises `BadReferenceError`."""
     files = _files_of(query, tests)
+    paths, reply = _test_paths(files, tests, file), spoken(turns, agent)
+    if reply is None:
+        return rewarded(0.0, agent, weight)
     report = run_pytest(
-        paths=_test_paths(files, tests, file),
-        files={**files, file: code_in(spoken(turns, agent) or "")},
+        paths=paths,
+        files={**files, file: code_in(reply)},
         seconds=seconds,
         isolated=True,
     )
@@ -305,7 +346,8 @@ def references(query: dict[str, Any], answer: str, pattern: str) -> list[Referen
 
 
 def plain_characters(text: str) -> str:
-    """`text` with typographic minus signs and full-width characters as ASCII."""
+    """`text` with typographic minus signs and full-width characters as ASCII, and without spaces
+    of no width."""
     return text.translate(_ASCII)
 
 
@@ -375,6 +417,9 @@ def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
     for name, content in files.items():
         if not isinstance(content, str):
             raise BadReferenceError(field, given, f"{name} is not text", _TESTS_REMEDY)
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            why = f"{name} leads out of the working directory"
+            raise BadReferenceError(field, given, why, _TESTS_REMEDY)
     return files
 
 
@@ -391,13 +436,20 @@ def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str
         raise BadReferenceError(field, dict(files), "it has no tests", _TESTS_REMEDY)
     for name in paths:
         try:
-            tree = ast.parse(files[name])
+            tree = ast.parse(files[name].encode())  # bytes may begin with a byte order mark
         except (SyntaxError, ValueError) as error:
             raise BadReferenceError(field, files[name], f"{error}", _TESTS_REMEDY) from error
         # Further files may have settings of pytest, or tests that this one imports.
         if len(files) == 1 and not any(map(_is_test, ast.walk(tree))):
             why = "it defines no function `test_...`"
             raise BadReferenceError(field, files[name], why, _TESTS_REMEDY)
+        # `unittest.IsolatedAsyncioTestCase` runs such methods.
+        plain = [one.body for one in tree.body if isinstance(one, ast.ClassDef) and not one.bases]
+        for node in chain(tree.body, *plain):
+            if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
+                why = f"pytest does not run `async def {node.name}`"
+                remedy = "Write a plain test that calls `asyncio.run`."
+                raise BadReferenceError(field, files[name], why, remedy)
     return paths
 
 

@@ -245,6 +245,8 @@ _PYTHON_OPTIONS: Final = ("-P", "-s", "-c", _STARTS_PYTEST)
 _PYTEST: Final = (
     *("-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"),
     "--import-mode=importlib",
+    # Tests of other files are run where one file cannot be imported.
+    "--continue-on-collection-errors",
 )
 TEST_FILES: Final = ("test_*.py", "*_test.py")
 """Names of files in which pytest looks for tests."""

@@ -25,6 +25,7 @@ import httpx
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import BadReferenceError, data_of
+from troupe.job.functions import JUDGE_FIELDS
 from troupe.model_output import read_fenced_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
@@ -173,7 +174,6 @@ Reply with one JSON object and nothing else: {"reason": "<one sentence>", "score
 a score from $lowest (worst) to $highest (best).
 """
 RUBRIC: Final = "Judge how correct, complete and to the point the answer is."
-_FIELDS: Final = ("task", "answer", "conversation", "rubric", "lowest", "highest", "tag")
 
 
 class JudgeError(Exception):
@@ -241,7 +241,7 @@ def judge(
     try:
         text = Template(prompt).substitute(values)
     except (KeyError, ValueError) as error:
-        known = ", ".join(f"${name}" for name in _FIELDS)
+        known = ", ".join(f"${name}" for name in JUDGE_FIELDS)
         raise JudgeError("bad_template", f"{error} in the prompt; known: {known}") from error
     refused = ""
     try:

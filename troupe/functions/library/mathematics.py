@@ -15,7 +15,9 @@ from typing import Any, Final
 from troupe.functions.declaration import reward
 from troupe.functions.library.answers import (
     BadReferenceError,
+    cut,
     plain_characters,
+    read_number,
     references,
     rewarded,
     spoken,
@@ -39,12 +41,20 @@ _PRECISION: Final = 15
 # Texts with one of these are LaTeX that math-verify finds by itself.
 _MARKED: Final = ("$", "\\(", "\\[", "\\boxed")
 _BOXED: Final = "\\boxed"
+_ANSWER: Final = r"(?s)<answer>(.*?)</answer>"
 # Numbers with an exponent, which math-verify takes for multiples of Euler's number, or cuts off at
 # the `e`; and those that can only be numbers, since programs write exponents so: `2e-01`.
 _EXPONENT, _PROGRAM_EXPONENT = (
     re.compile(rf"(?<![\w.])-?\d+(?:\.\d+)?[eE]{exponent}(?![\w^]|\.\d)")
     for exponent in (r"[-+]?\d{1,3}", r"[-+]\d{2,3}")
 )
+# Words and line breaks, which a bare expression lacks; those of commands (`\pi`, `\text{cm}`) do
+# not count.
+_PROSE: Final = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}|\n")
+# In prose, a power that is not marked as LaTeX.
+_POWER: Final = re.compile(r"[^\s$]*\^[^\s$]*[^\s$.,;:!?]")
+# Emphasis in Markdown, and currencies.
+_AROUND: Final = "*_` \u20ac\u00a3\u00a5"
 # No double other than 0 has more.
 _MOST_ZEROS: Final = 330
 
@@ -64,11 +74,14 @@ def math(
 ) -> float | dict[str, float]:
     """1 where the final answer of the reply equals the query's.
 
-    `answer_pattern` cuts the reference out of the field. `boxed`: only an answer in a box counts.
-    What takes too long to parse or to compare is wrong. Raises `BadReferenceError`.
+    `answer_pattern` cuts the reference out of the field. Of a reply with `<answer>...</answer>`
+    only the last of these counts; a reply without words is an expression as a whole. `boxed`: only
+    an answer in a box counts. What takes too long to parse or to compare is wrong. Raises
+    `BadReferenceError`.
     """
     seconds = _seconds()
     said = spoken(turns, agent) or ""
+    said = cut(said, _ANSWER) or said
     if boxed and _BOXED not in said:
         return rewarded(0.0, agent, weight)
     # A box that is there comes before anything else that looks like an answer.
@@ -97,9 +110,16 @@ def _is_latex(text: str) -> bool:
 
 def _readings(text: str) -> list[str]:
     """The texts that a reply may mean: in LaTeX `2e-1` is a number or a multiple of Euler's."""
-    plain = plain_characters(text)
+    plain = plain_characters(text).strip()
     decimal = _in_decimals(plain, _EXPONENT)
-    return list(dict.fromkeys([decimal, plain])) if _is_latex(plain) else [decimal]
+    if _is_latex(plain):
+        return list(dict.fromkeys([decimal, plain]))
+    if _PROSE.search(plain):
+        return [_POWER.sub(lambda found: f"${found[0]}$", decimal)]
+    # Of an expression that is not marked as LaTeX, math-verify would read the first number.
+    bare = decimal.strip(_AROUND)
+    number = read_number(bare)
+    return [f"${bare if number is None else format(number, 'f')}$"]
 
 
 def _in_decimals(text: str, numbers: re.Pattern[str]) -> str:
