@@ -89,6 +89,12 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
             '{"s": "{}"}\n{"s": "x"}\n',
             "not a JSON schema",
         ),
+        ("{ready: tests}", '{"q": "a", "tests": ["assert f(1) == 2"]}\n', "neither text nor files"),
+        (
+            "{ready: tests}",
+            '{"q": "a", "tests": {"../test_a.py": "def test_a(): ..."}}\n',
+            "out of",
+        ),
         ("{ready: exact}", '{"q": "a", "answer": 1}\n', None),
         ("{ready: math}", '{"q": "a", "answer": "1/2"}\n', None),
         ("{ready: tests}", '{"q": "a", "tests": "def test_a(): ..."}\n', None),
@@ -115,4 +121,37 @@ def test_references_that_a_ready_reward_cannot_use_are_named(
     else:
         assert status == 2
         assert err.startswith("error: rewards.right.arguments.")
+        assert said in err
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"q": "a"}', "has no question"),
+        ('{"question": " ", "id": 1}', "has no question"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "has no question"),
+        ('{"prompt": ["a"]}', "message 0 needs `role` and `content`"),
+        ('{"messages": [{"role": "user", "content": 7}]}', "must be text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', None),
+        ('{"question": "a"}', None),
+    ],
+)
+def test_rows_that_the_ready_workflow_cannot_ask_are_named(
+    run: Run,
+    job_yaml: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    said: str | None,
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("rows.jsonl").write_text(row + "\n")
+    text = job_yaml.replace("team:solve", "troupe.workflow.asking:ask")
+    path = job(text.replace('{source: "tasks:Tasks"}', "{dataset: rows.jsonl}"))
+    status, _, err = run("job", "validate", str(path), "--imports")
+    if said is None:
+        assert (status, err) == (0, "")
+    else:
+        assert status == 2
+        assert err.startswith("error: tasks.columns")
         assert said in err

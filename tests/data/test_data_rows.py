@@ -17,13 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.trajectories.queries import QuerySource
+from tests.support.cluster import job_yaml
+from tests.workflow.stage import make_chat
 from troupe.data.rows import DataRows, content_of, load_rows
 from troupe.data.tables import DataError
 from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
 from troupe.functions.library.answers import solves_puzzle
-from troupe.job import RowsSpec, TasksSpec
+from troupe.job import RowsSpec, TasksSpec, parse_job
 from troupe.job.data import JobTasksSpec
 from troupe.workflow.errors import EntrypointError
+from troupe.workflow.languages import Language, token_counter
 
 ROWS = [
     {"problem": "1 + 1", "extra": {"answer": "2"}},
@@ -326,3 +329,12 @@ def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
 def test_a_mixture_is_of_sources_and_nothing_else(tasks: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"exactly one|`max_tokens` is of a `dataset`"):
         JobTasksSpec.model_validate(tasks)
+
+
+def test_half_a_surrogate_pair_is_counted_as_a_token(lines: Callable[..., str]) -> None:
+    """JSON may hold one, and tokenizers refuse it."""
+    spec = parse_job(job_yaml())
+    count = token_counter(spec, {name: Language(make_chat(), ()) for name in spec.policies})
+    path = lines([{"q": "ab\ud83d"}, {"q": "abcdef"}])
+    rows = load_rows(RowsSpec(dataset=path, max_tokens={"q": 3}), "tasks", count_tokens=count)
+    assert [rows[index]["q"] for index in range(len(rows))] == ["ab\ud83d"]

@@ -43,17 +43,17 @@ async def ask(query: Query, agents: Agents, tools: Tools) -> None:
     await agent.chat(question_of(query))
 
 
-def question_of(data: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+def question_of(data: Mapping[str, Any]) -> str | list[Any]:
     """The question in a row: a text, or messages up to the reply that is asked for."""
     for name in FIELDS:
         given = data.get(name)
         if isinstance(given, str) and given.strip():
             return given
         if isinstance(given, list) and given:
-            while given and given[-1].get("role") == "assistant":
+            while given and isinstance(given[-1], Mapping) and given[-1].get("role") == "assistant":
                 given = given[:-1]
             if given:
-                return [dict(message) for message in given]
+                return given
     raise WorkflowError(
         "the query has no question",
         kind="no_question",

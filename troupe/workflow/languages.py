@@ -14,6 +14,7 @@ from typing import Any
 
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.job.hub import hub_problem
+from troupe.outcomes import utf8_text
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
@@ -87,6 +88,7 @@ def token_counter(
     }
 
     def count(texts: Sequence[str]) -> list[int]:
+        texts = [utf8_text(text) for text in texts]
         return [
             max(one)
             for one in zip(*(chat.lengths(texts) for chat in different.values()), strict=True)

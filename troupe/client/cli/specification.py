@@ -43,8 +43,10 @@ from troupe.outcomes import shown
 from troupe.rpc.errors import TroupeError
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.workflow import ChatTokenizer, Role, Sampling
+from troupe.workflow.asking import ask, question_of
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
+from troupe.workflow.messages import parse_messages
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
 
 if TYPE_CHECKING:
@@ -399,11 +401,11 @@ def read_data(job: JobSpec) -> list[str]:
                 # Rewards score trajectories, not demonstrations.
                 if any(one.source for one in tasks.every.values()):
                     continue
-                problems += (
-                    _bad_rows(job, opened, field)
-                    if field in learned
-                    else _bad_references(job, opened)
-                )
+                if field in learned:
+                    problems += _bad_rows(job, opened, field)
+                else:
+                    problems += _bad_references(job, opened)
+                    problems += _bad_questions(job, opened, field)
     except (WorkflowError, TroupeError) as error:
         problem = FieldProblem(
             error.field or "tasks", error.value or "", error.message, error.remedy or ""
@@ -453,6 +455,20 @@ def _bad_references(job: JobSpec, tasks: TaskSplit) -> Iterator[FieldProblem]:
                     message = f"{error} (row {shown(row, 200)} of {tasks.source})"
                     yield FieldProblem(f"rewards.{name}.arguments.{argument}", field, message, "")
                     break
+
+
+def _bad_questions(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProblem]:
+    """The first row that the ready workflow cannot ask."""
+    if job.workflow != f"{ask.__module__}:{ask.__name__}":
+        return
+    for number in range(min(len(tasks), _TRIED_ROWS)):
+        row = tasks[number]
+        try:
+            parse_messages(question_of(row), None)
+        except WorkflowError as error:
+            message = f"{error.message} (row {shown(row, 200)} of {tasks.source})"
+            yield FieldProblem(f"{field}.columns", error.value or "", message, error.remedy or "")
+            break
 
 
 def _load_own(entrypoint: str, field: str) -> Any:
