@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,34 @@ def test_a_puzzle_that_is_none_is_refused(sets: dict[str, Any], said: str) -> No
     spec = TasksSpec(source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": sets})
     with pytest.raises(EntrypointError, match=said):
         open_tasks(spec, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        None,
+        {},
+        ["spell_backward"],
+        "spell_backward",
+        {"spell_backwards": {}},
+        {1: {}},
+        {"composite": {}},
+        *(
+            {"spell_backward": config}
+            for config in (
+                *("x", [1], {"weight": 0}, {"weight": -1}, {"weight": "a"}, {"weight": math.nan}),
+                *({"weight": None}, {"size": 0}, {"size": -1}, {"size": "9"}, {"seed": "a"}),
+                *({"min_word_len": "a"}, {"min_word_len": 9, "max_word_len": 3}, {"length": 3}),
+            )
+        ),
+    ],
+)
+def test_sets_that_give_no_puzzles_are_refused_before_the_job_starts(sets: Any) -> None:
+    with pytest.raises(EntrypointError) as refused:
+        PuzzleTasks("train", sets)
+    assert refused.value.field == "tasks.args.sets"
+
+
+def test_a_set_may_be_switched_off_by_its_weight() -> None:
+    tasks = PuzzleTasks("train", {"spell_backward": {"weight": 0}, "leg_counting": None})
+    assert {tasks[index]["dataset"] for index in range(9)} == {"leg_counting"}

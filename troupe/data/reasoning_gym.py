@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import random
 from collections.abc import Mapping
 from typing import Any, Final
 
+from troupe.outcomes import described, shown
 from troupe.workflow.errors import EntrypointError
 
 # Of 256 digests of questions: those of the held-out ones.
@@ -63,22 +65,33 @@ class PuzzleTasks:
                 "reward service run. It needs a C compiler and Python's headers there.",
             ) from error
 
+        if not isinstance(sets, Mapping) or not sets:
+            raise _refused(sets, "`sets` are data sets by name", "")
         self._split = split
         self._seed = _HELD_OUT_SEED if split == "held_out" else seed
         self._size = size
         self._names = list(sets)
-        self._weights = [float((config or {}).get("weight", 1)) for config in sets.values()]
-        self._sets = {}
+        self._weights: list[float] = []
+        self._sets: dict[str, Any] = {}
         for name, config in sets.items():
-            own = {key: value for key, value in (config or {}).items() if key != "weight"}
             if name not in DATASETS:
-                close = difflib.get_close_matches(name, DATASETS)
+                close = difflib.get_close_matches(str(name), DATASETS)
                 raise _refused(name, f"there is none of {len(DATASETS)}", ", ".join(close))
+            if not isinstance(config, Mapping | None):
+                raise _refused(name, f"its configuration is {shown(config)}, not a mapping", "")
+            own = {"seed": 0, "size": _SMALL_SETS.get(name, _SIZE), "weight": 1, **(config or {})}
+            weight = own.pop("weight")
+            if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+                raise _refused(name, f"its `weight` is {shown(weight)}, not a number from 0 on", "")
+            self._weights.append(weight)
             try:
-                own = {"seed": 0, "size": _SMALL_SETS.get(name, _SIZE), **own}
                 self._sets[name] = reasoning_gym.create_dataset(name, **own)
-            except (TypeError, AssertionError, ValueError) as error:
-                raise _refused(name, f"{error}", "its configuration") from error
+                # Several look at their configuration only when they make a puzzle.
+                self._draw(name, random.Random(0))
+            except Exception as error:
+                raise _refused(name, described(error), "its configuration") from error
+        if not sum(self._weights):
+            raise _refused(self._names, "the `weight` of all is 0", "")
 
     def __len__(self) -> int:
         return self._size
@@ -86,6 +99,9 @@ class PuzzleTasks:
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = random.Random(f"{self._seed}:{self._split}:{index}")
         (name,) = draw.choices(self._names, self._weights)
+        return self._draw(name, draw)
+
+    def _draw(self, name: str, draw: random.Random) -> dict[str, Any]:
         for _ in range(_DRAWS):
             entry = self._sets[name][draw.randrange(len(self._sets[name]))]
             digest = hashlib.sha256(entry["question"].lower().encode()).digest()[0]
@@ -123,9 +139,9 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, int | float) or value is None else str(value)
 
 
-def _refused(name: str, why: str, hint: str) -> EntrypointError:
+def _refused(name: object, why: str, hint: str) -> EntrypointError:
     return EntrypointError(
-        f"{name}: {why}",
+        f"{shown(name)}: {why}",
         field="tasks.args.sets",
         value=name,
         remedy=f"Look at {hint}." if hint else "Name data sets of reasoning_gym.",
