@@ -25,6 +25,7 @@ from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
 from troupe.job.sections import OfflineSpec
+from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
@@ -59,7 +60,12 @@ async def _try_rows(
     positions = [languages[one.policy].positions for one in learners.values()]
     render = renderer_of(offline, learners, positions)
     for index in range(min(await rows.load("train"), TRIED_ROWS)):
-        await asyncio.to_thread(render, await rows.get("train", index))
+        row = await rows.get("train", index)
+        try:
+            await asyncio.to_thread(render, row)
+        except WorkflowError as error:
+            error.append(f" (the row is {shown(row, 200)})")
+            raise
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:

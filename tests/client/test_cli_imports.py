@@ -31,6 +31,17 @@ def job(job_yaml: str, **code: str) -> Path:
     return path
 
 
+def check(result: tuple[int, str, str], field: str, said: str | None) -> None:
+    """The command named the field and said why; None: it found no fault."""
+    status, _, err = result
+    if said is None:
+        assert (status, err) == (0, "")
+        return
+    assert status == 2
+    assert err.startswith(f"error: {field}")
+    assert said in err
+
+
 def test_what_can_be_imported_is_named(run: Run, job_yaml: str) -> None:
     team = "async def solve(query, agents, tools): ..."
     path = job(job_yaml, team=team, tasks="class Tasks: ...")
@@ -115,13 +126,7 @@ def test_references_that_a_ready_reward_cannot_use_are_named(
     text = path.read_text().replace('{source: "imported_tasks:Tasks"}', "{dataset: rows.jsonl}")
     path.write_text(text)
     more = ("--set", f"rewards.right={reward}")
-    status, _, err = run("job", "validate", str(path), "--imports", *more)
-    if said is None:
-        assert (status, err) == (0, "")
-    else:
-        assert status == 2
-        assert err.startswith("error: rewards.right.arguments.")
-        assert said in err
+    check(run("job", "validate", str(path), "--imports", *more), "rewards.right.arguments.", said)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +153,4 @@ def test_rows_that_the_ready_workflow_cannot_ask_are_named(
     Path("rows.jsonl").write_text(row + "\n")
     text = job_yaml.replace("team:solve", "troupe.workflow.asking:ask")
     path = job(text.replace('{source: "tasks:Tasks"}', "{dataset: rows.jsonl}"))
-    status, _, err = run("job", "validate", str(path), "--imports")
-    if said is None:
-        assert (status, err) == (0, "")
-    else:
-        assert status == 2
-        assert err.startswith("error: tasks.columns")
-        assert said in err
+    check(run("job", "validate", str(path), "--imports"), "tasks.columns", said)

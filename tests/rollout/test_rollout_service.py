@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from troupe import tensors
+from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
@@ -140,3 +143,20 @@ async def test_preparing_again_is_harmless_and_follows_the_ledger(house: House) 
 
 def ids(tensor: common.Tensor) -> list[int]:
     return [int(i) for i in tensors.from_proto(tensor)]
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "kind"),
+    [
+        ("supervised", {"messages": [{"role": "user", "content": "hi"}]}, "bad_demonstration"),
+        ("preferences", {"prompt": "hi", "chosen": "yes"}, "bad_preference"),
+    ],
+)
+async def test_rows_that_cannot_be_learned_end_the_job_before_it_starts(
+    house: House, tmp_path: Path, section: str, row: dict[str, Any], kind: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"agent": "solver", **row}) + "\n")
+    with pytest.raises(InvalidArgument, match=f"the row is .*{next(iter(row))}") as refused:
+        await house.prepare("one_turn", **{section: {"tasks": {"dataset": str(path)}, "steps": 1}})
+    assert (refused.value.kind, refused.value.field) == (kind, f"{section}.tasks")
