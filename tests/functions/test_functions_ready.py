@@ -108,6 +108,18 @@ def said(*texts: str, agent: str = "solver") -> list[dict[str, Any]]:
         ("5", "\N{EURO SIGN}5", 1.0),
         ("0.5", "50\\%", 1.0),
         ("7", "7 apples", 1.0),
+        ("5", ".5", 0.0),
+        ("0.5", ".5", 1.0),
+        # The same holds behind the words of a reply.
+        ("(3, 4)", "Answer: (3, 4)", 1.0),
+        ("(3, 4)", "Answer: (4, 3)", 0.0),
+        ("[0, 1]", "So x is in [0, 1].", 1.0),
+        ("3\\pi", "**Answer:** 3\\pi", 1.0),
+        ("A", "The answer is A.", 1.0),
+        ("B", "The answer is A.", 0.0),
+        ("-7", "Answer: -7", 1.0),
+        ("0.5", "Answer: .5", 1.0),
+        ("8", "It is 7, not 8 apples", 1.0),
         # Of tags of an answer the last ones count.
         ("7", "<answer>7</answer>", 1.0),
         ("7", "It is 5, no: <answer> x = 7 </answer>, since 3 + 4 = 7 and not 8", 1.0),

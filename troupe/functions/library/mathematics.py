@@ -53,8 +53,8 @@ _EXPONENT, _PROGRAM_EXPONENT = (
 _PROSE: Final = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}|\n")
 # In prose, a power that is not marked as LaTeX.
 _POWER: Final = re.compile(r"[^\s$]*\^[^\s$]*[^\s$.,;:!?]")
-# Emphasis in Markdown, and currencies.
-_AROUND: Final = "*_` \u20ac\u00a3\u00a5"
+# Emphasis in Markdown, currencies, and punctuation around an expression.
+_AROUND: Final = "*_` \u20ac\u00a3\u00a5:;,?"
 # No double other than 0 has more.
 _MOST_ZEROS: Final = 330
 
@@ -75,9 +75,8 @@ def math(
     """1 where the final answer of the reply equals the query's.
 
     `answer_pattern` cuts the reference out of the field. Of a reply with `<answer>...</answer>`
-    only the last of these counts; a reply without words is an expression as a whole. `boxed`: only
-    an answer in a box counts. What takes too long to parse or to compare is wrong. Raises
-    `BadReferenceError`.
+    only the last of these counts. `boxed`: only an answer in a box counts. What takes too long to
+    parse or to compare is wrong. Raises `BadReferenceError`.
     """
     seconds = _seconds()
     said = spoken(turns, agent) or ""
@@ -114,12 +113,14 @@ def _readings(text: str) -> list[str]:
     decimal = _in_decimals(plain, _EXPONENT)
     if _is_latex(plain):
         return list(dict.fromkeys([decimal, plain]))
-    if _PROSE.search(plain):
-        return [_POWER.sub(lambda found: f"${found[0]}$", decimal)]
     # Of an expression that is not marked as LaTeX, math-verify would read the first number.
-    bare = decimal.strip(_AROUND)
-    number = read_number(bare)
-    return [f"${bare if number is None else format(number, 'f')}$"]
+    end = _PROSE.split(decimal)[-1].strip(_AROUND).rstrip(_AROUND + ".")
+    number = read_number(end)
+    expression = f"${end if number is None else format(number, 'f')}$"
+    if not _PROSE.search(plain):
+        return [expression]
+    powers = _POWER.sub(lambda found: f"${found[0]}$", decimal)
+    return [powers, expression] if end and number is None else [powers]
 
 
 def _in_decimals(text: str, numbers: re.Pattern[str]) -> str:
