@@ -279,6 +279,16 @@ def test_a_file_is_found_by_any_name_with_a_known_ending(write: Write, name: str
     assert all_of(load(write(name, '{"q": "007"}\n'))) == [{"q": "007"}]
 
 
+def test_a_folder_of_several_kinds_of_files_is_refused_as_such(
+    write: Write, tmp_path: Path
+) -> None:
+    write("mixed/train.jsonl", '{"q": 1}\n')
+    write("mixed/test.csv", "q\n1\n")
+    with pytest.raises(DataError, match="files of one kind") as caught:
+        load(str(tmp_path / "mixed"))
+    assert (caught.value.kind, caught.value.field) == ("dataset_unreadable", "tasks.dataset")
+
+
 def test_a_file_with_another_ending_is_not_said_to_be_missing(write: Write) -> None:
     with pytest.raises(DataError, match="the ending of its name") as caught:
         load(write("rows.txt", "a"))

@@ -333,6 +333,13 @@ def test_sides_that_repeat_the_prompt_are_learned_from_their_last_message(
     )
 
 
+def test_sides_may_lack_the_system_message_of_the_prompt() -> None:
+    who, rejected = roles("solver"), [HELLO[0], assistant("go away")]
+    row = {"prompt": [SYSTEM, HELLO[0]], "chosen": HELLO, "rejected": rejected}
+    plain = {"prompt": [SYSTEM, HELLO[0]], "chosen": "hello", "rejected": "go away"}
+    assert preferences_of(row, who) == preferences_of(plain, who)
+
+
 def test_a_side_that_begins_with_another_question_is_refused() -> None:
     row = {"prompt": "hi", "chosen": [{"role": "user", "content": "ho"}, HELLO[1]], "rejected": "x"}
     with pytest.raises(WorkflowError, match=r"of `chosen`, .* role user, but not with") as refused:

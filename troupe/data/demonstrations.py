@@ -235,6 +235,9 @@ def _joined(prompt: list[Any], completion: list[Any]) -> tuple[list[Any], int]:
         known = skipped + len(before)
         if after[skipped:known] == before:
             return completion, known
+    # Or the prompt alone has it.
+    if before[0][0] == "system" and len(before) > 1 and after[: len(before) - 1] == before[1:]:
+        return [prompt[0], *completion], len(before)
     if before[-1][0] == "user" and after[0][0] in ("system", "user"):
         raise _bad(
             f"its completion begins with a message of role {after[0][0]}, but not with the "

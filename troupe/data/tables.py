@@ -473,6 +473,12 @@ def _explained(
         ),
         (isinstance(error, FileNotFoundError), "dataset_missing", of_source, _HUB_REMEDY),
         (
+            isinstance(error, ValueError) and "data file format" in str(error),
+            "dataset_unreadable",
+            of_source,
+            "Name files of one kind, as `FOLDER/*.jsonl` does.",
+        ),
+        (
             isinstance(error, ValueError) and "split" in str(error).lower(),
             "split_missing",
             of_split,
