@@ -276,6 +276,33 @@ def test_a_prompt_that_closes_the_thought_is_answered_without_one() -> None:
         assert texts(demonstrations_of(row, own), own)[0][1] == f"{learned}{END}"
 
 
+@pytest.mark.parametrize("template", [*OPEN_TEMPLATES.values(), CHATML, THINKING])
+def test_a_thought_that_a_row_has_twice_is_learned_once(template: str) -> None:
+    who = roles("solver", template=template)
+    twice = assistant("<think>\nhm\n</think>\n\nhello", reasoning_content="hm")
+    once = assistant("hello", reasoning_content="hm")
+    assert demonstrations_of({"messages": [HELLO[0], twice]}, who) == demonstrations_of(
+        {"messages": [HELLO[0], once]}, who
+    )
+
+
+@pytest.mark.parametrize("template", OPEN_TEMPLATES)
+def test_a_thought_that_was_cut_off_is_learned_as_a_thought(template: str) -> None:
+    who = roles("solver", template=OPEN_TEMPLATES[template])
+    row = {"messages": [HELLO[0], assistant("<think>\nhm")]}
+    ((prompt, learned),) = texts(demonstrations_of(row, who), who)
+    assert (prompt + learned).partition(ASKS)[2] == f"<think>\nhm{END}"
+
+
+def test_a_prompt_that_closes_the_thought_is_answered_without_an_inline_one() -> None:
+    template = _THINKS.replace("SHOWN", "{{ m.content }}").replace(
+        "<think>\n' }}{% endif", "<think>\n\n</think>\n\n' }}{% endif"
+    )
+    who = roles("solver", template=template)
+    row = {"messages": [HELLO[0], assistant("<think>\nhm\n</think>\n\nhello")]}
+    assert texts(demonstrations_of(row, who), who)[0][1] == f"hello{END}"
+
+
 def test_calls_beside_a_thought_are_learned() -> None:
     shown = _ANSWER + "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
     who = roles("solver", template=_THINKS.replace("SHOWN", shown))

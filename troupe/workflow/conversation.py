@@ -97,12 +97,24 @@ class ChatTokenizer:
         before = self._render(messages[:-1], rendering)
         message, prompt = messages[-1], before.rstrip()
         opened = next((pair for pair in tags if prompt.endswith(pair[0])), None)
+        end = "" if self.end_id is None else self._decode([self.end_id])
         if any(prompt.endswith(closing) for _, closing in tags):
             # The prompt asks for a reply without thoughts.
-            tags, message = (), _without_thoughts(message)
+            message = _without_thoughts(message)
+            if (inline := _inline_thoughts(message[1], tags)) is not None:
+                message = _with_content(message, inline[1])
+            tags = ()
+        elif isinstance(message, ToolMessage) and message.thoughts:
+            inline = _inline_thoughts(message.content, tags)
+            if inline is not None and inline[0] == message.thoughts.strip():
+                message = _with_content(message, inline[1])  # the row has them twice
+        elif opened and opened[1] not in message[1] and not getattr(message, "calls", ()):
+            begin, tag, rest = message[1].partition(opened[0])
+            if tag and not begin.strip():
+                # The thought has no end, as in a reply that was cut off.
+                return self.encode(rest.removeprefix("\n" if before != prompt else "") + end)
         whole = self._render((*messages[:-1], message), rendering, prompt=False)
         shown = _shown_reply(message, before, whole, opened)
-        end = "" if self.end_id is None else self._decode([self.end_id])
         if end and end in shown:
             shown = shown[: shown.rindex(end)]
         thoughts = _thoughts_of(message, opened, tags)
@@ -433,6 +445,21 @@ def _shown_reply(
 
 def _without_thoughts(message: AnyMessage) -> AnyMessage:
     return message._replace(thoughts="") if isinstance(message, ToolMessage) else message
+
+
+def _with_content(message: AnyMessage, content: str) -> AnyMessage:
+    if isinstance(message, ToolMessage):
+        return message._replace(content=content)
+    return message[0], content
+
+
+def _inline_thoughts(content: str, tags: ThinkTags) -> tuple[str, str] | None:
+    """The thoughts that a reply begins with, and what follows them."""
+    for opening, closing in tags:
+        head, closed, answer = content.partition(closing)
+        if closed and head.lstrip().startswith(opening):
+            return head.strip().removeprefix(opening).strip(), answer.lstrip()
+    return None
 
 
 def _thoughts_of(message: AnyMessage, opened: tuple[str, str] | None, tags: ThinkTags) -> str:
