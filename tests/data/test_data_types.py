@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.rollout.trajectories.queries import QuerySource
 from tests.workflow.stage import TOOLED, make_chat
 from troupe.data.demonstrations import demonstrations_of
 from troupe.data.rows import DataRows, load_rows
@@ -460,6 +461,38 @@ def test_a_held_out_file_cannot_be_a_training_file_under_another_name(
     with pytest.raises(DataError, match="one of the files") as caught:
         open_tasks(JobTasksSpec.model_validate({"mix": mix}), "held_out", 0)
     assert caught.value.field == "tasks.mix.b.held_out"
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz", "shuffled.jsonl", "some.jsonl"])
+async def test_held_out_rows_cannot_all_be_training_rows_in_a_file_of_another_kind(
+    write: Write, name: str
+) -> None:
+    rows = [{"q": str(n)} for n in range(9)]
+    path = write("rows.jsonl", lines(rows))
+    content = {
+        "rows.json": json.dumps(rows).encode(),
+        "rows.jsonl.gz": gzip.compress(lines(rows).encode()),
+        "shuffled.jsonl": lines(rows[::-1]).encode(),
+        "some.jsonl": lines(rows[3:5]).encode(),
+    }[name]
+    spec = TasksSpec(dataset=path, held_out=write(name, content))
+    queries = QuerySource(spec)
+    assert await queries.load("train") == 9
+    with pytest.raises(DataError, match=r"are rows of .*rows\.jsonl, too") as caught:
+        await queries.load("held_out")
+    assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
+
+
+async def test_some_held_out_rows_that_are_training_rows_are_noted(write: Write) -> None:
+    rows = [{"q": str(n)} for n in range(9)]
+    spec = TasksSpec(
+        dataset=write("a.jsonl", lines(rows)),
+        held_out=write("b.jsonl", lines([*rows[:2], {"q": "x"}])),
+    )
+    queries = QuerySource(spec)
+    await queries.load("train")
+    assert await queries.load("held_out") == 3
+    assert any("2 rows of " in note and "are training rows" in note for note in queries.notes)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ class TaskSplit:
     def __getitem__(self, position: int) -> Mapping[str, Any]:
         return self._items[position]
 
+    @property
+    def digests(self) -> NDArray[np.uint64] | None:
+        """A hash of each row, in any order; None unless all items are rows of data sets."""
+        return self._items.digests if isinstance(self._items, DataRows | _Chain) else None
+
     def position(self, index: int) -> int:
         """Which item query `index` is. Each pass over the items takes every one of them once."""
         if self._shuffled is None:
@@ -124,6 +129,25 @@ def open_tasks(
     return found
 
 
+def compare_splits(training: TaskSplit, held_out: TaskSplit, field: str) -> None:
+    """Adds a note to `held_out` if it shares rows with `training`: the same ones may be in files of
+    other names and kinds. Raises `DataError` if all of them are shared."""
+    if training.digests is None or held_out.digests is None:
+        return
+    shared = int(np.isin(held_out.digests, training.digests).sum())
+    if shared == len(held_out):
+        raise DataError(
+            f"held-out rows must not be training rows: all {shared:,} of {held_out.source} are "
+            f"rows of {training.source}, too",
+            kind="split_overlap",
+            field=f"{field}.held_out",
+            value=held_out.source,
+            remedy="Name another split or file, or give a fraction (0.05) of the rows.",
+        )
+    if shared:
+        held_out.notes.append(f"{shared:,} rows of {held_out.source} are training rows, too")
+
+
 class TaskMix(TaskSplit):
     """Several sources, asked in proportion to their weights.
 
@@ -170,6 +194,13 @@ class _Chain:
     def __init__(self, parts: Sequence[TaskSplit]) -> None:
         self._parts = parts
         *self.starts, self._length = accumulate(map(len, parts), initial=0)
+
+    @property
+    def digests(self) -> NDArray[np.uint64] | None:
+        """As `TaskSplit.digests`."""
+        each = [part.digests for part in self._parts]
+        found = [one for one in each if one is not None]
+        return np.concatenate(found) if len(found) == len(each) else None
 
     def __len__(self) -> int:
         return self._length

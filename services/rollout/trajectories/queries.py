@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from troupe.data.rows import CountTokens
-from troupe.data.tasks import TRAIN, TaskSplit, open_tasks
+from troupe.data.tasks import TRAIN, TaskSplit, compare_splits, open_tasks
 from troupe.job import TasksSpec
 from troupe.outcomes import NotJsonError, described, json_text, type_name
 from troupe.user_code import call_in_thread
@@ -111,7 +111,10 @@ class QuerySource:
                 load = partial(self._open, self._specs[name], split, field=self._section(name))
                 if name:
                     load = partial(load, whole=True)
-                self._splits[named] = await call_in_thread(load)
+                loaded = await call_in_thread(load)
+                if (training := self._splits.get(("", TRAIN))) is not None and not name:
+                    await call_in_thread(compare_splits, training, loaded, self._section(name))
+                self._splits[named] = loaded
             return self._splits[named]
 
     def _section(self, evaluation: str) -> str:

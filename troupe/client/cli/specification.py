@@ -23,7 +23,7 @@ from rich.table import Table
 
 from troupe.client.cli import options
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
-from troupe.data.tasks import TaskSplit, open_tasks
+from troupe.data.tasks import TaskSplit, compare_splits, open_tasks
 from troupe.devices import Device, parse_devices
 from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
@@ -388,6 +388,7 @@ def read_data(job: JobSpec) -> list[str]:
             splits = ["held_out"] if evaluated else ["train"]
             if field == "tasks" and job.tasks is not None and job.tasks.holds_out:
                 splits.append("held_out")
+            training = None
             for split in splits:
                 opened = open_tasks(
                     tasks,
@@ -397,6 +398,9 @@ def read_data(job: JobSpec) -> list[str]:
                     count_tokens=count_tokens,
                     whole=evaluated,
                 )
+                if training is not None:
+                    compare_splits(training, opened, field)
+                training = None if evaluated else opened
                 notes += opened.notes
                 # Rewards score trajectories, not demonstrations.
                 if any(one.source for one in tasks.every.values()):
