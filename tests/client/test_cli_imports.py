@@ -82,6 +82,12 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
         "note: rows.jsonl: 2 of 4 rows, dropped: 1 empty (row 1); 1 duplicates (row 3); 1 of" in out
     )
     assert "note: rows.jsonl: 2 of 4 rows, dropped: 1 empty (row 1); 1 duplicates (row 3)\n" in out
+    Path("again.json").write_text('[{"q": "b"}]')
+    check(
+        run("job", "validate", str(path), "--imports", "--set", "tasks.held_out=again.json"),
+        "tasks.held_out",
+        "all 1 of again.json are rows of rows.jsonl, too",
+    )
     status, _, err = run("job", "validate", str(path), "--imports", "--set", "tasks.dataset=no.csv")
     assert status == 2
     assert err.startswith("error: tasks.dataset = no.csv: there is no such file or folder")
