@@ -371,12 +371,9 @@ def family(pid: int) -> list[int]:
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a process, its process group and its children. (The first process of a sandbox, with
-    which all in it end, is of another user and session than bubblewrap, its parent.)"""
-    try:
-        below = _children(pid)
-    except FileNotFoundError:
-        below = _slowly(pid)
+    """Kill a process, its process group and all that descends from it, in whatever session. (The
+    first process of a sandbox is of another user and session than bubblewrap, its parent.)"""
+    below = descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for child in below:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import struct
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from services.reward.cgroups import (
 )
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
+from services.reward.sandboxes.supervisor import FOREIGN, answer_channel, received
 from troupe.user_code import close_output
 from troupe.v1 import reward_pb2 as pb
 
@@ -232,7 +234,9 @@ class ProcessSlot(WorkerSlot):
         Several calls of a function that may run twice are sent ahead, so that the worker never
         waits for the next one.
         """
-        most = _AHEAD if function.repeatable else 1
+        # A sandbox runs one call only, and what it runs shall not read other calls' arguments.
+        ahead = function.repeatable and self._profile.level != BUBBLEWRAP
+        most = _AHEAD if ahead else 1
         if len(sent) > most // 2:
             return following
         assert self._process is not None
@@ -265,6 +269,9 @@ class ProcessSlot(WorkerSlot):
             self._drop()
         elif answer.kind == worker.OUT_OF_MEMORY:
             self._replace()  # whatever was half allocated goes with it
+        elif answer.unfit:
+            log.info("a call leaves its worker unfit: new worker", why=answer.unfit)
+            self._replace()
         return self._process is not None
 
     async def _get_ready(
@@ -393,9 +400,12 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """A process that runs `services/reward/worker.py`, alone in its process group."""
 
-    def __init__(self, process: asyncio.subprocess.Process, printing: int) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, answers: AnswerReader, printing: int
+    ) -> None:
         """`printing`: the reading end, non-blocking, of the pipe that the process prints to."""
         self._process = process
+        self._answers = answers
         self._printing: int | None = printing
         self._printed: deque[bytes] = deque()
         self._printed_bytes = 0
@@ -408,21 +418,24 @@ class WorkerProcess:
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
         """Start `command`. Raises OSError."""
         printing, output = os.pipe()
+        answers, theirs = answer_channel()
         try:
             os.set_blocking(printing, False)
             process = await start_process(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=theirs,
                 stderr=output,
                 env=dict(environment),
             )
         except BaseException:
             os.close(printing)
+            answers.close()
             raise
         finally:
             os.close(output)
-        return cls(process, printing)
+            theirs.close()
+        return cls(process, AnswerReader(answers), printing)
 
     def send(self, *requests: Mapping[str, Any]) -> None:
         """Send requests; the answers come in the same order."""
@@ -437,18 +450,16 @@ class WorkerProcess:
 
     async def answer(self) -> worker.CallAnswer:
         """The next answer; what was printed before it has been read. Raises `WorkerDied`."""
-        assert self._process.stdout is not None
         try:
-            fields = await read_frame(self._process.stdout, _MAX_FRAME_BYTES)
-            if len(fields) != 3 or not all(isinstance(field, str) for field in fields):
-                raise ValueError("that is not an answer")
+            frame = await read_frame(self._answers, _MAX_FRAME_BYTES)
+            answer = worker.CallAnswer.of_frame(frame)
         except (OSError, EOFError) as error:
             raise WorkerDied(await self._how_it_died()) from error
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             self.kill()
             raise WorkerDied(f"the worker's answer makes no sense: {error}") from error
         self._pull()
-        return worker.CallAnswer(*fields)
+        return answer
 
     @property
     def alive(self) -> bool:
@@ -468,11 +479,11 @@ class WorkerProcess:
         return text[-_OUTPUT_BYTES:]
 
     def kill(self) -> None:
-        """Kill the process and its process group."""
+        """Kill the process and all that it started."""
+        if self.alive:
+            kill_with_children(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # also what it left when it ended
 
     async def end(self) -> None:
         """Kill the process and wait until it has ended."""
@@ -482,6 +493,7 @@ class WorkerProcess:
             async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()
         self._close_output()
+        self._answers.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -521,6 +533,58 @@ class WorkerProcess:
             return "the worker closed its connection"
 
 
+class AnswerReader:
+    """What a worker process, and none that it started, has written into its answer channel.
+
+    The worker is the first process that writes into it: its answer to `ready` precedes all code of
+    the user's. Reads when it is asked to: what nobody waits for stays in the kernel.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._received = bytearray()
+        self._worker = 0
+        # Bytes of other processes since the last answer.
+        self._foreign = 0
+
+    async def readexactly(self, size: int) -> bytes:
+        """The next `size` bytes. Raises EOFError, and ValueError if others write too much."""
+        while len(self._received) < size:
+            try:
+                part, sender = received(self._channel)
+            except BlockingIOError:
+                await self._readable()
+                continue
+            if not part:
+                raise EOFError
+            self._worker = self._worker or sender
+            if sender == self._worker:
+                self._received += part
+            else:
+                self._foreign += len(part)
+                if self._foreign > _MAX_FRAME_BYTES:
+                    raise ValueError(FOREIGN)
+            if len(self._received) < size:
+                await asyncio.sleep(0)  # however fast it writes
+        found = bytes(self._received[:size])
+        del self._received[:size]
+        self._foreign = 0
+        return found
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    async def _readable(self) -> None:
+        loop, channel = asyncio.get_running_loop(), self._channel.fileno()
+        ready = asyncio.Event()
+        loop.add_reader(channel, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(channel)
+
+
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """`asyncio.create_subprocess_exec` in a session of its own, which leaves no process behind when
     it is cancelled. (asyncio would kill the process, not its group: bubblewrap's second half, which
@@ -535,7 +599,7 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
         raise
 
 
-async def read_frame(stream: asyncio.StreamReader, most_bytes: int) -> Any:
+async def read_frame(stream: asyncio.StreamReader | AnswerReader, most_bytes: int) -> Any:
     """The JSON of one frame. Raises EOFError at the end, ValueError for what is too long or no
     JSON, RecursionError."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))

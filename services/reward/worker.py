@@ -3,29 +3,37 @@
 Standard library only, and run as a file, so that a worker starts in milliseconds without the
 service's imports. It reads frames (four bytes of length, JSON) from standard input and answers each
 with one, until the input ends; what functions print goes to standard error.
+
+What a function replaces in a module must not change another function's answer. So this file refers
+to functions of modules by the names that it imports before any user's code, and has builtins and,
+as a program, a `json` of its own (`private_copy`).
 """
 
 from __future__ import annotations
 
-import contextlib
+import builtins
 import ctypes
 import gc
-import importlib
-import inspect
+import importlib.util
 import json
 import os
+import resource
 import signal
 import struct
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from inspect import isawaitable
+from os import _exit, environ, fstat, getpid, stat
+from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
+from traceback import format_exception
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-try:
-    import resource
-except ImportError:  # not a Unix: no memory limits
-    resource = None  # type: ignore[assignment]
+# Of the functions below: Python looks it up when it defines them.
+globals()["__builtins__"] = {**vars(builtins)}
 
 OK: Final = "ok"
 RAISED: Final = "raised"
@@ -62,6 +70,15 @@ class CallAnswer(NamedTuple):
     kind: str
     text: str = ""
     traceback: str = ""
+    # Why the process must not run another call; empty: it may.
+    unfit: str = ""
+
+    @classmethod
+    def of_frame(cls, fields: object) -> CallAnswer:
+        """The answer that a frame holds. Raises ValueError."""
+        if not isinstance(fields, list) or [type(f) for f in fields] != [str] * len(cls._fields):
+            raise ValueError("that is not an answer")
+        return cls(*fields)
 
 
 def initialize(service_pid: int) -> None:
@@ -74,10 +91,9 @@ def initialize(service_pid: int) -> None:
     if not service_pid:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         return
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != service_pid:  # it has died already
-            os._exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != service_pid:  # it has died already
+        _exit(1)
 
 
 def confine(limits: list[str]) -> None:
@@ -85,34 +101,90 @@ def confine(limits: list[str]) -> None:
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")
         if name == "landlock":
-            from services.reward.sandboxes import landlock
-
-            landlock.confine(*json.loads(value))
+            load_file("sandboxes/landlock.py").confine(*json.loads(value))
             continue
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
+        setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
 
 
-def serve() -> None:
-    """Answer requests until standard input ends."""
+def load_file(path: str) -> ModuleType:
+    """A module of the service by its path from here: uploaded source, which comes first on the
+    import path, may have modules of any name."""
+    file = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
+    spec = importlib.util.spec_from_file_location(f"troupe_{os.path.basename(path)[:-3]}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def private_copy(package: str) -> ModuleType:
+    """The imported package, for its importer alone: from now on `import` finds another copy."""
+    ours = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name == package or name.startswith(f"{package}.")
+    }
+    import_module(package)
+    return ours[package]
+
+
+def serve(keeper: Any = None) -> None:
+    """Answer requests until standard input ends.
+
+    `keeper` (leftovers.py: `StateKeeper`) restores the process after each call; None: it serves one
+    call only.
+    """
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # Functions can neither read nor write between the frames.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    # Nor can the processes that they fork.
+    os.register_at_fork(after_in_child=requests.close)
+    os.register_at_fork(after_in_child=answers.close)
+    me, channel = getpid(), _file_of(answers.fileno())
+    if keeper is not None:
+        keeper.begin([requests.fileno(), answers.fileno()])
     while header := requests.read(_HEADER.size):
         request = json.loads(requests.read(*_HEADER.unpack(header)))
-        answer = _CALLS[request.pop("call")](**request)
+        call = request.pop("call")
+        answer = _CALLS[call](**request)
+        if getpid() != me:  # a child that a function forked, and that came back from its code
+            _exit(0)
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed or replaced: they are the function's
+            with suppress(Exception):  # closed or replaced: they are the function's
                 stream.flush()
+        if keeper is not None:
+            if call == "prepare":
+                keeper.take()
+            elif call == "invoke":
+                answer = answer._replace(unfit=keeper.restore(_keeps_running(request)))
+        if _file_of(answers.fileno()) != channel:
+            _exit(1)  # else the answer would go into some file of the function
         body = json.dumps(answer).encode()
         answers.write(_HEADER.pack(len(body)) + body)
         answers.flush()
+        if answer.unfit:
+            _exit(0)
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    with suppress(OSError):
+        found = fstat(descriptor)
+        return found.st_dev, found.st_ino
+    return (0, 0)
+
+
+def _keeps_running(request: dict[str, Any]) -> bool:
+    """Whether a function declares that what its calls start serves later ones (an MCP server)."""
+    function = _functions.get(request["entrypoint"])
+    return getattr(function, "keeps_running", False) is True
 
 
 def ready() -> CallAnswer:
     """Answer with the process id."""
-    return CallAnswer(OK, str(os.getpid()))
+    return CallAnswer(OK, str(getpid()))
 
 
 def prepare(entrypoint: str) -> CallAnswer:
@@ -141,7 +213,7 @@ def invoke(
     `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
     `environment` is added to `os.environ`.
     """
-    os.environ.update(environment or {})
+    environ.update(environment or {})
     try:
         arguments = json.loads(arguments_json) if arguments_json else {}
     except (ValueError, RecursionError) as error:
@@ -151,7 +223,7 @@ def invoke(
     try:
         with _memory_limit(memory_mib):
             result = _functions[entrypoint](**arguments)
-            if inspect.isawaitable(result):
+            if isawaitable(result):
                 import asyncio
 
                 result = asyncio.run(_await(result))
@@ -178,7 +250,7 @@ def _retry_after(error: BaseException) -> float | None:
     """In how many seconds an interface outside takes calls again, -1 if not known, None if `error`
     is not about that: by an attribute `retry_after`, or by a response with status 429 (503 with a
     Retry-After) that httpx, requests and OpenAI's client keep in their errors."""
-    with contextlib.suppress(BaseException):  # attributes of a user's error may raise, too
+    with suppress(BaseException):  # attributes of a user's error may raise, too
         seconds = getattr(error, "retry_after", None)
         if isinstance(seconds, (int, float)) and seconds >= 0:
             return float(seconds) if 0 < seconds <= MOST_SECONDS else -1.0
@@ -202,7 +274,7 @@ def _seconds_until(value: str | None) -> float:
         import email.utils
         import time
 
-        with contextlib.suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError):
             until = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
             return max(0.001, until) if until <= MOST_SECONDS else -1.0
     return -1.0
@@ -214,7 +286,7 @@ async def _await(awaitable: Any) -> Any:
 
 def _load(entrypoint: str) -> Callable[..., Any]:
     module, _, path = entrypoint.partition(":")
-    found: Any = importlib.import_module(module)
+    found: Any = import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
     if not callable(found):
@@ -255,26 +327,27 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _memory_limit(mib: int) -> Iterator[None]:
-    if resource is None or mib <= 0:
+    if mib <= 0:
         yield
         return
     try:
         with open("/proc/self/statm", "rb") as statm:
-            used = int(statm.read().split()[0]) * resource.getpagesize()
+            used = int(statm.read().split()[0]) * getpagesize()
     except OSError:  # no /proc: the memory in use is not known
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = getrlimit(RLIMIT_AS)
     limit = used + mib * 2**20
-    if hard != resource.RLIM_INFINITY:
+    if hard != RLIM_INFINITY:
         limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    setrlimit(RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with suppress(ValueError, OSError):  # the function lowered what nothing can raise
+            setrlimit(RLIMIT_AS, (soft, hard))
 
 
 def _message(error: BaseException) -> str:
@@ -291,7 +364,7 @@ def _author_view(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
-        lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+        lines = "".join(format_exception(type(error), error, frames)).splitlines()
     except BaseException:  # an exception whose own text raises
         return _message(error)
     lines = [line[:_TEXT_CHARS] for line in lines[-_TRACEBACK_LINES:]]
@@ -302,10 +375,14 @@ def _user_files() -> Iterator[tuple[str, int]]:
     """Path and mtime of imported modules' files, without the interpreter's and installed ones."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if not path or "site-packages" in path or path.startswith(_STDLIB):
-            continue
-        with contextlib.suppress(OSError):
-            yield path, os.stat(path).st_mtime_ns
+        if path and is_users(path):
+            with suppress(OSError):
+                yield path, stat(path).st_mtime_ns
+
+
+def is_users(path: str) -> bool:
+    """Whether a file with code belongs neither to the interpreter nor to an installed package."""
+    return not ("site-packages" in path or path.startswith((_STDLIB, "<frozen ")))
 
 
 def _remember_mtimes() -> None:
@@ -325,5 +402,9 @@ _CALLS: Final[dict[str, Callable[..., CallAnswer]]] = {
 
 if __name__ == "__main__":
     initialize(int(sys.argv[1]))
+    keeper = None
+    if sys.argv[1] != "0":  # not in a sandbox, which runs one call
+        keeper = load_file("leftovers.py").StateKeeper(is_users)
     confine(sys.argv[2:])
-    serve()
+    json = private_copy("json")  # type: ignore[assignment]
+    serve(keeper)

@@ -317,11 +317,12 @@ class Sandbox:
 
     def _receive(self, frame: Any) -> None:
         call_id, fields, output = frame["id"], frame["answer"], frame["output"]
-        if len(fields) != 3 or not all(isinstance(field, str) for field in (*fields, output)):
+        answer = worker.CallAnswer.of_frame(fields)
+        if not isinstance(output, str):
             raise ValueError("that is not an answer")
         future = self._answers.get(call_id)
         if future is not None and not future.done():
-            future.set_result((worker.CallAnswer(*fields), output))
+            future.set_result((answer, output))
 
     def _fail(self, why: str) -> None:
         """Record that it has ended, fail all calls that wait, and kill what is left."""

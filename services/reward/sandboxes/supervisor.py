@@ -2,8 +2,9 @@
 
 Between two calls only this process and files are left: what a call had started is killed before its
 answer is sent, so that nothing of an earlier call can look into a later one, change its answer or
-race with it for a file. What a function starts can look neither into this process nor into that of
-the function (memory, open files), although it is of the same user.
+race with it for a file. What a function starts can look neither into this process nor into the
+function's (memory, open files), although it is of the same user. Nor can it answer for the
+function: the kernel names the sender of every byte of an answer (`received`).
 
 Standard library only, and run as a file, or from text where a container cannot see the file. It
 reads frames (four bytes of length, JSON) from standard input:
@@ -30,6 +31,7 @@ import resource
 import select
 import selectors
 import signal
+import socket
 import struct
 import sys
 import time
@@ -42,9 +44,12 @@ WORK: Final = "/tmp/work"
 HOME: Final = "/tmp"
 
 _HEADER: Final = struct.Struct(">I")
+# Process, user and group that sent something (SCM_CREDENTIALS).
+_SENDER: Final = struct.Struct("3i")
 _READ_BYTES: Final = 1 << 16
 _OUTPUT_BYTES: Final = 16 << 10
-# An answer is a result of at most 16 MiB, or an error.
+# An answer is a result of at most 16 MiB, or an error. So much may others send, too, before the
+# call ends.
 _ANSWER_BYTES: Final = 20 << 20
 # How long killed processes may take to end; then the whole sandbox ends.
 _END_SECONDS: Final = 5.0
@@ -58,15 +63,52 @@ _STUCK: Final = 75
 
 DIED: Final = "died"
 NO_ROOM: Final = "no_room"
+# Why a call died.
+FOREIGN: Final = "processes that the call started wrote too much where its answer is read"
+
+
+def answer_channel() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection: `received` reads from the first what was written to the second."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def received(channel: socket.socket) -> tuple[bytes, int]:
+    """What one process sent, as far as it has arrived, and the id of that process.
+
+    The kernel attests the id (unix(7), SCM_CREDENTIALS). Only CAP_SYS_ADMIN, which no sandbox has,
+    lets a process name another one: a forked child has all that its parent knows and has open, but
+    not its id. Raises BlockingIOError.
+    """
+    part, attached, _, _ = channel.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_SENDER.size))
+    for level, kind, content in attached:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            return part, _SENDER.unpack(content)[0]
+    return part, 0
 
 
 class ChildCall:
     """The child process of a call, and what has been read of its answer and output."""
 
-    def __init__(self, call_id: int, pid: int, answer: int, output: int) -> None:
+    def __init__(self, call_id: int, pid: int, channel: socket.socket, output: int) -> None:
         self.call_id, self.pid = call_id, pid
-        self.answer_fd, self.output_fd = answer, output
+        self.channel = channel
+        self.answer_fd, self.output_fd = channel.fileno(), output
         self.answer, self.output = bytearray(), bytearray()
+        # Bytes that other processes sent to the channel.
+        self.foreign = 0
+
+    def read_answer(self) -> bytes:
+        """What there is in the channel; of that the answer keeps what the call's process sent.
+        Raises BlockingIOError."""
+        part, sender = received(self.channel)
+        if sender == self.pid:
+            self.answer += part
+        else:
+            self.foreign += len(part)
+        return part
 
     def complete(self) -> bytes | None:
         """The answer's JSON once all of it has been read, else None."""
@@ -89,6 +131,9 @@ class SandboxSupervisor:
         os.dup2(nothing, 0)
         os.dup2(2, 1)
         self._buffer = bytearray()
+        # Whether this process is not a child that was forked from it.
+        self._first = True
+        os.register_at_fork(after_in_child=self._leave)
         # The call that runs, and its descriptors that are still open.
         self._call: ChildCall | None = None
         self._open: set[int] = set()
@@ -99,6 +144,15 @@ class SandboxSupervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _dumpable(False)
+
+    def _leave(self) -> None:
+        """Close the supervisor's descriptors in a child of it, once: a later child of that child
+        may have other files under their numbers."""
+        if self._first:
+            self._first = False
+            for descriptor in (self._requests, self._answers, self._awake, self._waker):
+                os.close(descriptor)
+            self._select.close()
 
     def serve(self) -> None:
         """Serve requests until standard input ends."""
@@ -139,16 +193,16 @@ class SandboxSupervisor:
                 self._died(self._call, -signal.SIGKILL)
         elif what == "invoke":
             if self._call is not None:
-                self._answer(call_id, [NO_ROOM, "another call runs in the sandbox", ""])
+                self._answer(call_id, NO_ROOM, "another call runs in the sandbox")
                 return
             try:
                 self._invoke(call_id, frame)
             except OSError as error:  # processes or files have run out
-                self._answer(call_id, [NO_ROOM, f"no process could be started: {error}", ""])
+                self._answer(call_id, NO_ROOM, f"no process could be started: {error}")
         else:
             with self._watched():
-                answer = list(getattr(self._worker, what)(**frame))
-            self._answer(call_id, answer)
+                answer = getattr(self._worker, what)(**frame)
+            self._answer(call_id, *answer)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -169,39 +223,41 @@ class SandboxSupervisor:
             signal.signal(signal.SIGALRM, before)
 
     def _invoke(self, call_id: int, frame: dict[str, Any]) -> None:
-        answer, answer_end = os.pipe()
         output, output_end = os.pipe()
         try:
-            pid = os.fork()
+            channel, channel_end = answer_channel()
+            try:
+                pid = os.fork()
+            except OSError:
+                channel.close()
+                channel_end.close()
+                raise
         except OSError:
-            for descriptor in (answer, answer_end, output, output_end):
-                os.close(descriptor)
+            os.close(output)
+            os.close(output_end)
             raise
         if pid == 0:
-            os.close(answer)
+            channel.close()
             os.close(output)
-            self._child(frame, answer_end, output_end)
-        os.close(answer_end)
+            self._child(frame, channel_end, output_end)
+        channel_end.close()
         os.close(output_end)
-        self._call = ChildCall(call_id, pid, answer, output)
-        for descriptor in (answer, output):
-            os.set_blocking(descriptor, False)
+        os.set_blocking(output, False)
+        self._call = ChildCall(call_id, pid, channel, output)
+        for descriptor in (channel.fileno(), output):
             self._open.add(descriptor)
             self._select.register(descriptor, selectors.EVENT_READ)
 
-    def _child(self, frame: dict[str, Any], answers: int, output: int) -> None:
+    def _child(self, frame: dict[str, Any], answers: socket.socket, output: int) -> None:
         """Run the call; never returns."""
         try:
+            os.register_at_fork(after_in_child=answers.close)
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGCHLD, signal.SIGINT):
                 signal.signal(name, signal.SIG_DFL)
             os.setsid()
             os.dup2(output, 1)
             os.dup2(output, 2)
-            # Close the descriptors of the supervisor.
-            for descriptor in (self._requests, self._answers, self._awake, self._waker):
-                os.close(descriptor)
-            self._select.close()
             os.environ["HOME"] = HOME
             _dumpable(True)  # else its own files in /proc are not writable
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
@@ -216,8 +272,7 @@ class SandboxSupervisor:
                 with contextlib.suppress(Exception):  # closed or replaced: they are the function's
                     stream.flush()
             body = json.dumps(answer).encode()
-            with os.fdopen(answers, "wb") as file:
-                file.write(_HEADER.pack(len(body)) + body)
+            answers.sendall(_HEADER.pack(len(body)) + body)
         finally:
             os._exit(0)
 
@@ -226,35 +281,34 @@ class SandboxSupervisor:
         call = self._call
         if call is None or descriptor not in self._open:
             return False
+        answers = descriptor == call.answer_fd
         try:
-            part = os.read(descriptor, _READ_BYTES)
+            part = call.read_answer() if answers else os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
             return False
         if not part:
             self._close(descriptor)
-        elif descriptor == call.output_fd:
+        elif not answers:
             call.output += part
             del call.output[:-_OUTPUT_BYTES]
-        else:
-            call.answer += part
-            if len(call.answer) > _ANSWER_BYTES:
-                _end_all()
-                self._close(descriptor)
-            elif (body := call.complete()) is not None:
-                self._end(call, body)
+        elif (body := call.complete()) is not None:
+            self._end(call, body)
+        elif len(call.answer) > _ANSWER_BYTES:
+            self._end(call, b"")
+        elif call.foreign > _ANSWER_BYTES:
+            self._fail(call, FOREIGN)
         return bool(part)
 
     def _reap(self) -> None:
-        """Wait for ended children; report a call whose process died without an answer."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if self._call is not None and self._call.pid == pid:
-                self._died(self._call, os.waitstatus_to_exitcode(status))
+        """Report a call whose process died without an answer, and wait for ended children."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if self._call is None or ended.si_pid != self._call.pid:
+                    os.waitpid(ended.si_pid, 0)
+                    continue
+                # Before it is waited for: no other process has its id yet, and can answer for it.
+                killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                self._died(self._call, -ended.si_status if killed else ended.si_status)
 
     def _died(self, call: ChildCall, status: int) -> None:
         while self._call is call and self._read(call.answer_fd):  # what it wrote before it died
@@ -265,7 +319,10 @@ class SandboxSupervisor:
         if status < 0:
             with contextlib.suppress(ValueError):
                 how = f"was killed by {signal.Signals(-status).name}"
-        self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
+        self._fail(call, f"the call's process {how}")
+
+    def _fail(self, call: ChildCall, why: str) -> None:
+        self._end(call, json.dumps(self._worker.CallAnswer(DIED, why)).encode())
 
     def _end(self, call: ChildCall, body: bytes) -> None:
         """Kill all that is left of a call, then send its answer."""
@@ -275,14 +332,15 @@ class SandboxSupervisor:
         for descriptor in list(self._open):
             self._close(descriptor)
         self._call = None
-        text, answer = bytes(call.output).decode(errors="replace"), None
-        with contextlib.suppress(ValueError, RecursionError):
-            answer = json.loads(body)
-        if not (isinstance(answer, list) and [type(field) for field in answer] == [str] * 3):
-            answer = [DIED, "the call wrote what is no answer", ""]
-        self._answer(call.call_id, answer, text)
+        text = bytes(call.output).decode(errors="replace")
+        try:
+            answer = self._worker.CallAnswer.of_frame(json.loads(body))
+        except (ValueError, RecursionError):
+            answer = self._worker.CallAnswer(DIED, "the call wrote what is no answer")
+        self._answer(call.call_id, *answer, output=text)
 
-    def _answer(self, call_id: int, answer: list[Any], output: str = "") -> None:
+    def _answer(self, call_id: int, *fields: str, output: str = "") -> None:
+        answer = self._worker.CallAnswer(*fields)
         body = json.dumps({"id": call_id, "answer": answer, "output": output}).encode()
         view = memoryview(_HEADER.pack(len(body)) + body)
         while view:
@@ -292,7 +350,10 @@ class SandboxSupervisor:
         if descriptor in self._open:
             self._open.remove(descriptor)
             self._select.unregister(descriptor)
-            os.close(descriptor)
+            if self._call is not None and descriptor == self._call.answer_fd:
+                self._call.channel.close()
+            else:
+                os.close(descriptor)
 
 
 def _end_all() -> None:
@@ -382,7 +443,9 @@ def main(
     if fed is not None:
         sys.meta_path.insert(0, fed)
     confine(limits)
-    SandboxSupervisor(load("troupe_worker", worker_source, worker_path)).serve()
+    worker = load("troupe_worker", worker_source, worker_path)
+    globals()["json"] = vars(worker)["json"] = worker.private_copy("json")
+    SandboxSupervisor(worker).serve()
 
 
 if __name__ == "__main__":

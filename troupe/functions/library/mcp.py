@@ -61,6 +61,10 @@ def call(
     return answer
 
 
+# Its connections, with the thread and the servers that serve them, outlive a call.
+call.keeps_running = True  # type: ignore[attr-defined]
+
+
 class McpTool:
     """One tool of a server as a function of this process (`troupe workflow try`)."""
 

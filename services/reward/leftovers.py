@@ -1,0 +1,279 @@
+"""What calls leave behind in a worker process that serves further calls: restored, or reported.
+
+`sandbox: process` runs calls of several functions in one process. What one call changed there must
+not reach the next. The environment, the working directory, the umask, signal handlers, timers and
+the recursion limit are cheap to restore. After any other change (a closed descriptor, a replaced
+function of a module, a thread or a process that goes on) the process must be replaced. What modules
+do when they are imported stays.
+
+Standard library only. worker.py loads it before any user's code, and like that file it refers to
+functions of modules by names of its own and has builtins of its own.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import builtins
+import ctypes
+import resource
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from os import (
+    P_ALL,
+    WEXITED,
+    WNOHANG,
+    WNOWAIT,
+    chdir,
+    environ,
+    environb,
+    fstat,
+    getcwd,
+    kill,
+    listdir,
+    umask,
+    waitid,
+    waitpid,
+)
+from resource import getrlimit
+from signal import (
+    ITIMER_PROF,
+    ITIMER_REAL,
+    ITIMER_VIRTUAL,
+    SIG_BLOCK,
+    SIG_SETMASK,
+    SIGKILL,
+    Signals,
+    pthread_sigmask,
+    setitimer,
+    signal,
+)
+from sys import _current_frames, getrecursionlimit, setrecursionlimit
+from time import monotonic, sleep
+from types import FrameType, ModuleType
+from typing import Any, Final
+
+globals()["__builtins__"] = {**vars(builtins)}
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+# How long killed children may take to end.
+_END_SECONDS: Final = 5.0
+
+# Two short cuts into the library save 60 of 120 us per call: `os.environ` decodes every variable to
+# be compared, `signal.getsignal` makes an enum of every answer.
+_VARIABLES: Final[dict[bytes, bytes]] = vars(environ)["_data"]
+_handler_of: Final[Callable[[int], Any]] = _signal.getsignal
+
+_SIGNALS: Final = tuple(int(number) for number in Signals)
+_LIMITS: Final = tuple(
+    sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
+)
+_TIMERS: Final = (ITIMER_REAL, ITIMER_VIRTUAL, ITIMER_PROF)
+# Modules whose functions and classes no call may replace: those that nearly all code depends on.
+_MODULES: Final = (
+    *("builtins", "sys", "os", "os.path", "io", "time", "threading", "struct"),
+    *("json", "json.decoder", "json.encoder", "math", "random", "re", "subprocess"),
+)
+# Their classes that are written in Python have attributes that can be replaced, too.
+_OPEN_CLASSES: Final = ("json", "json.decoder", "json.encoder")
+
+
+class HeldModule:
+    """A module and the functions and classes that it has at present."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self._functions = {name: v for name, v in vars(module).items() if callable(v)}
+        # Far quicker to compare than by names; a difference may be some variable of the module.
+        self._values = [*vars(module).values()]
+
+    def replaced(self) -> str:
+        """The name of a function or class that is another one now, or has gone; "": none is."""
+        now = vars(self.module)
+        values = [*now.values()]
+        if values == self._values:
+            return ""
+        for name, function in self._functions.items():
+            if now.get(name) is not function:
+                return name
+        self._values = values
+        return ""
+
+
+class StateKeeper:
+    """The state of this process that no call changes for the next one."""
+
+    def __init__(self, is_users: Callable[[str], bool]) -> None:
+        """`is_users`: whether a file with code is the user's."""
+        self._is_users = is_users
+        self._descriptors: dict[int, tuple[int, int]] = {}
+
+    def begin(self, channels: Sequence[int]) -> None:
+        """Begin, before any user's code. `channels`: descriptors to the service."""
+        # A process whose parent has ended becomes a child of this one, and so is found.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._channels = (0, 1, 2, *channels)
+        for name in _MODULES:  # a call could replace a function of a module that it imports first
+            import_module(name)
+        self.take()
+
+    def take(self) -> None:
+        """Take the present state, after an import, as what calls must leave."""
+        self._descriptors = {number: _file_of(number) for number in self._channels}
+        self._streams = (sys.stdin, sys.stdout, sys.stderr)
+        self._modules = {
+            name: HeldModule(module)
+            for name in _MODULES
+            if (module := sys.modules.get(name)) is not None  # an import may have removed it
+        }
+        self._classes = [
+            (one, dict(vars(one)))
+            for name in _OPEN_CLASSES
+            if name in self._modules
+            for one in vars(sys.modules[name]).values()
+            if isinstance(one, type) and one.__module__ == name
+        ]
+        self._environment = dict(_VARIABLES)
+        self._folder = getcwd()
+        self._umask = umask(0o077)
+        umask(self._umask)
+        self._handlers = [*map(_handler_of, _SIGNALS)]
+        self._mask = pthread_sigmask(SIG_BLOCK, ())
+        self._recursion = getrecursionlimit()
+        self._limits = [*map(getrlimit, _LIMITS)]
+        self._take_running()
+
+    def restore(self, keeps_running: bool) -> str:
+        """Restore the state after a call; returns why the process cannot serve another, or "".
+
+        `keeps_running`: threads and processes that the call started serve later calls. Else they
+        end with it; so do all children of a process that is to be replaced.
+        """
+        try:
+            why = self._changed() or self._restored() or self._running(keeps_running)
+        except BaseException as error:  # its own code was replaced, or a handler of the user's ran
+            why = f"its state cannot be told: {type(error).__name__}"
+        if why:
+            with suppress(BaseException):
+                end_children()
+        return why
+
+    def _changed(self) -> str:
+        """What a call has changed that cannot be restored."""
+        for number, file in self._descriptors.items():
+            if _file_of(number) != file:
+                return f"descriptor {number} was closed or replaced"
+        streams = (sys.stdin, sys.stdout, sys.stderr)
+        if streams != self._streams:
+            return "sys.stdin, sys.stdout or sys.stderr was replaced"
+        if any(stream is not None and stream.closed for stream in streams):
+            return "sys.stdin, sys.stdout or sys.stderr was closed"
+        if sys.modules["os"].environ is not environ:
+            return "os.environ was replaced"
+        for name, held in self._modules.items():
+            if sys.modules.get(name) is not held.module:
+                return f"the module {name} was replaced"
+            if replaced := held.replaced():
+                return f"{name}.{replaced} was replaced"
+        for one, attributes in self._classes:
+            if dict(vars(one)) != attributes:
+                return f"an attribute of {one.__module__}.{one.__qualname__} was replaced"
+        if [*map(getrlimit, _LIMITS)] != self._limits:
+            return "resource limits were changed"
+        return ""
+
+    def _restored(self) -> str:
+        """Restore what can be; returns what could not."""
+        for timer in _TIMERS:
+            setitimer(timer, 0)
+        handlers = [*map(_handler_of, _SIGNALS)]
+        if handlers != self._handlers:
+            for number, now, handler in zip(_SIGNALS, handlers, self._handlers, strict=True):
+                if now != handler:
+                    if handler is None:  # not of Python
+                        return f"the handler of {Signals(number).name} was replaced"
+                    signal(number, handler)
+        pthread_sigmask(SIG_SETMASK, self._mask)
+        setrecursionlimit(self._recursion)
+        umask(self._umask)
+        here = ""
+        with suppress(OSError):  # it was removed
+            here = getcwd()
+        if here != self._folder:
+            try:
+                chdir(self._folder)
+            except OSError as error:
+                return f"the working directory {self._folder} cannot be entered: {error.strerror}"
+        if self._environment != _VARIABLES:
+            for name in [*environb]:
+                if name not in self._environment:
+                    del environb[name]
+            environb.update(self._environment)
+        return ""
+
+    def _take_running(self) -> None:
+        self._children = children()
+        self._threads = {*threading.enumerate()}
+
+    def _running(self, keeps_running: bool) -> str:
+        """What a call has left running."""
+        if keeps_running:
+            self._take_running()
+            return ""
+        for pid in children() - self._children:
+            try:
+                ended, _ = waitpid(pid, WNOHANG)
+            except ChildProcessError:
+                continue
+            if not ended:
+                return "a process that it started went on"
+        frames = _current_frames()
+        if len(frames) > 1:
+            known = {thread.ident for thread in threading.enumerate() if thread in self._threads}
+            known.add(threading.get_ident())
+            if any(self._in_users_code(f) for ident, f in frames.items() if ident not in known):
+                return "a thread that it started went on"
+        return ""
+
+    def _in_users_code(self, frame: FrameType | None) -> bool:
+        """Whether a thread runs a function of the user's: idle ones of a pool do not."""
+        while frame is not None:
+            if self._is_users(frame.f_code.co_filename):
+                return True
+            frame = frame.f_back
+        return False
+
+
+def children() -> set[int]:
+    """Ids of the children of this process, also of ended ones that were not waited for."""
+    try:
+        waitid(P_ALL, 0, WEXITED | WNOHANG | WNOWAIT)
+    except ChildProcessError:  # by far the cheapest way to know that there are none
+        return set()
+    found: set[int] = set()
+    for task in listdir("/proc/self/task"):
+        with suppress(FileNotFoundError), open(f"/proc/self/task/{task}/children") as listed:
+            found.update(map(int, listed.read().split()))
+    return found
+
+
+def end_children() -> None:
+    """Kill all that descends from this process, which adopts what its children leave."""
+    deadline = monotonic() + _END_SECONDS
+    while (left := children()) and monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                kill(pid, SIGKILL)
+            with suppress(ChildProcessError):
+                waitpid(pid, WNOHANG)
+        sleep(0.001)
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    try:
+        found = fstat(descriptor)
+    except OSError:
+        return (0, 0)
+    return found.st_dev, found.st_ino

@@ -1,0 +1,171 @@
+"""Functions that leave the process in which they run other than they found it."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import concurrent.futures
+import io
+import json
+import math
+import os
+import random
+import resource
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+_pool = concurrent.futures.ThreadPoolExecutor(2)
+_handles: list[Any] = []
+
+
+def state() -> dict[str, Any]:
+    """What a function finds in its process, and whether what it needs works."""
+    print("printed")
+    print("printed", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    with tempfile.TemporaryFile("w") as file:
+        file.write("x")
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {
+        "descriptors": [stat.S_IFMT(os.fstat(number).st_mode) for number in range(3)],
+        "folder": os.getcwd(),
+        "umask": mask,
+        "environment": sorted(os.environ.items()),
+        "handlers": [str(signal.getsignal(number)) for number in signal.Signals],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "timer": signal.getitimer(signal.ITIMER_REAL),
+        "limits": [list(resource.getrlimit(n)) for n in range(resource.RLIM_NLIMITS)],
+        "recursion": sys.getrecursionlimit(),
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("careless")],
+        "json": [json.dumps([1, "a"]), json.loads("[1]"), json.JSONEncoder().encode({"a": None})],
+        "calls": [math.sqrt(4), random.random() < 1, len("ab"), struct.calcsize(">I")],
+        "modules": [sys.modules[name] is value for name, value in (("json", json), ("os", os))],
+        "ran": subprocess.run(["echo", "ran"], capture_output=True, text=True).stdout,
+    }
+
+
+def its_pid() -> int:
+    return os.getpid()
+
+
+def _lie(*_: Any, **__: Any) -> Any:
+    return "77.0"
+
+
+def _lower_a_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+
+
+def _enter_a_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+
+def _start_a_thread(**options: Any) -> None:
+    name = "careless"
+    threading.Thread(target=lambda: time.sleep(600), name=name, **options).start()
+
+
+def _replace_the_environment() -> None:
+    vars(os)["environ"] = dict(os.environ)
+
+
+# Restored: the worker serves on.
+MENDED: Final[dict[str, Callable[[], Any]]] = {
+    "environment": lambda: os.environ.update(CARELESS="1", PATH="/nowhere"),
+    "environment_less": lambda: os.environ.pop("PATH"),
+    "environment_empty": lambda: os.environ.clear(),
+    "folder": lambda: os.chdir("/"),
+    "folder_that_is_gone": _enter_a_folder,
+    "umask": lambda: os.umask(0o777),
+    "handler": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "handler_of_ours": lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
+    "blocked_signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+    "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2),
+    "recursion": lambda: sys.setrecursionlimit(5000),
+}
+# Nothing is left: neither.
+HARMLESS: Final[dict[str, Callable[[], Any]]] = {
+    "idle_pool": lambda: _pool.submit(time.sleep, 0).result(),
+    "event_loop": lambda: asyncio.run(asyncio.sleep(0)),
+    "ended_process": lambda: _handles.append(subprocess.Popen(["true"])) or _handles[-1].wait(),
+    "imports": lambda: __import__("colorsys"),
+}
+# The worker is replaced.
+BROKEN: Final[dict[str, Callable[[], Any]]] = {
+    "input": lambda: os.close(0),
+    "output": lambda: os.close(1),
+    "errors": lambda: os.close(2),
+    "all_three": lambda: os.closerange(0, 3),
+    "output_elsewhere": lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 1),
+    "print_closed": lambda: sys.stdout.close(),
+    "print_elsewhere": lambda: setattr(sys, "stdout", io.StringIO()),
+    "print_nowhere": lambda: setattr(sys, "stderr", None),
+    "environment_replaced": _replace_the_environment,
+    "json.dumps": lambda: setattr(json, "dumps", _lie),
+    "json.loads": lambda: setattr(json, "loads", _lie),
+    "json.encoder": lambda: setattr(json.JSONEncoder, "encode", _lie),
+    "json.encoder.c": lambda: setattr(json.encoder, "c_make_encoder", _lie),
+    "json.gone": lambda: delattr(json, "dumps"),
+    "open": lambda: setattr(builtins, "open", _lie),
+    "len": lambda: setattr(builtins, "len", lambda _: 77),
+    "os.write": lambda: setattr(os, "write", _lie),
+    "os.fork": lambda: setattr(os, "fork", _lie),
+    "math.sqrt": lambda: setattr(math, "sqrt", _lie),
+    "struct.pack": lambda: setattr(struct, "calcsize", _lie),
+    "time": lambda: setattr(time, "time", _lie),
+    "module": lambda: sys.modules.__setitem__("json", os),
+    "module_gone": lambda: sys.modules.pop("os"),
+    "limit": _lower_a_limit,
+    "thread": _start_a_thread,
+    "daemon_thread": lambda: _start_a_thread(daemon=True),
+    "busy_pool": lambda: _pool.submit(lambda: time.sleep(600)) and time.sleep(0.05),
+}
+_ALL: Final = {**MENDED, **HARMLESS, **BROKEN}
+
+
+def breaks(what: str) -> float:
+    """An honest score, and something broken."""
+    _ALL[what]()
+    return 0.5
+
+
+def leaves(ends: str = "returns", session: bool = True, deep: bool = False, path: str = "") -> int:
+    """Leaves a process; its id, which is also written to `path`."""
+    command = ["sleep", "600"]
+    if deep:  # its parent ends at once
+        script = "sleep 600 >/dev/null 2>&1 & echo $!"
+        done = subprocess.run(["setsid", "sh", "-c", script], capture_output=True, text=True)
+        pid = int(done.stdout)
+    else:
+        _handles.append(subprocess.Popen(command, start_new_session=session))
+        pid = _handles[-1].pid
+    if path:
+        with open(path, "w") as file:
+            file.write(str(pid))
+    if ends == "hangs":
+        time.sleep(600)
+    if ends == "raises":
+        raise ValueError(pid)
+    return pid
+
+
+def keeps() -> int:
+    """A process of its own, started by its first call; the id."""
+    if not _handles:
+        _handles.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    assert _handles[0].poll() is None
+    return int(_handles[0].pid)
+
+
+keeps.keeps_running = True  # type: ignore[attr-defined]
