@@ -73,7 +73,7 @@ _LIMITS: Final = tuple(
 _TIMERS: Final = (ITIMER_REAL, ITIMER_VIRTUAL, ITIMER_PROF)
 # Modules whose functions and classes no call may replace: those that nearly all code depends on.
 _MODULES: Final = (
-    *("builtins", "sys", "os", "os.path", "io", "time", "threading", "struct"),
+    *("builtins", "os", "os.path", "io", "time", "threading", "struct"),
     *("json", "json.decoder", "json.encoder", "math", "random", "re", "subprocess"),
 )
 # Their classes that are written in Python have attributes that can be replaced, too.

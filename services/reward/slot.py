@@ -213,7 +213,7 @@ class ProcessSlot(WorkerSlot):
                 answer = await self._answer(call.deadline)
                 seconds = time.perf_counter() - began
                 outcome = outcome_of(answer, seconds, self._process.output(), cold_seconds)
-                kept = self._keep_process(answer)
+                kept = self._keep_process(function, answer)
                 yield sent.popleft(), outcome
                 cold_seconds = 0.0
                 if not kept:
@@ -261,7 +261,7 @@ class ProcessSlot(WorkerSlot):
             self._process.send(*requests)
         return following
 
-    def _keep_process(self, answer: worker.CallAnswer) -> bool:
+    def _keep_process(self, function: RegisteredFunction, answer: worker.CallAnswer) -> bool:
         """Drop the process after a call if it must not serve another; whether it was kept."""
         if self._profile.level == BUBBLEWRAP:
             # What ran may have left processes, files, or another json module behind: the next
@@ -270,7 +270,7 @@ class ProcessSlot(WorkerSlot):
         elif answer.kind == worker.OUT_OF_MEMORY:
             self._replace()  # whatever was half allocated goes with it
         elif answer.unfit:
-            log.info("a call leaves its worker unfit: new worker", why=answer.unfit)
+            log.info("a call left its worker unfit", function=function.key, why=answer.unfit)
             self._replace()
         return self._process is not None
 

@@ -141,8 +141,8 @@ def serve(keeper: Any = None) -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     # Nor can the processes that they fork.
-    os.register_at_fork(after_in_child=requests.close)
-    os.register_at_fork(after_in_child=answers.close)
+    os.register_at_fork(after_in_child=requests.raw.close)  # `requests` may be locked by its reader
+    os.register_at_fork(after_in_child=answers.raw.close)
     me, channel = getpid(), _file_of(answers.fileno())
     if keeper is not None:
         keeper.begin([requests.fileno(), answers.fileno()])

@@ -139,3 +139,26 @@ def test_the_layers_in_force_are_told() -> None:
     assert ("seccomp" in bare) == (seccomp.filter_path() is not None)
     assert layers(SandboxProfile(reads=("/data",)), None) == ["landlock"]
     assert layers(SandboxProfile(), None) == []
+
+
+@pytest.mark.skipif(landlock.version() == 0, reason="the kernel has no landlock")
+async def test_uploaded_source_may_have_modules_of_the_services_names(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("def scores():\n    return 0.5\n")
+    profile = SandboxProfile(reads=(str(tmp_path),), source=str(tmp_path))
+    process = await WorkerProcess.start(*profile.launch())
+    try:
+        for request in (
+            {"call": "prepare", "entrypoint": "services:scores"},
+            {
+                "call": "invoke",
+                "entrypoint": "services:scores",
+                "arguments_json": "",
+                "memory_mib": 0,
+            },
+        ):
+            process.send(request)
+            answer = await process.answer()
+    finally:
+        await process.end()
+    assert (answer.kind, answer.text) == ("ok", "0.5")
