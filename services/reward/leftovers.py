@@ -108,15 +108,14 @@ class StateKeeper:
     def __init__(self, is_users: Callable[[str], bool]) -> None:
         """`is_users`: whether a file with code is the user's."""
         self._is_users = is_users
-        self._descriptors: dict[int, tuple[int, int]] = {}
+        for name in _MODULES:  # a call could replace a function of a module that it imports first
+            import_module(name)
 
     def begin(self, channels: Sequence[int]) -> None:
         """Begin, before any user's code. `channels`: descriptors to the service."""
         # A process whose parent has ended becomes a child of this one, and so is found.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._channels = (0, 1, 2, *channels)
-        for name in _MODULES:  # a call could replace a function of a module that it imports first
-            import_module(name)
         self.take()
 
     def take(self) -> None:

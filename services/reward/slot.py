@@ -558,7 +558,7 @@ class AnswerReader:
             if not part:
                 raise EOFError
             self._worker = self._worker or sender
-            if sender == self._worker:
+            if 0 < sender == self._worker:
                 self._received += part
             else:
                 self._foreign += len(part)

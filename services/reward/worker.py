@@ -97,9 +97,18 @@ def initialize(service_pid: int) -> None:
 
 
 def confine(limits: list[str]) -> None:
-    """Set `--{resource}={limit}` and `--landlock={paths}`; nothing that runs here can undo them."""
+    """Set `--{resource}={limit}` and `--landlock={paths}`; nothing that runs here can undo them.
+
+    `--source={folder}` comes first on the import path from now on: what is uploaded must not run
+    before this (a `sitecustomize`), nor take the place of what this imports (a `json`).
+    """
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")
+        if name == "source":
+            sys.path.insert(0, value)
+            paths = [value, environ.get("PYTHONPATH", "")]
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            continue
         if name == "landlock":
             load_file("sandboxes/landlock.py").confine(*json.loads(value))
             continue
@@ -405,6 +414,6 @@ if __name__ == "__main__":
     keeper = None
     if sys.argv[1] != "0":  # not in a sandbox, which runs one call
         keeper = load_file("leftovers.py").StateKeeper(is_users)
-    confine(sys.argv[2:])
     json = private_copy("json")  # type: ignore[assignment]
+    confine(sys.argv[2:])
     serve(keeper)

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from tests.endpoint import dialogues
 from tests.endpoint.stage import Stage, calls, in_turn, open_stage, says, text_of
+from tests.reward.test_reward_service import client_of
 from tests.rollout.conftest import _fresh, _settling, reward_process, store_process
 from tests.rollout.house import make_spec
 from tests.rollout.processes import ServiceProcess
@@ -177,6 +178,16 @@ def test_a_process_keeps_its_server_and_finds_one_that_ended() -> None:
     time.sleep(1.1)  # from here on it is not taken for granted that the server is there
     assert call(one, "process")["result"] != first, "nothing was lost: it had not been called"
     assert call(one, "divide")["error"] == "unknown_tool"
+
+
+async def test_a_worker_of_the_reward_service_keeps_its_server_from_call_to_call() -> None:
+    entrypoint = "troupe.functions.library.mcp:call"
+    async with client_of(reward_workers=1) as client:
+        await client.register("mcp", entrypoint=entrypoint, timeout_seconds=60)
+        asked = {"server": server(**STDIO), "name": "process"}
+        first, second = [await client.invoke("mcp", asked) for _ in range(2)]
+    assert json.loads(first.result_json)["result"].isdigit(), first
+    assert first.result_json == second.result_json
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,22 @@ async def test_source_that_nobody_uploaded(client: Client) -> None:
     assert wrong.value.field == "function.source_sha256"
 
 
+@pytest.mark.parametrize("sandbox", ["process", pytest.param("bubblewrap", marks=BUBBLEWRAP)])
+async def test_source_runs_nothing_before_its_worker_is_ready(client: Client, sandbox: str) -> None:
+    shadows = ("json", "inspect", "struct", "traceback", "resource", "random", "subprocess")
+    texts = {f"{name}.py": "raise ImportError(__file__)\n" for name in shadows}
+    texts["sitecustomize.py"] = "import os\nos._exit(9)\n"
+    texts["usercustomize.py"] = texts["sitecustomize.py"]
+    texts["scoring.py"] = (
+        "import os\n"
+        "def score(x):\n"
+        "    first = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
+        "    return [x, first == os.path.dirname(__file__)]\n"
+    )
+    sha = await upload(client, texts)
+    assert await run(client, sha, sandbox=sandbox) == [1, True]
+
+
 @BUBBLEWRAP
 async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     text = (

@@ -124,11 +124,12 @@ class SandboxProfile:
     def launch(self) -> tuple[list[str], dict[str, str]]:
         """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
         if self.level == PROCESS:
-            imports = [*([self.source] if self.source else []), *(e for e in sys.path if e)]
-            environment = environment_of_functions(imports)
+            environment = environment_of_functions([entry for entry in sys.path if entry])
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
             if self.reads or self.writes:
                 command.append(f"--landlock={json.dumps(self._files())}")
+            if self.source:
+                command.append(f"--source={self.source}")
             return command, environment
         return self.wrap([worker.__file__, "0"])
 
@@ -150,7 +151,7 @@ class SandboxProfile:
             "OMP_NUM_THREADS": "1",
             # Tells a call whether the cores that it finds are its own.
             HANDED_OUT: os.environ.get(HANDED_OUT, "0"),
-            "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *imports]),
+            "PYTHONPATH": os.pathsep.join(imports),
             "PYTHONDONTWRITEBYTECODE": "1",
             # Packages below the home directory could be written by an earlier call.
             "PYTHONNOUSERSITE": "1",
@@ -180,6 +181,7 @@ class SandboxProfile:
             *user.after,
             *(sys.executable, "-P", *program),
             *(f"--{name}={value}" for name, value in limits.items()),
+            *([f"--source={SOURCE}"] if self.source else []),
         ]
         return command, environment
 

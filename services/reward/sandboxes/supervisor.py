@@ -27,7 +27,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import resource
 import select
 import selectors
 import signal
@@ -378,13 +377,6 @@ def _dumpable(may: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(may), 0, 0, 0)
 
 
-def confine(limits: list[str]) -> None:
-    """Set the limits `--{resource}={limit}`, which nothing that runs here can raise again."""
-    for limit in limits:
-        name, _, value = limit.removeprefix("--").partition("=")
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
-
-
 def load(name: str, source: str, path: str) -> types.ModuleType:
     """Make a module from its source text."""
     module = types.ModuleType(name)
@@ -440,11 +432,11 @@ def main(
     if os.getpid() != 1:
         raise RuntimeError("the supervisor must be the first process of its sandbox")
     os.environ["HOME"] = "/nonexistent"
-    if fed is not None:
-        sys.meta_path.insert(0, fed)
-    confine(limits)
     worker = load("troupe_worker", worker_source, worker_path)
     globals()["json"] = vars(worker)["json"] = worker.private_copy("json")
+    worker.confine(limits)
+    if fed is not None:
+        sys.meta_path.insert(0, fed)
     SandboxSupervisor(worker).serve()
 
 
