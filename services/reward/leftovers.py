@@ -214,7 +214,7 @@ class StateKeeper:
 
     def _take_running(self) -> None:
         self._children = children()
-        self._threads = {*threading.enumerate()}
+        self._threads = {*threading.enumerate()}  # this one among them
 
     def _running(self, keeps_running: bool) -> str:
         """What a call has left running."""
@@ -230,14 +230,25 @@ class StateKeeper:
                 return "a process that it started went on"
         frames = _current_frames()
         if len(frames) > 1:
-            known = {thread.ident for thread in threading.enumerate() if thread in self._threads}
-            known.add(threading.get_ident())
-            if any(self._in_users_code(f) for ident, f in frames.items() if ident not in known):
+            for thread in threading.enumerate():
+                frame = frames.pop(thread.ident or 0, None)
+                if thread not in self._threads and self._is_at_work(thread, frame):
+                    return "a thread that it started went on"
+            if any(self._in_users_code(frame) for frame in frames.values()):
                 return "a thread that it started went on"
         return ""
 
+    def _is_at_work(self, thread: threading.Thread, frame: FrameType | None) -> bool:
+        """Whether a thread was made for a function of the user's, or runs one at present: idle
+        threads of a pool, and helpers of libraries, do neither."""
+        for name in ("_target", "function", "run"):  # of a thread, a timer, a class of the user's
+            function = getattr(thread, name, None)
+            code = getattr(function, "__code__", None)  # a method has its function's
+            if code is not None and self._is_users(code.co_filename):
+                return True
+        return self._in_users_code(frame)
+
     def _in_users_code(self, frame: FrameType | None) -> bool:
-        """Whether a thread runs a function of the user's: idle ones of a pool do not."""
         while frame is not None:
             if self._is_users(frame.f_code.co_filename):
                 return True

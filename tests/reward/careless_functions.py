@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import builtins
 import concurrent.futures
@@ -71,9 +72,35 @@ def _enter_a_folder() -> None:
         os.chdir(folder)
 
 
+def _start(thread: threading.Thread) -> None:
+    thread.name = "careless"
+    thread.start()
+
+
 def _start_a_thread(**options: Any) -> None:
-    name = "careless"
-    threading.Thread(target=lambda: time.sleep(600), name=name, **options).start()
+    _start(threading.Thread(target=lambda: time.sleep(600), **options))
+
+
+class _Sleeper(threading.Thread):
+    def run(self) -> None:
+        time.sleep(600)
+
+
+def _sleep(began: threading.Event) -> None:
+    began.set()
+    time.sleep(600)
+
+
+def _start_a_raw_thread() -> None:
+    began = threading.Event()
+    _thread.start_new_thread(_sleep, (began,))
+    began.wait()
+
+
+def _occupy_the_pool() -> None:
+    began = threading.Event()
+    _pool.submit(_sleep, began)
+    began.wait()
 
 
 def _replace_the_environment() -> None:
@@ -91,7 +118,7 @@ MENDED: Final[dict[str, Callable[[], Any]]] = {
     "handler": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "handler_of_ours": lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
     "blocked_signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-    "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2),
+    "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 600, 600),
     "recursion": lambda: sys.setrecursionlimit(5000),
 }
 # Nothing is left: neither.
@@ -129,7 +156,10 @@ BROKEN: Final[dict[str, Callable[[], Any]]] = {
     "limit": _lower_a_limit,
     "thread": _start_a_thread,
     "daemon_thread": lambda: _start_a_thread(daemon=True),
-    "busy_pool": lambda: _pool.submit(lambda: time.sleep(600)) and time.sleep(0.05),
+    "timer_of_ours": lambda: _start(threading.Timer(600, its_pid)),
+    "thread_of_a_class": lambda: _start(_Sleeper(daemon=True)),
+    "raw_thread": _start_a_raw_thread,
+    "busy_pool": _occupy_the_pool,
 }
 _ALL: Final = {**MENDED, **HARMLESS, **BROKEN}
 

@@ -26,7 +26,9 @@ async def client() -> AsyncIterator[Client]:
     async with client_of(reward_workers=1, reward_cores=1) as client:
         for name in ("state", "its_pid", "breaks", "keeps"):
             await client.register(name, entrypoint=f"careless_functions:{name}")
-        await client.register("leaves", entrypoint="careless_functions:leaves", timeout_seconds=2)
+        for name, seconds in (("leaves", 60), ("leaves_late", 4)):
+            entrypoint = "careless_functions:leaves"
+            await client.register(name, entrypoint=entrypoint, timeout_seconds=seconds)
         yield client
 
 
@@ -75,7 +77,7 @@ async def test_a_process_ends_with_a_call_that_took_too_long(
     client: Client, tmp_path: Path, deep: bool
 ) -> None:
     path = tmp_path / "pid"
-    error = await call(client, "leaves", ends="hangs", deep=deep, path=str(path))
+    error = await call(client, "leaves_late", ends="hangs", deep=deep, path=str(path))
     assert error.kind == Kind.KIND_TIMEOUT
     await ended(int(path.read_text()))
 
