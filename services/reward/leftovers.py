@@ -29,7 +29,6 @@ from os import (
     chdir,
     environ,
     environb,
-    fstat,
     getcwd,
     kill,
     listdir,
@@ -105,9 +104,12 @@ class HeldModule:
 class StateKeeper:
     """The state of this process that no call changes for the next one."""
 
-    def __init__(self, is_users: Callable[[str], bool]) -> None:
-        """`is_users`: whether a file with code is the user's."""
-        self._is_users = is_users
+    def __init__(
+        self, is_users: Callable[[str], bool], file_of: Callable[[int], tuple[int, int]]
+    ) -> None:
+        """`is_users`: whether a file with code is the user's. `file_of`: what is open under the
+        number of a descriptor."""
+        self._is_users, self._file_of = is_users, file_of
         for name in _MODULES:  # a call could replace a function of a module that it imports first
             import_module(name)
 
@@ -120,7 +122,7 @@ class StateKeeper:
 
     def take(self) -> None:
         """Take the present state, after an import, as what calls must leave."""
-        self._descriptors = {number: _file_of(number) for number in self._channels}
+        self._descriptors = {number: self._file_of(number) for number in self._channels}
         self._streams = (sys.stdin, sys.stdout, sys.stderr)
         self._modules = {
             name: HeldModule(module)
@@ -162,7 +164,7 @@ class StateKeeper:
     def _changed(self) -> str:
         """What a call has changed that cannot be restored."""
         for number, file in self._descriptors.items():
-            if _file_of(number) != file:
+            if self._file_of(number) != file:
                 return f"descriptor {number} was closed or replaced"
         streams = (sys.stdin, sys.stdout, sys.stderr)
         if streams != self._streams:
@@ -279,11 +281,3 @@ def end_children() -> None:
             with suppress(ChildProcessError):
                 waitpid(pid, WNOHANG)
         sleep(0.001)
-
-
-def _file_of(descriptor: int) -> tuple[int, int]:
-    try:
-        found = fstat(descriptor)
-    except OSError:
-        return (0, 0)
-    return found.st_dev, found.st_ino

@@ -234,9 +234,7 @@ class ProcessSlot(WorkerSlot):
         Several calls of a function that may run twice are sent ahead, so that the worker never
         waits for the next one.
         """
-        # A sandbox runs one call only, and what it runs shall not read other calls' arguments.
-        ahead = function.repeatable and self._profile.level != BUBBLEWRAP
-        most = _AHEAD if ahead else 1
+        most = _AHEAD if function.repeatable else 1
         if len(sent) > most // 2:
             return following
         assert self._process is not None
@@ -482,8 +480,9 @@ class WorkerProcess:
         """Kill the process and all that it started."""
         if self.alive:
             kill_with_children(self._process.pid)
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # also what it left when it ended
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it left in its group
 
     async def end(self) -> None:
         """Kill the process and wait until it has ended."""

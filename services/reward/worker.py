@@ -152,7 +152,7 @@ def serve(keeper: Any = None) -> None:
     # Nor can the processes that they fork.
     os.register_at_fork(after_in_child=requests.raw.close)  # `requests` may be locked by its reader
     os.register_at_fork(after_in_child=answers.raw.close)
-    me, channel = getpid(), _file_of(answers.fileno())
+    me, channel = getpid(), file_of(answers.fileno())
     if keeper is not None:
         keeper.begin([requests.fileno(), answers.fileno()])
     while header := requests.read(_HEADER.size):
@@ -169,7 +169,7 @@ def serve(keeper: Any = None) -> None:
                 keeper.take()
             elif call == "invoke":
                 answer = answer._replace(unfit=keeper.restore(_keeps_running(request)))
-        if _file_of(answers.fileno()) != channel:
+        if file_of(answers.fileno()) != channel:
             _exit(1)  # else the answer would go into some file of the function
         body = json.dumps(answer).encode()
         answers.write(_HEADER.pack(len(body)) + body)
@@ -178,7 +178,8 @@ def serve(keeper: Any = None) -> None:
             _exit(0)
 
 
-def _file_of(descriptor: int) -> tuple[int, int]:
+def file_of(descriptor: int) -> tuple[int, int]:
+    """Device and inode of an open file, pipe or socket; zeros: it is closed."""
     with suppress(OSError):
         found = fstat(descriptor)
         return found.st_dev, found.st_ino
@@ -413,7 +414,7 @@ if __name__ == "__main__":
     initialize(int(sys.argv[1]))
     keeper = None
     if sys.argv[1] != "0":  # not in a sandbox, which runs one call
-        keeper = load_file("leftovers.py").StateKeeper(is_users)
+        keeper = load_file("leftovers.py").StateKeeper(is_users, file_of)
     json = private_copy("json")  # type: ignore[assignment]
     confine(sys.argv[2:])
     serve(keeper)
