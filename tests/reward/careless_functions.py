@@ -9,6 +9,7 @@ import concurrent.futures
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import resource
@@ -103,6 +104,23 @@ def _occupy_the_pool() -> None:
     began.wait()
 
 
+async def _await_a_process() -> None:
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+
+
+def _use_a_pool_of_processes() -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+        pool.close()
+        pool.join()
+
+
+def _use_an_executor() -> None:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
+        assert executor.submit(abs, -1).result() == 1
+
+
 def _replace_the_environment() -> None:
     vars(os)["environ"] = dict(os.environ)
 
@@ -127,6 +145,9 @@ HARMLESS: Final[dict[str, Callable[[], Any]]] = {
     "event_loop": lambda: asyncio.run(asyncio.sleep(0)),
     "ended_process": lambda: _handles.append(subprocess.Popen(["true"])) or _handles[-1].wait(),
     "imports": lambda: __import__("colorsys"),
+    "awaited_process": lambda: asyncio.run(_await_a_process()),
+    "process_pool": _use_a_pool_of_processes,
+    "executor": _use_an_executor,
 }
 # The worker is replaced.
 BROKEN: Final[dict[str, Callable[[], Any]]] = {
