@@ -27,8 +27,6 @@ from redis.backoff import NoBackoff
 
 from services.chassis.telemetry import Telemetry
 from troupe.disks import shortage
-from troupe.redis_errors import CLUSTER_SCHEMES, check_url, failure, shown
-from troupe.redis_info import full, risks, unfitness
 from troupe.rpc import (
     Attempts,
     FailedPrecondition,
@@ -38,6 +36,8 @@ from troupe.rpc import (
     Unavailable,
 )
 from troupe.rpc.addresses import split_address
+from troupe.rpc.redis_errors import CLUSTER_SCHEMES, check_url, failure, shown
+from troupe.rpc.redis_info import full, risks, unfitness
 
 log = structlog.get_logger(__name__)
 

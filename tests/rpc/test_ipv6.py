@@ -33,7 +33,6 @@ from troupe.cluster.redis import require_redis
 from troupe.cluster.settings import ClusterSettings
 from troupe.endpoint.server import EndpointServer
 from troupe.job.policy import EngineSpec
-from troupe.redis_errors import shown
 from troupe.rpc import NO_RETRY, ClientSettings, InvalidArgument, TroupeError, connect
 from troupe.rpc.addresses import (
     has_ipv6,
@@ -46,6 +45,7 @@ from troupe.rpc.addresses import (
     reachable_host,
     split_address,
 )
+from troupe.rpc.redis_errors import shown
 from troupe.transfer.remote.process import OwnerProcess
 from troupe.transfer.remote.serving import from_here
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from troupe.cluster.errors import RedisMissing
 from troupe.cluster.settings import LOOPBACK, Fsync
-from troupe.redis_errors import check_url, failure, shown
-from troupe.redis_info import unfitness
 from troupe.rpc.errors import TroupeError
+from troupe.rpc.redis_errors import check_url, failure, shown
+from troupe.rpc.redis_info import unfitness
 
 
 def redis_executable() -> str:

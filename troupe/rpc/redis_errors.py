@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from troupe.redis_info import full, wrong_scheme
 from troupe.rpc.addresses import join_address, split_address, without_secrets
 from troupe.rpc.errors import FailedPrecondition, Internal, TroupeError, Unavailable
+from troupe.rpc.redis_info import full, wrong_scheme
 
 CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
 """URL schemes of a Redis Cluster, each with the scheme of its nodes."""
