@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -74,12 +75,32 @@ def shortage(directory: Path) -> str | None:
 log = logging.getLogger(__name__)
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
+# Links in one path that Linux follows.
+_MOST_LINKS: Final = 40
 
 
 def memory_root() -> Path:
     """`/dev/shm`, or the directory for temporary files on hosts without it."""
     writable = os.access(_SHARED_MEMORY, os.W_OK)
     return _SHARED_MEMORY if writable else Path(tempfile.gettempdir())
+
+
+def own_directory(path: Path) -> Path:
+    """Make the directory `path`, or check the existing one; returns it.
+
+    For directories that an operator may name, perhaps a link or a mount. Raises PermissionError,
+    which says why, where another user may have made it or may lead it elsewhere; other OSErrors
+    when it cannot be made.
+    """
+    if (found := strangers_part(path)) is not None:
+        part, owner = found
+        what = "it" if part == path else f"'{part}'"
+        raise PermissionError(errno.EPERM, f"{what} belongs to another user (uid {owner})")
+    # `os.path.ismount` does not follow links. What is mounted is for root to choose.
+    if writable_by_all(path.parent) and not os.path.ismount(path):
+        return private_directory(path)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
 
 
 def private_directory(path: Path) -> Path:
@@ -89,7 +110,7 @@ def private_directory(path: Path) -> Path:
     says why, where it is a link, belongs to another user, or others may write to it; other OSErrors
     when it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if path.is_symlink():
@@ -109,10 +130,53 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def is_foreseeable(path: Path) -> bool:
-    """Whether any user of the host could have made `path`: all may write where it is."""
+def replace_file(path: Path, text: str) -> None:
+    """Replace the content of `path` all at once. Raises OSError.
+
+    The draft beside it has a random name and is never an existing file, so that nobody can plant a
+    link in its place where every user may write.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        return bool(path.parent.stat().st_mode & stat.S_IWOTH) and not path.is_mount()
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def strangers_part(path: Path) -> tuple[Path, int] | None:
+    """The first part of `path` that belongs to another user, and the uid; None if there is none.
+
+    Counts files, directories, mounts and links where every user may write: whoever owns one can
+    change what the path leads to. Links are followed, and what they lead to is checked as well.
+    Parts that do not exist yet are nobody's. Raises OSError for a circle of links.
+    """
+    return _strangers_part(path.absolute(), _MOST_LINKS)
+
+
+def _strangers_part(path: Path, links: int) -> tuple[Path, int] | None:
+    if links == 0:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    for part in (*reversed(path.parents), path):
+        try:
+            status = part.lstat()
+        except FileNotFoundError:
+            return None
+        if status.st_uid not in (0, os.geteuid()) and writable_by_all(part.parent):
+            return part, status.st_uid
+        if stat.S_ISLNK(status.st_mode):
+            found = _strangers_part(part.parent / part.readlink(), links - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def writable_by_all(directory: Path) -> bool:
+    """Whether every user of the host may write into `directory`."""
+    try:
+        return bool(directory.stat().st_mode & stat.S_IWOTH)
     except OSError:
         return False
 
@@ -132,7 +196,7 @@ class Scratch:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
             # Another process may remove it before it is locked: then another one is made.
             with contextlib.suppress(FileNotFoundError):
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.is_dir():
                     return

@@ -22,6 +22,7 @@ from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.process import bind, server_options, watch_parent
 from services.chassis.settings import ServiceSettings, read_settings
 from services.chassis.telemetry import LoopWatch, Telemetry, configure_tracing
+from troupe.disks import replace_file
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
 from troupe.rpc.addresses import bypass_proxy
@@ -158,9 +159,7 @@ class RunningServer(Generic[S]):
         settings = self.settings
         if settings.port_file is not None:
             settings.port_file.parent.mkdir(parents=True, exist_ok=True)
-            half = settings.port_file.with_name(f".{settings.port_file.name}.{os.getpid()}")
-            half.write_text(f"{settings.port} {settings.metrics_port}\n")
-            half.replace(settings.port_file)
+            replace_file(settings.port_file, f"{settings.port} {settings.metrics_port}\n")
         log.info("serving", name=self.service.name, address=self.address)
         if strangers := settings.strangers:
             log.warning(f"{strangers} can use it; set TROUPE_TOKEN", host=settings.host)

@@ -84,7 +84,8 @@ class HostOwnership:
         self._port, self._certified = port, certified
         self._start = start
         self._process: OwnerProcess | None = None
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self._path, flags, 0o600)
         self._mutex = threading.Lock()
         self._closed = False
 

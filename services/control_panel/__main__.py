@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 import sys
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -14,6 +12,7 @@ from services.chassis.process import read_pem, watch_parent
 from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
+from troupe.disks import replace_file
 from troupe.rpc.addresses import listen
 from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
@@ -37,9 +36,7 @@ def main() -> int:
         return 1
     if settings.port_file:
         port = listener.getsockname()[1]
-        scratch = Path(f"{settings.port_file}.tmp")
-        scratch.write_text(f"{port} {port}\n")
-        os.replace(scratch, settings.port_file)
+        replace_file(settings.port_file, f"{port} {port}\n")
     if strangers := settings.strangers:
         warning = f"{strangers} can run code through it; set TROUPE_TOKEN"
         print(f"control panel: warning: {warning}", file=sys.stderr)

@@ -20,7 +20,7 @@ from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
 from troupe.cluster.layout import ChildSpec, HeadAddresses, Routes, plan, port_names, service_names
 from troupe.cluster.membership import NodeMembership, TrainerDemand
-from troupe.cluster.redis import redis_executable, require_redis, write_config
+from troupe.cluster.redis import mend_append_file, redis_executable, require_redis, write_config
 from troupe.cluster.settings import (
     DEFAULT_HEAD_PORT,
     DEFAULT_PANEL_PORT,
@@ -44,7 +44,7 @@ from troupe.cluster.state import (
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor, longest_stop
-from troupe.disks import is_foreseeable, private_directory
+from troupe.disks import own_directory, writable_by_all
 from troupe.rpc.addresses import (
     LOOPBACKS,
     http_url,
@@ -98,7 +98,7 @@ class EmbeddedCluster:
     async def start(self) -> ClusterState:
         """Start everything and wait until all services are healthy.
 
-        Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `NotWritable`,
+        Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisDataDamaged`, `NotWritable`,
         `NotPrivate`, `TransferDirNotWritable`, `InvalidArgument` for devices that there are not,
         what `NodeMembership.join` raises, or the error of a service that does not start; then
         nothing is left running.
@@ -171,6 +171,11 @@ class EmbeddedCluster:
                 "engines and the trainer share the one device: bound what an SGLang server takes "
                 "(--mem-fraction-static in `engine.launch`)"
             )
+        if writable_by_all(Path.cwd()):
+            self._tell(
+                f"jobs import modules from {Path.cwd()}, where every user may write: start in a "
+                "directory of your own"
+            )
         ports = pick_ports(
             port_names(settings, devices), host=settings.host, fixed=self._fixed_ports()
         )
@@ -192,6 +197,11 @@ class EmbeddedCluster:
             head = await self._membership.join(settings.start_seconds)
         elif settings.redis_url is None:
             server = redis_executable()
+            cut = await asyncio.to_thread(
+                mend_append_file, settings.data_dir, server, expected=_ran_redis(settings.data_dir)
+            )
+            if cut:
+                self._tell(cut)
             config, redis_url = write_config(
                 settings.data_dir, ports["redis"], fsync=settings.redis_fsync
             )
@@ -219,6 +229,8 @@ class EmbeddedCluster:
         port = ports.get("control_panel")
         panel = http_url(settings.reachable_host, port) if port else ""
         assert settings.transfer_dir is not None  # resolved
+        # Before there is a state: what it names is removed at the end.
+        _make_transfer_dir(settings.transfer_dir)
         self._state = ClusterState(
             cluster_id=cluster_id,
             phase="starting",
@@ -232,7 +244,6 @@ class EmbeddedCluster:
             panel_url=panel,
             stop_seconds=longest_stop(specs),
         )
-        _make_transfer_dir(settings.transfer_dir)
         self._tell_addresses(cluster_id, specs)
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
@@ -356,12 +367,18 @@ def _record(child: Child) -> ServiceRecord:
     )
 
 
+def _ran_redis(data_dir: Path) -> bool:
+    """Whether the last cluster of `data_dir` was ready, with a Redis of its own."""
+    last = read_state(data_dir)
+    if last is None or last.phase in ("starting", "failed"):
+        return False
+    return any(service.name == "redis" for service in last.services)
+
+
 def _make_transfer_dir(directory: Path) -> None:
     """Make the transfer directory. Raises `TransferDirNotWritable`."""
     try:
-        if is_foreseeable(directory):
-            private_directory(directory)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_directory(directory)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from troupe.rpc.errors import (
+    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -41,6 +42,26 @@ class RedisMissing(FailedPrecondition):
             value="(embedded)",
             remedy="Run `pip install 'troupe-rl[embedded]'`, or name a running Redis with "
             "--redis-url redis://HOST:PORT/0.",
+        )
+
+
+class RedisDataDamaged(DataLoss):
+    """The append-only file of the embedded Redis is damaged or gone."""
+
+    default_kind = "redis_data_damaged"
+
+    def __init__(self, path: Path, what: str, command: str = "") -> None:
+        cut = (
+            f"or copy it and cut off all that follows, with the jobs and rows in it: {command} ; "
+            if command
+            else ""
+        )
+        super().__init__(
+            f"{what}.",
+            field="redis",
+            value=path,
+            remedy=f"Restore it from a backup, {cut}or remove the directory {path.parent} to begin "
+            "without the jobs that it had.",
         )
 
 
@@ -147,12 +168,13 @@ class TransferDirNotWritable(FailedPrecondition):
 
 
 class NotPrivate(FailedPrecondition):
-    """The data directory, or a secret file in it, belongs to another user of the machine."""
+    """The data directory, a file in it or a link on the way to it belongs to another user."""
 
     default_kind = "data_dir_not_private"
 
     def __init__(self, data_dir: Path, path: Path, owner: int) -> None:
-        what = "it" if path == data_dir else f"'{path.relative_to(data_dir)}' in it"
+        inside = path.relative_to(data_dir) if path.is_relative_to(data_dir) else None
+        what = f"'{path}'" if inside is None else f"'{inside}' in it" if inside.parts else "it"
         super().__init__(
             f"{what} belongs to another user (uid {owner}), who could change what the cluster "
             "runs and read what it writes.",

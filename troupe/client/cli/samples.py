@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Annotated, Any, Final, Self
@@ -193,7 +193,7 @@ class SampleWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        self._scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
     def add(self, sample: Sample) -> None:
         """Write one row."""
@@ -216,7 +216,7 @@ class SampleWriter:
 class _Jsonl(SampleWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._file: IO[str] = self._scratch.open("w")
+        self._file: IO[str] = self._scratch.open("x")
 
     def add(self, sample: Sample) -> None:
         self._file.write(json.dumps(dataclasses.asdict(sample)) + "\n")

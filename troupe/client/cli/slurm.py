@@ -22,8 +22,10 @@ from rich.console import Console
 
 from troupe.client.cli import options
 from troupe.client.cli.specification import load_with
+from troupe.disks import own_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.rpc.ids import check_name
+from troupe.rpc.tokens import read_token
 
 _TIME: Final = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 # Time for a step to end before the allocation does: pausing waits for the step in flight.
@@ -199,7 +201,7 @@ def slurm(
             value=os.environ.get("PATH"),
             remedy="Run it on a login node of a Slurm cluster, or print the script: --dry-run.",
         )
-    _write(shared, script, spec.model_dump_json(exclude_unset=True))
+    write_files(shared, script, spec.model_dump_json(exclude_unset=True))
     done = subprocess.run(
         [sbatch, str(shared / "troupe.sbatch")], capture_output=True, text=True, check=False
     )
@@ -217,14 +219,32 @@ def slurm(
     console.print(f"output in {shared}/slurm-{number}.out", highlight=False, soft_wrap=True)
 
 
-def _write(shared: Path, script: str, spec: str) -> None:
-    """Write the batch script, the job (JSON is YAML) and, once, the cluster's token."""
-    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+def write_files(shared: Path, script: str, spec: str) -> None:
+    """Write the batch script, the job (JSON is YAML) and, once, the cluster's token.
+
+    Raises `InvalidArgument` where another user may have made the directory or knows the token.
+    """
+    try:
+        own_directory(shared)
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot be used: {error.strerror or error}",
+            field="shared_dir",
+            value=str(shared),
+            remedy="Name another directory with --shared-dir.",
+        ) from error
     (shared / "troupe.sbatch").write_text(script)
     (shared / "job.yaml").write_text(spec)
     try:
         descriptor = os.open(shared / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    except FileExistsError as error:
+        if read_token(shared / "token") is None:
+            raise InvalidArgument(
+                "is not a file that only you can read, so that others may know the token",
+                field="shared_dir",
+                value=str(shared / "token"),
+                remedy="Remove it: a new one is made.",
+            ) from error
         return
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_urlsafe(32))
