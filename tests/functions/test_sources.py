@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,54 @@ def test_links(project: Path, tmp_path: Path) -> None:
     (project / "conf/up").symlink_to(project)
     with pytest.raises(InvalidArgument, match="link to a folder"):
         collect(project, ["conf"])
+
+
+def test_a_link_that_leads_nowhere_is_refused_by_name(project: Path) -> None:
+    link = project / "team/link.py"
+    for target in ("gone.py", "link.py", "../team/link.py/x"):
+        link.symlink_to(target)
+        for include in (["team"], ["."], ["team/*"]):
+            with pytest.raises(InvalidArgument) as error:
+                collect(project, include)
+            assert error.value.field == "code.include"
+            assert "link.py" in str(error.value)
+        assert "team/link.py" not in names(project, ["team"], ("team/link.py",))
+        link.unlink()
+    root = project / "root"
+    root.symlink_to("root")
+    with pytest.raises(InvalidArgument, match="no folder"):
+        collect(root, ["team"])
+    with pytest.raises(InvalidArgument, match="no folder"):
+        collect(Path("~nobody-by-that-name"), ["team"])
+
+
+@pytest.mark.parametrize("name", ["**x/a.py", "x" * 5000, "team/" + "y" * 300, "a\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(project: Path, name: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        collect(project, [name])
+    assert error.value.field == "code.include"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_file_or_folder_that_cannot_be_read_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory() as name:  # the other user may not enter `tmp_path`
+        root = Path(name)
+        root.chmod(0o755)
+        (root / "closed").mkdir(mode=0)
+        (root / "closed.py").touch(mode=0)
+        child = os.fork()
+        if child == 0:
+            found = []
+            try:
+                os.setuid(65534)
+                for include in ("closed.py", "closed"):
+                    try:
+                        collect(root, [include])
+                    except InvalidArgument as error:
+                        found.append("cannot be read: Permission denied" in str(error))
+            finally:
+                os._exit(0 if found == [True, True] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_is_refused(project: Path, tmp_path: Path) -> None:

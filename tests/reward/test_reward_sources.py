@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -112,6 +113,60 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
         pytest.skip(f"no user namespaces here: {result.output}")
     assert result == "OSError", result
+
+
+# What the interpreter or the worker itself would import, before it is confined.
+ACTS_AT_START = """
+import os, resource
+limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1] for name in ("CORE", "NOFILE")]
+try:
+    read = open({secret!r}).read()
+except OSError as error:
+    read = type(error).__name__
+os.environ["AT_START"] = repr([limits, read])
+"""
+CALLED = """
+import os, subprocess, sys
+def score(x):
+    code = "import os; print(os.environ.get('AT_START'), end='')"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return [os.environ.get("AT_START"), child.stdout or child.stderr]
+"""
+SHADOWS = ("inspect", "json", "resource", "select", "selectors", "struct", "traceback", "types")
+
+
+@BUBBLEWRAP
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "process"])
+async def test_source_that_acts_at_import_runs_within_the_limits_only(
+    client: Client, tmp_path: Path, sandbox: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("read")
+    acts = ACTS_AT_START.format(secret=str(secret))
+    sha = await upload(client, {"sitecustomize.py": acts, "scoring.py": CALLED})
+    confined = {"reads": ["/usr/share"]} if sandbox == "process" else {}
+    result = await run(client, sha, sandbox=sandbox, **confined)
+    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+        pytest.skip(f"no user namespaces here: {result.output}")
+    own, child = result
+    assert own is None, "the interpreter of the worker ran it"
+    # Programs that the function starts do run it, as confined as the function is.
+    limits, read = ast.literal_eval(child)
+    assert read in ("PermissionError", "FileNotFoundError")
+    assert sandbox == "process" or limits == [0, 256]
+
+
+@BUBBLEWRAP
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "process"])
+async def test_source_that_has_a_module_of_the_standard_library_does_not_replace_the_workers(
+    client: Client, sandbox: str
+) -> None:
+    shadows = {f"{name}.py": "raise SystemExit('replaced')\n" for name in SHADOWS}
+    sha = await upload(client, {"scoring.py": "def score(x):\n    return x + 1\n", **shadows})
+    result = await run(client, sha, sandbox=sandbox)
+    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+        pytest.skip(f"no user namespaces here: {result.output}")
+    assert result == 2
 
 
 @BUBBLEWRAP

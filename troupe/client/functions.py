@@ -381,10 +381,21 @@ def _joined(module: str, attribute: str) -> str:
 
 def _files(folder: Path) -> Iterator[pb.SourceFile]:
     """The text files of a folder, without hidden files and byte code. Raises `InvalidArgument`."""
+    try:
+        yield from _readable_files(folder)
+    except OSError as error:
+        raise InvalidArgument(
+            f"'{error.filename or folder}' cannot be read: {error.strerror or error}",
+            field="source",
+            value=folder,
+            remedy="Make it readable, or deploy a folder without it.",
+        ) from error
+
+
+def _readable_files(folder: Path) -> Iterator[pb.SourceFile]:
     size = 0
     for count, path in enumerate(walk(folder)):
-        content = path.read_bytes()
-        size += len(content)
+        size += path.stat().st_size
         if count >= MAX_FILES or size > MAX_BYTES:
             raise InvalidArgument(
                 f"holds more than {MAX_FILES:,} files or {MAX_BYTES // 2**20} MiB",
@@ -392,6 +403,7 @@ def _files(folder: Path) -> Iterator[pb.SourceFile]:
                 value=folder,
                 remedy="Deploy the folder of the code alone; install what is large as a package.",
             )
+        content = path.read_bytes()
         try:
             content.decode("utf-8")
         except UnicodeDecodeError:

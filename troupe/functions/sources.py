@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -56,30 +56,51 @@ def collect(
 
     A name of `include` is that of a file, a folder or a pattern (`conf/*.yaml`). Hidden files and
     byte code are taken only where they are named. Raises `InvalidArgument` with the field at fault:
-    a name without a file, a link that leads out of `root`, too many files, too large ones.
+    a name without a file, a link that leads nowhere or out of `root`, a file that cannot be read,
+    too many files, too large ones.
     """
-    top = root.expanduser().resolve()
-    if not top.is_dir():
+    try:
+        top = root.expanduser().resolve()
+        usable = top.is_dir()
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links, a user without a home
+        usable = False
+    if not usable:
         raise _refused("root", root, "is no folder", "Name the folder that modules are found in.")
     found: dict[str, Path] = {}
     for name in include:
-        matches = [top] if name == "." else sorted(top.glob(name))
+        with _scanning(name):
+            matches = [top] if name == "." else sorted(top.glob(name))
         if not matches:
             remedy = f"Name files, folders or patterns below {top}."
             raise _refused("include", name, "there is no such file", remedy)
         for match in matches:
-            for path in _below(match, top, exclude):
-                found[path.relative_to(top).as_posix()] = path
+            with _scanning(name):
+                for path in _below(match, top, exclude):
+                    found[path.relative_to(top).as_posix()] = path
     if own := sorted(_OWN & {name.partition("/")[0].removesuffix(".py") for name in found}):
         remedy = "Exclude it: every service has it, of its own release."
         raise _refused("include", own[0], "is Troupe's own package", remedy)
     if not found:
         raise _refused("include", list(include), "names no file", "Include the job's modules.")
     _check_size({name: path.stat().st_size for name, path in found.items()})
-    return [
-        reward_pb2.SourceFile(path=name, content=path.read_bytes())
-        for name, path in sorted(found.items())
-    ]
+    files: list[reward_pb2.SourceFile] = []
+    for name, path in sorted(found.items()):
+        with _scanning(name):
+            files.append(reward_pb2.SourceFile(path=name, content=path.read_bytes()))
+    return files
+
+
+@contextmanager
+def _scanning(name: str) -> Iterator[None]:
+    """Turn what file systems and patterns raise about `name` into `InvalidArgument`."""
+    try:
+        yield
+    except OSError as error:
+        what = f"'{error.filename or name}' cannot be read: {error.strerror or error}"
+        raise _refused("include", name, what, "Exclude it, or make it readable.") from error
+    except (ValueError, NotImplementedError) as error:
+        remedy = 'Write a pattern like "conf/*.yaml", or "**/*.yaml" for all folders.'
+        raise _refused("include", name, f"is no pattern: {error}", remedy) from error
 
 
 def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
@@ -87,10 +108,15 @@ def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
     own = PurePosixPath(path.relative_to(top).as_posix())
     if any(fnmatchcase(str(one), pattern) for one in (own, *own.parents) for pattern in exclude):
         return
-    outside = not path.resolve().is_relative_to(top)
-    # Links between folders may form circles.
-    if outside or (path.is_symlink() and path.is_dir()):
-        bad = "leads out of the folder" if outside else "is a link to a folder"
+    bad = ""
+    try:
+        if not path.resolve(strict=True).is_relative_to(top):
+            bad = "leads out of the folder"
+        elif path.is_symlink() and path.is_dir():  # links between folders may form circles
+            bad = "is a link to a folder"
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle
+        bad = "is a link that leads nowhere"
+    if bad:
         remedy = "Exclude it, or put what it leads to in its place."
         raise _refused("include", str(own), bad, remedy)
     if path.is_dir():
