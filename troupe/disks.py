@@ -69,6 +69,8 @@ def shortage(directory: Path) -> str | None:
     except OSError as error:
         if error.errno in _FULL:
             return f"the disk of {directory} is full ({error.strerror})"
+        if error.errno == errno.EROFS:  # as the kernel makes it after an error of the disk
+            return f"the disk of {directory} is read-only"
     return None
 
 

@@ -350,7 +350,7 @@ class RedisClient:
             kind="redis_unavailable",
             field="data_dir",
             value=self._disk,
-            remedy="Free space there; jobs continue by themselves then.",
+            remedy="Free space there or make it writable; jobs continue by themselves then.",
         )
 
     async def _info_or_none(self) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""A data disk that fills up: said by name, waited for, and gone on from."""
+"""A data disk that fills up or becomes read-only: said by name, waited for, and gone on from."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
 def redis_child(disk: Path, max_restarts: int) -> tuple[ChildSpec, str]:
     config, url = write_config(disk, port := free_port())
     spec = ChildSpec(
@@ -100,6 +104,39 @@ async def test_redis_waits_for_room_and_has_lost_nothing(disk: Path) -> None:
     finally:
         failure.cancel()
         await client.aclose()
+        await supervisor.stop()
+
+
+async def test_a_service_that_dies_waits_for_a_disk_that_is_read_only(disk: Path) -> None:
+    (disk / "logs").mkdir()
+    place = disk / "logs"
+    spec = ChildSpec(
+        name="redis",
+        command=(redis_executable(), "--port", str(port := free_port()), "--save", ""),
+        probe=Probe(ProbeKind.REDIS, f"redis://127.0.0.1:{port}/0"),
+        address=f"127.0.0.1:{port}",
+        max_restarts=1,
+        start_seconds=20,
+    )
+    told: list[str] = []
+    supervisor = Supervisor([spec], place, lambda child, event: told.append(event))
+    await supervisor.start()
+    failure = asyncio.create_task(supervisor.failure())
+    child = supervisor.children["redis"]
+    try:
+        # Files that are open stay so, as when the kernel makes a damaged disk read-only.
+        run("mount", "--bind", "-o", "ro", str(place), str(place))
+        try:
+            assert shortage(place) == f"the disk of {place} is read-only"
+            child.strike()
+            await until(lambda: child.state == ChildState.WAITING)
+            assert "is read-only; it is started again when files can be written" in told[-1]
+        finally:
+            run("umount", "-l", str(place))
+        await until(lambda: child.state == ChildState.SERVING)
+        assert not failure.done()
+    finally:
+        failure.cancel()
         await supervisor.stop()
 
 

@@ -121,8 +121,11 @@ def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def stand_up(directory: Path, *, panel: bool = False) -> Iterator[Standing]:
-    """A standing cluster in `directory`; its services import from `directory`/code, too."""
+def stand_up(directory: Path, *, panel: bool = False, **more: Any) -> Iterator[Standing]:
+    """A standing cluster in `directory`; its services import from `directory`/code, too.
+
+    `more`: further settings of the cluster.
+    """
     standing = Standing(directory / "runs", directory / "models", directory / "code")
     standing.code.mkdir()
     for number, (name, hidden) in enumerate({"solver": 32, "checker": 16}.items()):
@@ -130,7 +133,7 @@ def stand_up(directory: Path, *, panel: bool = False) -> Iterator[Standing]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}:{standing.code}"
     try:
-        start_detached(ClusterSettings(data_dir=standing.data_dir, panel=panel, threads=1))
+        start_detached(ClusterSettings(data_dir=standing.data_dir, panel=panel, threads=1, **more))
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]

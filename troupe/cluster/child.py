@@ -100,7 +100,7 @@ class Child:
         self._move(ChildState.SERVING)
 
     async def keep(self) -> None:
-        """Restart the process whenever it dies; on a full disk, once there is room. Never returns.
+        """Restart the process whenever it dies; on a full or read-only disk, later. Never returns.
 
         Raises `ChildFailed` when it has died too often.
         """
@@ -243,11 +243,13 @@ class Child:
         if (full := await self._shortage()) is not None:
             # It would die again: Redis ends when it cannot write its append-only file.
             self._move(
-                ChildState.WAITING, f"{died}: {full}; it is started again when there is room"
+                ChildState.WAITING, f"{died}: {full}; it is started again when files can be written"
             )
             while await self._shortage() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(_DISK_POLL_SECONDS)
-            self._move(ChildState.WAITING, f"there is room: {self.spec.name} is started again")
+            self._move(
+                ChildState.WAITING, f"files can be written: {self.spec.name} is started again"
+            )
             return
         now = time.monotonic()
         self._deaths.append(now)

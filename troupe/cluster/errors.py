@@ -125,7 +125,7 @@ class ChildFailed(Internal):
 
 
 class DiskFull(FailedPrecondition):
-    """A service cannot start: the disk of the data directory is full."""
+    """A service cannot start: the disk of the data directory is full or read-only."""
 
     default_kind = "disk_full"
 
@@ -134,7 +134,7 @@ class DiskFull(FailedPrecondition):
             f"{name} cannot start: {shortage}.",
             field="data_dir",
             value=directory.parent,
-            remedy="Free space there, or choose another --data-dir.",
+            remedy="Free space there or make it writable, or choose another --data-dir.",
         )
 
 

@@ -182,7 +182,8 @@ class ClusterLock:
 def is_locked(data_dir: Path) -> bool:
     """Whether a supervisor holds the lock of `data_dir`."""
     try:
-        descriptor = os.open(_lock_path(data_dir), os.O_RDWR)
+        # For reading: a cluster whose disk has become read-only can be looked at and stopped.
+        descriptor = os.open(_lock_path(data_dir), os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError as error:  # not a directory, or not one of this user
