@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -220,6 +221,10 @@ def _stream_drain(settings: ServiceSettings) -> float:
     return min(settings.stream_drain_seconds, settings.drain_seconds)
 
 
+# Open files of a process: programs that it starts may close descriptors up to this number.
+_MOST_FILES: Final = 65_536
+_FEW_FILES: Final = 4096
+
 app_log = structlog.get_logger("troupe.process")
 
 __all__ = ["RunningServer", "ServiceDefinition", "run", "serve"]
@@ -253,6 +258,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     _set_thread_budget(values.threads)
     bypass_proxy(values.cluster_addresses)
     logs.configure(name, values.log_level, values.log_format)
+    _raise_file_limit()
     tracing = configure_tracing(name)
     try:
         run_to_end(_live(make_service, values))
@@ -352,6 +358,22 @@ def _set_thread_budget(threads: int) -> None:
     for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
         os.environ[f"{name}_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _raise_file_limit() -> None:
+    """Let this process open as many files as it may: a conversation or a call takes one or two.
+
+    Shells give 1,024 or fewer (`ulimit -Sn`) of far more (`ulimit -Hn`).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < _FEW_FILES:
+        app_log.warning(
+            f"this process may have {most} open files; hundreds of conversations or calls at once "
+            f"need more: ulimit -n {_MOST_FILES}"
+        )
 
 
 def _program_name() -> str:

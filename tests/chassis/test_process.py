@@ -40,6 +40,22 @@ def test_sigterm_drains_and_exits_with_zero(launch: Launch, tmp_path: Path) -> N
     assert "Traceback" not in logged
 
 
+@pytest.mark.parametrize(("soft", "hard", "warned"), [(256, 8192, False), (128, 512, True)])
+def test_a_service_opens_as_many_files_as_it_may(
+    launch: Launch, tmp_path: Path, soft: int, hard: int, warned: bool
+) -> None:
+    port_file = tmp_path / "ports"
+    limited = ["prlimit", f"--nofile={soft}:{hard}"]
+    process = launch(*limited, *ECHO, TROUPE_PORT_FILE=port_file)
+    wait_for(port_file, process)
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    assert re.search(rf"Max open files +{hard} +{hard} ", limits), limits
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    _, logged = process.communicate()
+    assert (f"may have {hard} open files" in logged) == warned
+
+
 def test_sigint_while_starting_stops_cleanly(launch: Launch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

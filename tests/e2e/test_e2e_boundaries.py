@@ -60,9 +60,37 @@ def logs(cluster: Standing) -> str:
     return "\n".join(path.read_text() for path in (cluster.data_dir / "logs").glob("*.log"))
 
 
-async def test_a_cluster_with_256_open_files_runs_a_job(tmp_path: Path) -> None:
+# Two connections in the rollout worker for each trajectory, all open at once.
+BY_HTTP = """
+import asyncio
+import aiohttp
+from tests.support.tiny_team import share_of_a
+
+async def asks(query, agents, tools):
+    endpoint = agents["solver"].endpoint()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    messages = [{"role": "user", "content": query["question"]}]
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(
+            f"{endpoint.base_url}/chat/completions",
+            json={"model": endpoint.model, "messages": messages},
+        ) as response:
+            answer = await response.json()
+        await asyncio.sleep(1)
+    critique = await agents["checker"].chat(query["question"])
+    text = answer["choices"][0]["message"]["content"]
+    return {"solver": share_of_a(text), "checker": share_of_a(critique.text)}
+"""
+
+
+async def test_256_agents_talk_to_the_endpoint_at_once_where_256_files_may_be_open(
+    tmp_path: Path,
+) -> None:
     with open_files(256), stand_up(tmp_path) as cluster:
-        text = cluster.yaml(**{"pipeline.queries_per_step": 64, "pipeline.group_size": 4})
+        (cluster.code / "by_http.py").write_text(BY_HTTP)
+        text = cluster.yaml(
+            "by_http:asks", **{"pipeline.queries_per_step": 64, "pipeline.group_size": 4}
+        )
         end = await cluster.run(text)
         assert (end.job.state, end.job.step) == (JobState.SUCCEEDED, 2), end
         assert "Too many open files" not in logs(cluster)
