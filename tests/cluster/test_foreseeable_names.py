@@ -145,6 +145,17 @@ def test_a_link_at_the_default_transfer_directory_gets_no_weights(
         target.rmdir()
 
 
+def test_a_directory_for_jobs_that_another_user_planted_is_refused(
+    shared: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    planted = direct_link(shared, elsewhere)
+    given = ClusterSettings(data_dir=tmp_path / "runs", jobs_dir=planted / "jobs", panel=False)
+    with pytest.raises(NotPrivate, match="--jobs-dir") as caught:
+        asyncio.run(EmbeddedCluster(given).start())
+    assert caught.value.field == "jobs_dir"
+    assert contents(elsewhere) == []
+
+
 def test_a_refused_directory_of_another_user_is_not_emptied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,23 @@ from types import TracebackType
 from typing import Final, Self
 
 from troupe.cluster.child import Child, ChildState
-from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
+from troupe.cluster.errors import (
+    ChildFailed,
+    NotPrivate,
+    NotWritable,
+    PortInUse,
+    RedisDataDamaged,
+    TransferDirNotWritable,
+)
 from troupe.cluster.layout import ChildSpec, HeadAddresses, Routes, plan, port_names, service_names
 from troupe.cluster.membership import NodeMembership, TrainerDemand
-from troupe.cluster.redis import mend_append_file, redis_executable, require_redis, write_config
+from troupe.cluster.redis import (
+    append_file,
+    mend_append_file,
+    redis_executable,
+    require_redis,
+    write_config,
+)
 from troupe.cluster.settings import (
     DEFAULT_HEAD_PORT,
     DEFAULT_PANEL_PORT,
@@ -44,7 +57,7 @@ from troupe.cluster.state import (
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor, longest_stop
-from troupe.disks import own_directory, writable_by_all
+from troupe.disks import own_directory, strangers_part, writable_by_all
 from troupe.rpc.addresses import (
     LOOPBACKS,
     http_url,
@@ -106,6 +119,9 @@ class EmbeddedCluster:
         data_dir = self.settings.data_dir
         try:
             close_to_others(data_dir)
+            jobs_dir = self.settings.jobs_dir or data_dir
+            if (found := strangers_part(jobs_dir)) is not None:
+                raise NotPrivate(jobs_dir, *found, field="jobs_dir")
             self._lock.acquire()
             await end_orphans(read_state(data_dir), timeout=self.settings.stop_seconds)
             await self._start_locked()
@@ -247,7 +263,13 @@ class EmbeddedCluster:
         self._tell_addresses(cluster_id, specs)
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
-        await self._supervisor.start()
+        try:
+            await self._supervisor.start()
+        except ChildFailed as error:
+            if error.value == "redis" and "append only file" in error.message:
+                what = f"is refused by Redis: {error.message.rstrip('.')}"
+                raise RedisDataDamaged(append_file(settings.data_dir), what) from error
+            raise
         if settings.role != "head":
             self._membership.keep()
         self._set_phase("ready")

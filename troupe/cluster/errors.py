@@ -172,15 +172,17 @@ class NotPrivate(FailedPrecondition):
 
     default_kind = "data_dir_not_private"
 
-    def __init__(self, data_dir: Path, path: Path, owner: int) -> None:
+    def __init__(self, data_dir: Path, path: Path, owner: int, *, field: str = "data_dir") -> None:
+        """`path`: what is at fault, which belongs to `owner`; `field`: the directory's setting."""
         inside = path.relative_to(data_dir) if path.is_relative_to(data_dir) else None
         what = f"'{path}'" if inside is None else f"'{inside}' in it" if inside.parts else "it"
         super().__init__(
             f"{what} belongs to another user (uid {owner}), who could change what the cluster "
             "runs and read what it writes.",
-            field="data_dir",
+            field=field,
             value=data_dir,
-            remedy="Choose another with --data-dir, or make it yours: chown -R $(id -u) DIRECTORY.",
+            remedy=f"Choose another with --{field.replace('_', '-')}, or make it yours: "
+            "chown -R $(id -u) DIRECTORY.",
         )
 
 

@@ -44,6 +44,11 @@ def redis_executable() -> str:
     return path
 
 
+def append_file(data_dir: Path) -> Path:
+    """The append-only file of the embedded Redis of `data_dir`."""
+    return data_dir / "redis" / _APPEND_FILE
+
+
 def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
     """Cut an unfinished write off the end of the append-only file below `data_dir`.
 
@@ -54,8 +59,8 @@ def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
     whole command or transaction. No Redis may run in the directory. Raises `RedisDataDamaged` for
     any other damage and for a file that is `expected` and is gone; OSError.
     """
-    home = data_dir / "redis"
-    path = home / _APPEND_FILE
+    path = append_file(data_dir)
+    home = path.parent
     for left in home.glob("temp-*"):  # what a Redis that was killed had begun to write
         left.unlink()
     if not path.exists():

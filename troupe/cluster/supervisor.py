@@ -107,12 +107,14 @@ class Supervisor:
 
     async def _rotate_logs(self) -> None:
         """Rotate the logs of all children, so that they stay bounded."""
+        told = ""
         while True:
             try:
                 for log in self._logs:
                     await asyncio.to_thread(rotate, log)
             except OSError as error:
-                _log.warning("logs are not rotated: %s", error)
+                if told != (told := str(error)):
+                    _log.warning("logs are not rotated: %s", error)
             await asyncio.sleep(CHECK_SECONDS)
 
     async def _stop_rotating(self) -> None:
