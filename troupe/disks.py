@@ -91,9 +91,11 @@ def own_directory(path: Path) -> Path:
     """Make the directory `path`, or check the existing one; returns it.
 
     For directories that an operator may name, perhaps a link or a mount. Raises PermissionError,
-    which says why, where another user may have made it or may lead it elsewhere; other OSErrors
-    when it cannot be made.
+    which says why, where it is one that all users share, where another user may have made it or may
+    lead it elsewhere; other OSErrors when it cannot be made.
     """
+    if is_common(path):
+        raise PermissionError(errno.EPERM, "it is shared by all users: name a directory in it")
     if (found := strangers_part(path)) is not None:
         part, owner = found
         what = "it" if part == path else f"'{part}'"
@@ -103,6 +105,12 @@ def own_directory(path: Path) -> Path:
         return private_directory(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
+
+
+def is_common(path: Path) -> bool:
+    """Whether `path` is the root directory or one where all users keep their temporary files."""
+    common = ("/", "/tmp", "/var/tmp", str(_SHARED_MEMORY), tempfile.gettempdir())
+    return os.path.realpath(path) in {os.path.realpath(one) for one in common}
 
 
 def private_directory(path: Path) -> Path:

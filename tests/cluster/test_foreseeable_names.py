@@ -17,7 +17,7 @@ import pytest
 
 from troupe.client.cli.slurm import write_files
 from troupe.cluster import ClusterSettings, EmbeddedCluster
-from troupe.cluster.errors import NotPrivate, TransferDirNotWritable
+from troupe.cluster.errors import CommonDirectory, NotPrivate, TransferDirNotWritable
 from troupe.cluster.settings import default_transfer_dir
 from troupe.cluster.state import close_to_others
 from troupe.disks import Scratch, own_directory, private_directory, replace_file, strangers_part
@@ -53,6 +53,10 @@ def elsewhere() -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place)
+
+
+def mode(path: str | Path) -> int:
+    return stat.S_IMODE(Path(path).stat().st_mode)
 
 
 def contents(directory: Path) -> list[Path]:
@@ -111,7 +115,7 @@ def test_a_directory_that_another_user_planted_is_refused_for_every_use(
     plant: Callable[[Path, Path], Path], shared: Path, elsewhere: Path
 ) -> None:
     path = plant(shared, elsewhere)
-    before = stat.S_IMODE(elsewhere.stat().st_mode)
+    before = mode(elsewhere)
     with pytest.raises(PermissionError, match="uid 65534"):
         own_directory(path)
     with pytest.raises(InvalidArgument, match="belongs to another user"):
@@ -123,7 +127,7 @@ def test_a_directory_that_another_user_planted_is_refused_for_every_use(
     with pytest.raises(InvalidArgument, match="belongs to another user"):
         write_files(path, "script", "{}")
     assert contents(elsewhere) == []
-    assert stat.S_IMODE(elsewhere.stat().st_mode) == before
+    assert mode(elsewhere) == before
 
 
 def test_a_link_at_the_default_transfer_directory_gets_no_weights(
@@ -190,7 +194,7 @@ def test_links_and_directories_of_ones_own_are_used(shared: Path, tmp_path: Path
     assert own_directory(shared / "link" / "below") == shared / "link" / "below"
     assert (real / "below").is_dir()
     assert own_directory(shared / "a" / "b") == shared / "a" / "b"
-    assert stat.S_IMODE((shared / "a").stat().st_mode) & 0o022 == 0
+    assert mode(shared / "a") & 0o022 == 0
     close_to_others(shared / "link" / "runs")
     assert strangers_part(shared / "nothing" / "there" / "yet") is None
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
@@ -216,6 +220,16 @@ def test_a_mount_is_used_only_if_it_belongs_to_this_user_or_root(
                 own_directory(place)
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("path", ["/tmp", "/dev/shm", "/var/tmp", "/", "/tmp/../tmp/."])
+def test_a_directory_that_all_users_share_is_used_for_nothing(path: str) -> None:
+    before = {one: mode(one) for one in ("/tmp", "/dev/shm", "/var/tmp", "/")}
+    with pytest.raises(CommonDirectory, match="shared by all users"):
+        close_to_others(Path(path))
+    with pytest.raises(InvalidArgument, match="name a directory in it"):
+        Transfer(Path(path))
+    assert {one: mode(one) for one in before} == before
 
 
 def test_a_mount_of_root_is_used_by_another_user(shared: Path) -> None:
@@ -253,7 +267,7 @@ def test_a_swept_directory_is_this_users_own(shared: Path, elsewhere: Path) -> N
     as_nobody("ln", "-s", elsewhere, shared / "troupe-x-1")
     as_nobody("mkdir", shared / "troupe-x-2")
     with Scratch("troupe-x-", shared) as path:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert mode(path) == 0o700
     assert (elsewhere / "kept").exists()
     assert (shared / "troupe-x-2").is_dir()
 

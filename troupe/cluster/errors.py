@@ -186,6 +186,20 @@ class NotPrivate(FailedPrecondition):
         )
 
 
+class CommonDirectory(InvalidArgument):
+    """The data directory is one that all users share, such as /tmp."""
+
+    default_kind = "data_dir_common"
+
+    def __init__(self, data_dir: Path) -> None:
+        super().__init__(
+            "is shared by all users, and a data directory is closed to others.",
+            field="data_dir",
+            value=data_dir,
+            remedy=f"Name a directory in it: --data-dir {data_dir / 'runs'}.",
+        )
+
+
 class NotUtf8(InvalidArgument):
     """The name of the data directory is not UTF-8, which Redis, JSON and messages need."""
 

@@ -28,12 +28,13 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from troupe.cluster.errors import (
     ChildNotReady,
     ClusterRunning,
+    CommonDirectory,
     NoCluster,
     NotPrivate,
     NotWritable,
     StateUnreadable,
 )
-from troupe.disks import strangers_part
+from troupe.disks import is_common, strangers_part
 from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import one_time_link, read_token
 
@@ -296,8 +297,10 @@ def close_to_others(data_dir: Path) -> None:
 
     Raises `NotPrivate` where another user, who could put code there that this one would run, owns
     the directory, an entry of it, a file in its folders of secrets, or a link or directory on the
-    way to it in a place where every user may write; OSError.
+    way to it in a place where every user may write; `CommonDirectory`; OSError.
     """
+    if is_common(data_dir):
+        raise CommonDirectory(data_dir)
     if (found := strangers_part(data_dir)) is not None:
         raise NotPrivate(data_dir, *found)
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
