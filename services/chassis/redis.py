@@ -36,8 +36,7 @@ from troupe.rpc import (
     Unavailable,
 )
 from troupe.rpc.addresses import split_address
-from troupe.rpc.redis_errors import CLUSTER_SCHEMES, check_url, failure, shown
-from troupe.rpc.redis_info import full, risks, unfitness
+from troupe.rpc.redis import CLUSTER_SCHEMES, check_url, failure, full, risks, shown, unfitness
 
 log = structlog.get_logger(__name__)
 

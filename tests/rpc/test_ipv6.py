@@ -45,7 +45,7 @@ from troupe.rpc.addresses import (
     reachable_host,
     split_address,
 )
-from troupe.rpc.redis_errors import shown
+from troupe.rpc.redis import shown
 from troupe.transfer.remote.process import OwnerProcess
 from troupe.transfer.remote.serving import from_here
 

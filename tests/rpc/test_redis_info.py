@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.rpc import FailedPrecondition, Unavailable
-from troupe.rpc.redis_info import full, risks, unfitness
+from troupe.rpc.redis import full, risks, unfitness
 
 FIT = {
     "redis_version": "7.2.4",

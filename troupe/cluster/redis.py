@@ -18,8 +18,7 @@ from troupe.cluster.errors import RedisDataDamaged, RedisMissing
 from troupe.cluster.settings import LOOPBACK, Fsync
 from troupe.disks import SLOWEST_BYTES_PER_SECOND
 from troupe.rpc.errors import TroupeError
-from troupe.rpc.redis_errors import check_url, failure, shown
-from troupe.rpc.redis_info import unfitness
+from troupe.rpc.redis import check_url, failure, shown, unfitness
 
 _CONFIG: Final = "redis.conf"
 _APPEND_FILE: Final = "appendonly.aof"
