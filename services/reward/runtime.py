@@ -29,6 +29,7 @@ from services.reward.queues import CORES, PendingInvocation, cost
 from services.reward.quota import QuotaManager
 from services.reward.sandboxes.manager import SandboxGone, SandboxManager, SandboxSlot
 from services.reward.settings import RewardSettings
+from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
@@ -45,6 +46,8 @@ _MIN_RETRY_MS: Final = 100
 _MAX_RETRY_MS: Final = 5000
 # Outcomes remembered at once; rewards are small, so that bytes are not what bounds them.
 _RESULTS: Final = 100_000
+# Of a job's share; the shares of two jobs may differ by its square.
+_MAX_WEIGHT: Final = 1e6
 _CANCELLED: Final = "cancelled before it ran"
 
 
@@ -230,9 +233,9 @@ def _check_ids(ids: Iterable[str]) -> None:
 
 
 def _weight(weight: float) -> float:
-    if not 0 <= weight < float("inf"):
+    if weight and not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
         raise InvalidArgument(
-            "is not a positive number",
+            f"is not a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}",
             field="weight",
             value=weight,
             remedy="Say how large the job's share is beside others; 0 is one.",
@@ -241,9 +244,9 @@ def _weight(weight: float) -> float:
 
 
 def _expected(seconds: float) -> float:
-    if not 0 <= seconds < float("inf"):
+    if not is_seconds(seconds):
         raise InvalidArgument(
-            "is not a number of seconds",
+            f"is not a number of seconds from 0 to {MAX_SECONDS:,}",
             field="expected_seconds",
             value=seconds,
             remedy="Say how long the call takes with the fewest cores; 0 where that is not known.",

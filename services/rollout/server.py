@@ -38,6 +38,7 @@ from troupe.devices import find_devices
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
 from troupe.functions.sources import SourceStore
+from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import RetryPolicy, connect
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import check_name, new_id
@@ -308,8 +309,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         _require("engine_id", request.engine_id)
         job = self._jobs.get(request.job_id)
         target = job.policy(request.policy)
-        if (seconds := request.drain_seconds) < 0:
-            raise InvalidArgument("must not be negative", field="drain_seconds", value=seconds)
+        if not is_seconds(seconds := request.drain_seconds):
+            message = f"must be a number from 0 to {MAX_SECONDS:,}"
+            raise InvalidArgument(message, field="drain_seconds", value=seconds)
         moved = await job.moves.move(
             request.engine_id,
             target,

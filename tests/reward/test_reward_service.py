@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
+from troupe.functions.validation import MAX_PATHS, MAX_SECONDS
 from troupe.rpc import (
     AlreadyExists,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 Kind = pb.InvocationError
+SECONDS = ("timeout_seconds", "expected_seconds", "idle_seconds", "sandbox_idle_seconds")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -180,11 +182,14 @@ async def test_bad_requests_are_refused_with_field_and_remedy(client: Client) ->
         ("memory_mib", -1),
         ("expected_seconds", math.nan),
         ("expected_seconds", -1),
+        *((name, value) for name in SECONDS for value in (1e308, math.inf, MAX_SECONDS + 1)),
         ("seconds_per", {"two words": 1.0}),
+        ("reads", ["/etc"] * (MAX_PATHS + 1)),
         ("seconds_per", {f"a{i}": 1.0 for i in range(17)}),
+        ("seconds_per.tests", {"tests": 1e308}),
     ):
         with pytest.raises(InvalidArgument) as refused:
-            await client.register("other", **{field: value})
+            await client.register("other", **{field.partition(".")[0]: value})
         assert refused.value.field == f"function.{field}"
         assert refused.value.remedy
     for text in ("[1]", "{"):
@@ -373,7 +378,15 @@ async def appears(path: Path, seconds: float = 8) -> None:
         assert time.monotonic() < end, f"{path} did not appear"
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e308, 1e-320])
+async def test_a_share_that_no_job_can_have_is_refused(client: Client, weight: float) -> None:
+    await client.register("score")
+    with pytest.raises(InvalidArgument, match="not a number from 1e-06 to 1e") as caught:
+        await client.invoke("score", weight=weight)
+    assert caught.value.field == "weight"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 1e308])
 async def test_an_expected_time_that_is_none_is_refused(client: Client, seconds: float) -> None:
     await client.register("score")
     arguments = {"answer": "4", "expected": "4"}

@@ -229,6 +229,10 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
         (["a" * 256], "too long"),
         (["a/" * 600 + "b.py"], "too long"),
         (["a/__pycache__/b.pyc"], "an interpreter made"),
+        (["troupe/__init__.py"], "Troupe's own package"),
+        (["a.py", "troupe.py"], "Troupe's own package"),
+        (["troupe.cpython-311-x86_64-linux-gnu.so"], "Troupe's own package"),
+        (["services/reward/worker.py"], "Troupe's own package"),
     ],
 )
 async def test_bad_paths_are_refused(tmp_path: Path, paths: list[str], says: str) -> None:

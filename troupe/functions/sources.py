@@ -33,6 +33,7 @@ _NAME_BYTES: Final = 255
 _PATH_BYTES: Final = 1024
 # Packages that every service has, of one release for all.
 _OWN: Final = frozenset({"troupe", "services", "testbed"})
+_OWN_REMEDY: Final = "Leave it out: every service has it, of its own release."
 # Files that an error about a source that is too large names.
 _NAMED: Final = 3
 _READ_SECONDS: Final = 120.0
@@ -77,9 +78,8 @@ def collect(
             with _scanning(name):
                 for path in _below(match, top, exclude):
                     found[path.relative_to(top).as_posix()] = path
-    if own := sorted(_OWN & {name.partition("/")[0].removesuffix(".py") for name in found}):
-        remedy = "Exclude it: every service has it, of its own release."
-        raise _refused("include", own[0], "is Troupe's own package", remedy)
+    if own := next(filter(_is_own, sorted(found)), None):
+        raise _refused("include", own, "is of Troupe's own package", _OWN_REMEDY)
     if not found:
         raise _refused("include", list(include), "names no file", "Include the job's modules.")
     _check_size({name: path.stat().st_size for name, path in found.items()})
@@ -129,6 +129,11 @@ def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
 
 def _ignored(path: Path) -> bool:
     return path.name.startswith(".") or path.name == "__pycache__"
+
+
+def _is_own(path: str) -> bool:
+    """Whether an import of Troupe would find the file (`troupe/x.py`, `troupe.py`, `troupe.so`)."""
+    return path.partition("/")[0].partition(".")[0] in _OWN
 
 
 def _check_size(sizes: Mapping[str, int]) -> None:
@@ -273,6 +278,8 @@ def check_files(files: Sequence[reward_pb2.SourceFile]) -> None:
             refuse(file.path[:80], "is too long a path", "Give files and folders shorter names.")
         if "__pycache__" in parts:
             refuse(file.path, "is what an interpreter made", "Upload the module itself.")
+        if _is_own(file.path):
+            refuse(file.path, "is of Troupe's own package", _OWN_REMEDY)
         if file.path in seen:
             refuse(file.path, "is there twice", "Name every file once.")
         seen.add(file.path)

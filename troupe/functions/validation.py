@@ -6,7 +6,6 @@ Standard library only: every sandbox imports this when it starts.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -17,12 +16,16 @@ ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SANDBOXES: Final = ("process", "bubblewrap", "container")
 # An int32 on the wire.
 MAX_COUNT: Final = 2**31 - 1
+# A year: longer than anything that a job or a call waits for, and a time that every clock can add.
+MAX_SECONDS: Final = 366 * 86_400
 MAX_RETRIES: Final = 100
 # More than any machine has; the scheduler looks at each number of cores up to `max_cores`.
 MAX_CORES: Final = 4096
 # As many ids of processes as Linux has.
 MAX_PROCESSES: Final = 1 << 22
 MAX_ARGUMENTS: Final = 16
+# Files and folders that a function may be shown.
+MAX_PATHS: Final = 1024
 
 # Cost -> least value, largest value, and what to do about a larger one.
 _COUNTS: Final[Mapping[str, tuple[int, int, str]]] = {
@@ -66,18 +69,20 @@ def check_costs(costs: Mapping[str, Any], refuse: Refuse) -> None:
             "max_cores", most_cores, f"is less than `cores` ({cores})", "Leave it out, or raise it."
         )
     for name, remedy in _SECONDS.items():
-        if not _is_seconds(costs.get(name, 0.0)):
-            refuse(name, costs[name], "is not a number of 0 or more", remedy)
+        if not is_seconds(costs.get(name, 0.0)):
+            refuse(name, costs[name], f"is not a number from 0 to {MAX_SECONDS:,}", remedy)
     timeout = costs.get("timeout_seconds", 1.0)
-    if not _is_seconds(timeout) or not timeout:
-        refuse(
-            "timeout_seconds", timeout, "is not a positive number", "Give every function a timeout."
-        )
+    if not is_seconds(timeout) or not timeout:
+        message = f"is not a positive number of at most {MAX_SECONDS:,}"
+        refuse("timeout_seconds", timeout, message, "Give every function a timeout.")
     fraction = costs.get("parallel_fraction", 0.5)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         remedy = "It is the part of the time that more cores make shorter."
         refuse("parallel_fraction", fraction, "is not within 0 .. 1", remedy)
     _check_seconds_per(costs.get("seconds_per", {}), refuse)
+    for name in ("reads", "writes"):
+        if (paths := len(costs.get(name, ()))) > MAX_PATHS:
+            refuse(name, paths, f"names more than {MAX_PATHS:,} paths", "Name folders.")
     sandbox = costs.get("sandbox", SANDBOXES[0])
     if sandbox not in SANDBOXES:
         refuse("sandbox", sandbox, "is no sandbox", f"Known: {', '.join(SANDBOXES)}.")
@@ -98,15 +103,16 @@ def _check_seconds_per(seconds_per: object, refuse: Refuse) -> None:
     for name, seconds in seconds_per.items():
         if not isinstance(name, str) or not ARGUMENT.fullmatch(name):
             refuse("seconds_per", name, "is no argument", 'Write "tests", or "query.data.tests".')
-        if not _is_seconds(seconds):
+        if not is_seconds(seconds):
             refuse(
                 f"seconds_per.{name}",
                 seconds,
-                "is not a number of 0 or more",
+                f"is not a number from 0 to {MAX_SECONDS:,}",
                 "Say how many seconds each one of it adds.",
             )
 
 
-def _is_seconds(value: object) -> bool:
+def is_seconds(value: object) -> bool:
+    """Whether `value` is a number from 0 to `MAX_SECONDS`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf  # type: ignore[operator]
+    return number and 0 <= value <= MAX_SECONDS  # type: ignore[operator]

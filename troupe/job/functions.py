@@ -21,6 +21,7 @@ from troupe.functions.validation import (
     MAX_ARGUMENTS,
     MAX_CORES,
     MAX_COUNT,
+    MAX_PATHS,
     MAX_PROCESSES,
     MAX_RETRIES,
     NAME,
@@ -381,10 +382,10 @@ class FunctionSpec(Section):
     """In a sandbox: maximum of concurrent processes and threads. Default: 64."""
     disk_mib: PositiveCount | None = None
     """In a sandbox: size of its private /tmp in MiB. Default: 256."""
-    reads: list[str] | None = Field(default=None, max_length=1024)
+    reads: list[str] | None = Field(default=None, max_length=MAX_PATHS)
     """`process`, where the kernel has Landlock: files and folders that may be read besides the
     interpreter, the packages and a temporary folder. Default: all that the service may read."""
-    writes: list[str] | None = Field(default=None, max_length=1024)
+    writes: list[str] | None = Field(default=None, max_length=MAX_PATHS)
     """As `reads`, for reading and writing."""
     idle_seconds: SecondsOrNone | None = None
     """How long an idle worker is kept. Default: the service's setting."""

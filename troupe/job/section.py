@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+from troupe.functions.validation import MAX_SECONDS
 from troupe.yaml_input import UnreadableText, as_yaml_1_1, measure
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -26,7 +27,6 @@ COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 
 MAX_STEPS: Final = 1_000_000_000
-MAX_SECONDS: Final = 366 * 86_400
 # Tokens of anything: one response, a context, a micro-batch.
 MAX_TOKENS: Final = 1 << 24
 # A rate per second, a norm, a coefficient: far beyond use, far below where floats overflow.

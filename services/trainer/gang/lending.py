@@ -16,6 +16,7 @@ import structlog
 
 from services.trainer.gang.gang import GRACE_SECONDS, RankSettings, launch
 from services.trainer.settings import TrainerSettings
+from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import Aborted, InvalidArgument
 from troupe.rpc.addresses import split_address
 from troupe.v1 import trainer_pb2
@@ -110,6 +111,10 @@ class LentDevices:
                 field="node",
                 value=request.node,
             )
+        for field in ("start_seconds", "timeout_seconds"):
+            if not is_seconds(seconds := getattr(request, field)) or not seconds:
+                message = f"is not a positive number of at most {MAX_SECONDS:,}"
+                raise InvalidArgument(message, field=field, value=seconds)
         return host, int(port)
 
     async def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -153,7 +154,10 @@ async def test_what_cannot_be_moved_says_why(house: House, workshop: Made) -> No
     assert "'small' has 1 serving engines and keeps 1" in error.message
     assert isinstance(await refusal(house, "nobody", "big"), NotFound)
     assert isinstance(await refusal(house, first, "huge"), InvalidArgument)
-    assert isinstance(await refusal(house, first, "small", drain_seconds=-1), InvalidArgument)
+    for seconds in (-1.0, math.nan, math.inf, 1e308):
+        error = await refusal(house, first, "small", drain_seconds=seconds)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "drain_seconds"
     second.failing_starts = 1000
     second.pull_plug()
     error = await refusal(house, second, "small")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -169,12 +170,16 @@ async def test_who_is_lost_takes_its_ranks_along_and_the_newest_gang_has_the_dev
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("endpoint", "nowhere"), ("ranks", 3), ("ranks", 0), ("node", 0), ("node", 2)],
+    [
+        *(("endpoint", "nowhere"), ("ranks", 3), ("ranks", 0), ("node", 0), ("node", 2)),
+        *(("start_seconds", 0.0), ("start_seconds", math.nan), ("timeout_seconds", 1e308)),
+    ],
 )
 async def test_ranks_that_make_no_gang_are_refused(field: str, value: object) -> None:
     request = trainer_pb2.HostRanksRequest(
         endpoint="127.0.0.1:1", ranks=2, nodes=2, node=1, leader="l", job_id="j", policy="p"
     )
+    request.start_seconds = request.timeout_seconds = 60.0
     setattr(request, field, value)
     lent = LentDevices(TrainerSettings(), 2)
     with pytest.raises(InvalidArgument) as refused:
