@@ -25,6 +25,8 @@ TRACEBACK_CHARS: Final = 16 * 2**10
 JSON_DEPTH: Final = 200
 """Nesting of lists and dicts. Serializers give up at different depths (pydantic at 255, `json` near
 1000, less the caller's stack); up to this one all of them work."""
+JSON_BYTES: Final = 256 * 1024
+"""Longest JSON in a column of a sample; arrays may be larger."""
 
 # Accessors that no subclass or metaclass can override.
 _NAME: Final = type.__dict__["__name__"].__get__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from services.control_panel.access import JSON_TYPE, YAML_TYPES
 from services.control_panel.calls import upstream
 from services.control_panel.events import EVENT_STREAM, job_events
 from troupe.client.conversion import numbers_by_word, to_json
-from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
 from troupe.job.compatibility import advice
 from troupe.job.spec import policy_of
 from troupe.rpc.errors import InvalidArgument
@@ -351,7 +350,7 @@ async def check_specification(request: Request) -> views.CheckedSpecification:
     of its code is imported."""
     text = await read_specification(request)
     try:
-        spec = await asyncio.to_thread(parse_job, text)
+        spec = await parse_job_in_thread(text)
     except JobSpecError as error:
         problems = [views.FieldFault(**asdict(one)) for one in error.problems]
         return views.CheckedSpecification(problems=problems, advice=[], summary="")

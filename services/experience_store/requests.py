@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from troupe import tensors
+from troupe.outcomes import JSON_BYTES, NotJsonError, parse_json
 from troupe.rpc import InvalidArgument
 from troupe.rpc.ids import check_name
 from troupe.v1 import common_pb2 as pb
@@ -289,9 +289,16 @@ def _check_value(field: str, column: store_pb.Column) -> None:
                     remedy="Make it with troupe.tensors.to_proto.",
                 ) from error
         case "json":
+            if (size := len(column.json)) > JSON_BYTES:
+                raise InvalidArgument(
+                    f"is {size:,} characters of JSON; at most {JSON_BYTES:,} are stored",
+                    kind="column_type",
+                    field=f"{field}.json",
+                    remedy="Store an array: large ones are stored by reference.",
+                )
             try:
-                json.loads(column.json)
-            except ValueError as error:
+                parse_json(column.json)
+            except NotJsonError as error:
                 raise InvalidArgument(
                     f"is no JSON: {error}", kind="column_type", field=f"{field}.json"
                 ) from error

@@ -44,6 +44,10 @@ REWARD: Final = "reward"
 _KINDS: Final = ("", REWARD, "tool")
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# JSON that the event loop parses: the schema of a function, and the arguments of a call whose size
+# says how long it takes.
+_SCHEMA_CHARACTERS: Final = 1 << 18
+_MEASURED_CHARACTERS: Final = 1 << 22
 # Cold starts that the percentiles are of.
 _COLD_STARTS: Final = 1000
 # A call is expected to take no less: run times are counted in multiples of that.
@@ -366,6 +370,13 @@ def check(spec: pb.FunctionSpec) -> None:
             "is not of the form package.module:attribute",
             "Write for example my_project.rewards:exact_match.",
         )
+    if (size := len(spec.parameters_json)) > _SCHEMA_CHARACTERS:
+        refuse(
+            "parameters_json",
+            f"{size:,} characters",
+            f"is longer than {_SCHEMA_CHARACTERS:,}",
+            "Describe the arguments in fewer words.",
+        )
     try:
         schema = parse_json(spec.parameters_json or "{}")
     except NotJsonError as error:
@@ -453,7 +464,10 @@ def learn(
 
 def declared_seconds(spec: pb.FunctionSpec, arguments_json: str) -> float:
     """Seconds that the function declares for a call with these arguments (`expected_seconds` and
-    `seconds_per`), at most its timeout. An argument that is missing, or has no size, adds none."""
+    `seconds_per`), at most its timeout. An argument that is missing, or has no size, adds none, and
+    so does each of more than 4 MiB of arguments, which would take too long to parse."""
+    if len(arguments_json) > _MEASURED_CHARACTERS:
+        return spec.expected_seconds
     try:
         arguments = json.loads(arguments_json or "{}")
     except (ValueError, RecursionError):  # the worker refuses them

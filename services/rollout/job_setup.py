@@ -22,7 +22,7 @@ from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.queries import QuerySource
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.functions.sources import SourceStore
-from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
+from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job_in_thread
 from troupe.job.balancing import engine_count
 from troupe.job.sections import OfflineSpec
 from troupe.outcomes import shown
@@ -409,10 +409,10 @@ def _open_arena(spec: JobSpec, places: int) -> _JobCode:
     return _JobCode(arena=Arena.open(spec, places))
 
 
-def parse_spec(spec_json: str) -> JobSpec:
+async def parse_spec(spec_json: str) -> JobSpec:
     """The specification in a request. Raises `InvalidArgument` naming its first fault."""
     try:
-        return parse_job(spec_json)
+        return await parse_job_in_thread(spec_json)
     except JobSpecError as error:
         first = error.problems[0]
         raise InvalidArgument(

@@ -12,10 +12,10 @@ from services.rollout.job_setup import (
     Preparation,
     by_policy,
     computes_here,
-    parse_spec,
     share_servers,
 )
 from services.rollout.prepared_job import PreparedJob
+from troupe.job import JobSpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -53,18 +53,18 @@ class JobTable:
     async def prepare(
         self,
         job_id: str,
-        spec_json: str,
+        asked: JobSpec,
         weights: Sequence[pb.WeightsRef],
         servers: Sequence[rollout.SharedServer] = (),
     ) -> PreparedJob:
-        """Load the job's code and start its engines at `weights`. `servers`: attached ones that
-        other workers may use, too.
+        """Load the code of the job that was `asked` for and start its engines at `weights`.
+        `servers`: attached ones that other workers may use, too.
 
         Idempotent: a job that is prepared with the same specification only gets the weights. Raises
         `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error of an
         engine that does not start; nothing keeps running then.
         """
-        spec = await self._preparation.with_defaults(parse_spec(spec_json))
+        spec = await self._preparation.with_defaults(asked)
         refs = by_policy(spec, weights)
         async with self._locks.setdefault(job_id, asyncio.Lock()):
             known = self._jobs.get(job_id)

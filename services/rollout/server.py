@@ -161,12 +161,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> pb.PrepareJobResponse:
         """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
-        job = await self._jobs.prepare(
-            request.job_id, request.spec_json, request.weights, request.servers
-        )
+        asked = await parse_spec(request.spec_json)
+        job = await self._jobs.prepare(request.job_id, asked, request.weights, request.servers)
         response = pb.PrepareJobResponse(
             engines=job.statuses(self._worker_id),
-            resolved=self._preparation.resolved(parse_spec(request.spec_json), job),
+            resolved=self._preparation.resolved(asked, job),
         )
         if job.demonstrations is not None:
             response.notes.extend(job.demonstrations.notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from pydantic import ValidationError
@@ -20,8 +20,11 @@ from troupe.outcomes import described
 from troupe.rpc import Internal, InvalidArgument, TroupeError, connect
 from troupe.v1 import orchestrator_pb2_grpc
 from troupe.workflow.shipped import open_shipped, opened
+from troupe.yaml_input import MAX_BYTES
 
 log = structlog.get_logger("troupe.trainer")
+
+_REMEDY: Final = "Send the validated specification (JobSpec.model_dump_json)."
 
 
 def spec_with(policy: str, spec_json: str) -> JobSpec:
@@ -29,11 +32,17 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
 
     Raises InvalidArgument, of kind "invalid_spec" if it cannot be parsed.
     """
+    if len(spec_json) > MAX_BYTES:
+        raise InvalidArgument(
+            f"has {len(spec_json):,} characters, more than {MAX_BYTES:,}",
+            kind="invalid_spec",
+            field="spec_json",
+            remedy=_REMEDY,
+        )
     try:
         spec = JobSpec.model_validate_json(spec_json)
     except ValidationError as error:
-        remedy = "Send the validated specification (JobSpec.model_dump_json)."
-        first = explained(error, JobSpec, remedy)[0]
+        first = explained(error, JobSpec, _REMEDY)[0]
         raise InvalidArgument(
             first.message,
             kind="invalid_spec",

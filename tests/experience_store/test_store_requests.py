@@ -184,7 +184,10 @@ BAD = [
         filled(columns={"reference_logprobs": JSON}),
         "columns[reference_logprobs].tensor",
     ),
-    ("FillColumns", filled(columns={"a": store_pb.Column(json="{")}), "columns[a].json"),
+    *(
+        ("FillColumns", filled(columns={"a": store_pb.Column(json=text)}), "columns[a].json")
+        for text in ("{", "NaN", "1e400", "[" * 100_000, "[" + "{}," * 100_000 + "{}]")
+    ),
     ("FillColumns", filled(columns={"a": store_pb.Column(ref="")}), "columns[a].ref"),
     ("FillColumns", filled(columns={"a": torn()}), "columns[a].tensor"),
     (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import yaml
 
 from troupe.client.cli.specification import apply_assignments
-from troupe.job import JobSpecError, load_job, parse_job
+from troupe.job import JobSpecError, load_job, parse_job, parse_job_in_thread
 
 JOB: dict[str, Any] = {
     "name": "team",
@@ -111,7 +114,47 @@ def test_aliases_are_welcome_but_not_without_end() -> None:
     assert set(parse_job(text).agents) == {"a", "b"}
     laughs = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     laughs += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 30)]
-    assert "stands for more than 200,000 values" in fault("\n".join(laughs))
+    assert "has more than 30,000 keys and values" in fault("\n".join(laughs))
+
+
+@pytest.mark.parametrize("field", ["policies", "agents", "tools", "rewards"])
+@pytest.mark.parametrize("entries", [{f"x{n}": {} for n in range(50_000)}, [{}] * 50_000])
+def test_too_many_entries_are_one_fault_and_not_one_each(field: str, entries: Any) -> None:
+    with pytest.raises(JobSpecError) as caught:
+        parse_job(json.dumps(JOB | {field: entries}))
+    (told,) = caught.value.problems
+    assert told.field == field
+    assert re.match(r"50000 entries; at most \d+ are possible", told.message)
+
+
+def test_too_many_fields_are_one_fault_and_not_one_each() -> None:
+    many = {f"x{n}": 1 for n in range(50_000)}
+    for job, field in ((many, "job"), (JOB | {"pipeline": many}, "pipeline")):
+        with pytest.raises(JobSpecError) as caught:
+            parse_job(json.dumps(job))
+        (told,) = caught.value.problems
+        assert told.field == field
+        assert told.message.startswith("50000 entries")
+
+
+async def test_texts_are_parsed_one_at_a_time_beside_the_event_loop() -> None:
+    parsing: set[str] = set()
+
+    def names() -> set[str]:
+        return {one.name for one in threading.enumerate() if one.name.startswith("parse-job")}
+
+    text = yaml.safe_dump(JOB) + "extra: [" + "{}," * 5_000 + "{}]"
+    tasks = [asyncio.create_task(parse_job_in_thread(text, f"text {n}")) for n in range(8)]
+    turns = 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        parsing |= names()
+        turns += 1
+    # Parsed within the event loop, they would all end within a few turns of it.
+    assert turns > 50
+    assert len(parsing) == 1
+    for task in tasks:
+        assert isinstance(task.exception(), JobSpecError)
 
 
 def test_a_name_given_twice_in_json_is_told_where() -> None:

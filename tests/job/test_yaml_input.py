@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from troupe.client.cli.app import main
 from troupe.yaml_input import (
     MAX_DEPTH,
+    MAX_NODES,
     UnreadableText,
     Word,
     read_json_object,
@@ -74,6 +75,36 @@ def test_what_is_too_much_is_refused_before_it_is_built(name: str) -> None:
     assert caught.value.remedy
     # The report's 415 bytes took 26 s.
     assert time.process_time() - began < 5
+
+
+# Texts of `n` keys and values besides those of the whole.
+MANY: dict[str, Callable[[int], str]] = {
+    "mappings": lambda n: f"[{','.join(['{}'] * n)}]",
+    "sequences": lambda n: f"[{','.join(['[]'] * n)}]",
+    "numbers": lambda n: f"[{','.join(['1.5'] * n)}]",
+    "dates": lambda n: f"[{','.join(['2026-01-01'] * n)}]",
+    "keys": lambda n: "\n".join(f"k{i}: 1" for i in range(n // 2)),
+    "anchors": lambda n: f"[{','.join(f'&a{i} 0' for i in range(n))}]",
+    "aliases": lambda n: f"[&a 1{',*a' * (n - 1)}]",
+    "merged": lambda n: f"- &a {{x: 1}}\n- {{<<: [{','.join(['*a'] * (n // 3))}]}}",
+    "omap": lambda n: f"!!omap [{','.join(f'{{k{i}: 1}}' for i in range(n // 3))}]",
+    "pairs": lambda n: f"!!pairs [{','.join(['{k: 1}'] * (n // 3))}]",
+    "set": lambda n: f"!!set {{{','.join(f'k{i}' for i in range(n // 2))}}}",
+    "json with an error": lambda n: f'{{"a": [{",".join(["1"] * n)}]',
+    "json with a name twice": lambda n: f'{{"a": [{",".join(["1"] * n)}], "a": 1}}',
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_yaml_of_more_nodes_than_python_composes_quickly_is_refused(kind: str) -> None:
+    with pytest.raises(UnreadableText, match="has more than 30,000 keys and values") as caught:
+        read_text(MANY[kind](2 * MAX_NODES), "the text")
+    assert "tasks.source" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["mappings", "keys", "omap", "aliases"])
+def test_yaml_of_as_many_nodes_as_are_allowed_is_read(kind: str) -> None:
+    assert read_text(MANY[kind](MAX_NODES - 10), "the text")
 
 
 def test_sexagesimal_numbers_are_text() -> None:

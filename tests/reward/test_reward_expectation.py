@@ -49,6 +49,11 @@ def test_arguments_that_are_none_are_for_the_worker_to_refuse(text: str) -> None
     assert declared_seconds(given, text) in (1.0, 100.0)
 
 
+def test_arguments_too_long_to_be_parsed_in_the_event_loop_add_nothing() -> None:
+    given = spec(expected_seconds=1.0, seconds_per={"tests": 2.0})
+    assert declared_seconds(given, json.dumps({"tests": 1, "text": "x" * 2**22})) == 1.0
+
+
 @pytest.mark.parametrize("size", ["NaN", "Infinity", "1e999"])
 def test_what_adds_nothing_for_each_adds_nothing_for_any_number(size: str) -> None:
     given = spec(expected_seconds=1.0, seconds_per={"tests": 0.0})

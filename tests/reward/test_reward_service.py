@@ -185,6 +185,7 @@ async def test_bad_requests_are_refused_with_field_and_remedy(client: Client) ->
         *((name, value) for name in SECONDS for value in (1e308, math.inf, MAX_SECONDS + 1)),
         ("seconds_per", {"two words": 1.0}),
         ("reads", ["/etc"] * (MAX_PATHS + 1)),
+        ("parameters_json", json.dumps({"description": "x" * 2**18})),
         ("seconds_per", {f"a{i}": 1.0 for i in range(17)}),
         ("seconds_per.tests", {"tests": 1e308}),
     ):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout.job_setup import computes_here, parse_spec
+from services.rollout.job_setup import computes_here
 from services.rollout.jobs import JobTable
+from troupe.job import parse_job
 from troupe.v1 import common_pb2 as pb
 
 SPEC = """
@@ -48,7 +49,7 @@ class Preparation:
     ],
 )
 def test_the_process_stops_for_garbage_only_where_it_holds_models(policy: str, here: bool) -> None:
-    spec = parse_spec(SPEC.replace("{model: {path: /models/solver}}", policy))
+    spec = parse_job(SPEC.replace("{model: {path: /models/solver}}", policy))
     assert computes_here(spec) is here
 
 
@@ -56,7 +57,7 @@ async def test_one_job_is_prepared_once_at_a_time_and_costs_nothing_afterwards()
     preparation: Any = Preparation()
     table = JobTable(preparation, "worker")
     weights = [pb.WeightsRef(policy="solver")]
-    asked = [table.prepare("one", SPEC, weights) for _ in range(5)]
+    asked = [table.prepare("one", parse_job(SPEC), weights) for _ in range(5)]
     ended = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(error, RuntimeError) for error in ended), ended
     assert (preparation.most, preparation.made) == (1, 5)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from troupe.outcomes import JSON_BYTES
 from troupe.workflow import InvalidColumnError, Reply
-from troupe.workflow.columns import JSON_BYTES
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from troupe.job.functions import FunctionSpec as FunctionSpec
 from troupe.job.loading import JobSpecError as JobSpecError
 from troupe.job.loading import load_job as load_job
 from troupe.job.loading import parse_job as parse_job
+from troupe.job.loading import parse_job_in_thread as parse_job_in_thread
 from troupe.job.network import NetworkSpec as NetworkSpec
 from troupe.job.policy import EngineSpec as EngineSpec
 from troupe.job.policy import LoraSpec as LoraSpec

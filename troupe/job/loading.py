@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import reprlib
 import types
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
@@ -19,6 +21,9 @@ from troupe.yaml_input import MAX_BYTES, UnreadableText, read_file, read_text
 SPEC_FILE: Final = "job.yaml"
 """A job's specification in its directory."""
 _SCHEMA = "`troupe job schema` describes the field."
+# A single thread: several that compose YAML at once would leave an event loop little of the
+# interpreter, and could take all threads that others wait for.
+_PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="parse-job")
 # Faults that an error lists: it has to fit into gRPC's trailing metadata.
 _MAX_PROBLEMS = 20
 
@@ -170,6 +175,11 @@ def load_text(path: str | Path) -> str:
 def parse_job(text: str, source: str = "the job") -> JobSpec:
     """Validate YAML (or JSON) text; `source` is what errors call it. Raises `JobSpecError`."""
     return job_of(read_mapping(text, source))
+
+
+async def parse_job_in_thread(text: str, source: str = "the job") -> JobSpec:
+    """`parse_job` for services: one text at a time, while the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_job, text, source)
 
 
 def read_mapping(text: str, source: str = "the job") -> dict[str, Any]:

@@ -16,8 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from annotated_types import MaxLen
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import (
+    InitErrorDetails,
+    PydanticCustomError,
+    PydanticSerializationError,
+    to_jsonable_python,
+)
 
 from troupe.functions.validation import MAX_SECONDS
 from troupe.yaml_input import UnreadableText, as_yaml_1_1, measure
@@ -26,6 +32,8 @@ _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 
+# More than any section has.
+_MAX_FIELDS: Final = 256
 MAX_STEPS: Final = 1_000_000_000
 # Tokens of anything: one response, a context, a micro-batch.
 MAX_TOKENS: Final = 1 << 24
@@ -76,6 +84,7 @@ class Section(BaseModel):
         choices; refuses booleans for numbers, which pydantic would convert to 1 or 0."""
         if not isinstance(raw, dict):
             return raw
+        _check_lengths(cls, raw)
         switches, numbers = _shapes(cls)
         changed: dict[str, str] = {}
         for name, choices in switches.items():
@@ -88,6 +97,40 @@ class Section(BaseModel):
             if isinstance(value := raw.get(name), bool):
                 changed[name] = str(value).lower()
         return {**raw, **changed} if changed else raw
+
+
+def _check_lengths(section: type[BaseModel], raw: Mapping[str, Any]) -> None:
+    """Raise ValidationError for mappings and lists that are too long.
+
+    Before their items are validated: pydantic would report a fault of each of a hundred thousand.
+    """
+    bounds = [((name,), raw.get(name), most) for name, most in _most_items(section).items()]
+    faults = [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                "too_long",
+                "{actual} entries; at most {most} are possible",
+                {"actual": len(value), "most": most},
+            ),
+            loc=location,
+            input=value,
+        )
+        for location, value, most in [((), raw, _MAX_FIELDS), *bounds]
+        if isinstance(value, dict | list) and len(value) > most
+    ]
+    if faults:
+        raise ValidationError.from_exception_data(section.__name__, faults)
+
+
+@cache
+def _most_items(section: type[BaseModel]) -> Mapping[str, int]:
+    """The entries that each mapping or list of a section may have."""
+    return {
+        name: bound.max_length
+        for name, field in section.model_fields.items()
+        for bound in field.metadata
+        if isinstance(bound, MaxLen)
+    }
 
 
 @cache

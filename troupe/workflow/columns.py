@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from troupe.outcomes import NotJsonError, json_text
+from troupe.outcomes import JSON_BYTES, NotJsonError, json_text
 from troupe.workflow.errors import WorkflowError, shown
 
 # Names and dtypes that the experience store accepts.
@@ -18,8 +18,6 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _DTYPES: Final = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 # Columns that the trainer reads as one number per response token.
 _PER_TOKEN: Final = frozenset({"reference_logprobs"})
-JSON_BYTES: Final = 256 * 1024
-"""Longest JSON value; arrays may be larger."""
 
 
 class InvalidColumnError(WorkflowError, ValueError):

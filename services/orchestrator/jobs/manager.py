@@ -23,7 +23,7 @@ from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE
-from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -368,8 +368,7 @@ def _check_viewable(record: JobRecord) -> None:
 
 async def _parse(text: str) -> JobSpec:
     try:
-        # In a thread: parsing a long YAML text would block the event loop.
-        return await asyncio.to_thread(parse_job, text)
+        return await parse_job_in_thread(text)
     except JobSpecError as error:
         raise _explain(error) from error
 
