@@ -10,14 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
 from services.trainer.publication import Publication
 from services.trainer.state.checkpoint import PUBLISHED
-from troupe.checkpoints.reading import weight_files
+from troupe.checkpoints.reading import StoredTensors, weight_files
 from troupe.checkpoints.retention import remove
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
@@ -104,10 +102,10 @@ class FrozenVersions:
         one = next((path / name for name in _FILES if (path / name).is_file()), None)
         try:
             files = weight_files(path) if one is None else [one]
-            tensors = {name: t for file in files for name, t in load_file(file).items()}
+            tensors = dict(StoredTensors(files))
             if (content := checksum_of(tensors)) != checksum:
                 raise ValueError(f"it has checksum {content}, and {checksum} was frozen")
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise DataLoss(
                 f"member {policy}@{version} in {path} cannot be used: {error}",
                 kind="member_corrupt",

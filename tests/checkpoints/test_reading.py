@@ -19,10 +19,12 @@ from services.trainer.state.checkpoint import save_checkpoint
 from tests.checkpoints.test_format import EVERY, assert_same
 from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
+from tests.support.tiny_team import make_model
 from troupe.checkpoints import reading, writing
 from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.reading import StoredTensors
+from troupe.checkpoints.tensors import load_causal_lm
 from troupe.checkpoints.writing import write_checkpoint
 from troupe.transfer import checksum_of
 
@@ -108,6 +110,119 @@ def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, to
     path.write_bytes(content)
     with pytest.raises(ValueError, match=told):
         StoredTensors([path])
+
+
+def header(**tensors: Any) -> str:
+    return json.dumps(tensors)
+
+
+def entry(shape: list[Any], start: Any, end: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+ONE = json.dumps(entry([4], 0, 16))
+MALFORMED = {
+    "name twice": (
+        f'{{"w": {ONE}, "w": {json.dumps(entry([16], 0, 64))}}}',
+        "'w' is there a second",
+    ),
+    "field twice": ('{"w": {"dtype": "F32", ' + ONE[1:] + "}", "'dtype' is there a second"),
+    "overlap": (header(v=entry([4], 0, 16), w=entry([16], 0, 64)), "'w' leaves a gap, or overlaps"),
+    "overlap in part": (header(v=entry([8], 0, 32), w=entry([12], 16, 64)), "'w' leaves a gap"),
+    "gap": (header(v=entry([4], 0, 16), w=entry([8], 32, 64)), "'w' leaves a gap"),
+    "gap before": (header(w=entry([12], 16, 64)), "'w' leaves a gap"),
+    "gap after": (header(w=entry([12], 0, 48)), "16 bytes at its end belong to no tensor"),
+    "nothing described": (header(), "64 bytes at its end belong to no tensor"),
+    "unknown dtype": (header(w=entry([16], 0, 64, "F33")), "'w' has the unknown dtype 'F33'"),
+    "other dtype": (header(w=entry([16], 0, 64, "F64")), "'w' has 64 bytes, and its shape and dty"),
+    "dtype of another kind": (header(w=entry([16], 0, 64, ["F32"])), "is no safetensors file"),
+    "beyond the file": (header(w=entry([32], 0, 128)), "'w' is not within the file"),
+    "begin after end": (header(w=entry([16], 64, 0)), "'w' has -64 bytes"),
+    "negative sizes": (header(w=entry([-4, -4], 0, 64)), "'w' has a shape or offset that is no"),
+    "negative start": (header(w=entry([20], -16, 64)), "'w' has a shape or offset that is no"),
+    "half a size": (header(w=entry([16.0], 0, 64)), "'w' has a shape or offset that is no"),
+    "size of truth": (header(w=entry([True, 16], 0, 64)), "'w' has a shape or offset that is no"),
+    "text for a size": (header(w=entry(["16"], 0, 64)), "'w' has a shape or offset that is no"),
+    "overflow": (header(w=entry([2**33, 2**33], 0, 64)), "'w' has a shape of too many values"),
+    "overflow of nothing": (header(w=entry([0, 2**62, 4], 0, 0)), "'w' has a shape of too many"),
+    "shape missing": ('{"w": {"dtype": "F32", "data_offsets": [0, 64]}}', "KeyError"),
+    "three offsets": (header(w={**entry([16], 0, 64), "data_offsets": [0, 32, 64]}), "too many"),
+    "text for a tensor": (header(w="F32"), "is no safetensors file"),
+    "metadata of another kind": ('{"__metadata__": [1], "w": ' + ONE + "}", "AttributeError"),
+    "deep": ('{"w": ' + "[" * 100_000, "RecursionError"),
+    "number": ("1", "is no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_header_that_breaks_the_rules_of_the_format_is_refused(
+    tmp_path: Path, fault: str
+) -> None:
+    text, told = MALFORMED[fault]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(64))
+    with pytest.raises(ValueError, match=told) as caught:
+        StoredTensors([path])
+    assert "model.safetensors is no safetensors file" in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 65, 10**6, 10**8 + 1, 2**63, 2**64 - 1])
+def test_a_header_that_ends_outside_of_its_file_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(62))
+    with pytest.raises(ValueError, match="its header ends outside of it"):
+        StoredTensors([path])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("{}", "[]", "{", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"w": 1}}'),
+        *('{"weight_map": {"w": null}}', '{"weight_map": {"w": ["a"]}}', "[" * 100_000),
+        '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}',
+        *(
+            json.dumps({"weight_map": {"w": name}})
+            for name in (
+                *("../model.safetensors", "/etc/passwd", "/tmp/a.safetensors", "a/b.safetensors"),
+                *("", ".", "..", "pytorch_model.bin", "config.json", "..\\..\\a.safetensors/"),
+            )
+        ),
+    ],
+)
+def test_an_index_that_names_anything_but_files_beside_it_is_refused(
+    tmp_path: Path, index: str
+) -> None:
+    (tmp_path / reading.INDEX).write_text(index)
+    with pytest.raises(ValueError, match="is no index of a checkpoint"):
+        StoredTensors.of_checkpoint(tmp_path)
+
+
+def test_an_index_that_names_a_missing_file_says_which(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "one.safetensors")
+    names = {"w": "one.safetensors", "v": "two.safetensors"}
+    (tmp_path / reading.INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(FileNotFoundError, match=r"two\.safetensors"):
+        StoredTensors.of_checkpoint(tmp_path)
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(4)}, tmp_path / "one.safetensors")
+    (tmp_path / reading.INDEX).write_text('{"weight_map": {"w": "one.safetensors"}}')
+    assert torch.equal(StoredTensors.of_checkpoint(tmp_path)["w"], torch.ones(4))
+
+
+def test_a_model_with_a_tensor_described_twice_is_not_loaded(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    name = next(name for name in json.loads(data[8:end]) if name != "__metadata__")
+    described = json.dumps(json.loads(data[8:end])[name])
+    text = data[8:end].rstrip()[:-1] + f', "{name}": {described}}}'.encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    with pytest.raises(ValueError, match=f"'{name}' is there a second time"):
+        load_causal_lm(tmp_path, dtype=torch.float32)
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:

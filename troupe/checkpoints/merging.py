@@ -45,8 +45,6 @@ def merge_in_place(
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
     except ImportError as error:
         raise FailedPrecondition(
             f"merging needs {error.name}",
@@ -56,13 +54,14 @@ def merge_in_place(
         ) from error
     from troupe.checkpoints.adapters import AdapterContent, MergeMismatch
     from troupe.checkpoints.format import CheckpointFormat, FormatMismatch
+    from troupe.checkpoints.reading import StoredTensors
     from troupe.checkpoints.writing import write_checkpoint
     from troupe.transfer.checksum import dtype_name
 
     try:
         config = json.loads((folder / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-        tensors = load_file(folder / ADAPTER_FILES[1])
-    except (OSError, ValueError, SafetensorError) as error:
+        tensors = dict(StoredTensors([folder / ADAPTER_FILES[1]]))
+    except (OSError, ValueError) as error:
         raise DataLoss(
             f"the adapter cannot be read: {error}",
             kind="checkpoint_corrupt",

@@ -6,7 +6,6 @@ long as they are in use. A checkpoint of 64 GB is read here through one tensor's
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from troupe.transfer.checksum import PIECE_BYTES, dtype_of, flat_bytes
+from troupe.yaml_input import each_once
 
 # The format's names of dtypes, by torch's.
 DTYPE_NAMES: Final = {
@@ -37,6 +37,9 @@ _DTYPES: Final = {name: dtype_of(dtype) for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES: Final = 8
 # The longest header that the format allows.
 _MOST_HEADER_BYTES: Final = 100_000_000
+# Beyond any memory, and far below where sizes overflow.
+_MOST_BYTES: Final = 1 << 56
+SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # Where torch.distributed.checkpoint keeps the offsets of a rank's part of each tensor.
 _SHARDING: Final = "DCP_SHARDING_INFO"
@@ -135,17 +138,26 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's checkpoint: those of its index, or the only one.
+    """The safetensors files of a model's checkpoint: `model.safetensors` if there is one (as
+    transformers chooses), else those of its index.
 
-    Raises OSError, or ValueError for a malformed index.
+    Raises OSError, or ValueError for a malformed index, also one that names other files than those
+    of the directory.
     """
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / "model.safetensors"]
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file() or not index.is_file():
+        return [single]
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{INDEX} is no index of a checkpoint: {error!r}") from error
+        text = index.read_text(encoding="utf-8")
+        names = set(json.loads(text, object_pairs_hook=each_once)["weight_map"].values())
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{name!r} is no name of a safetensors file beside it")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{INDEX} is no index of a checkpoint: {reason}") from error
+    if not names:
+        raise ValueError(f"{INDEX} is no index of a checkpoint: it names no file")
     return [folder / name for name in sorted(names)]
 
 
@@ -192,23 +204,55 @@ def _read_into(file: BinaryIO, into: torch.Tensor) -> None:
 
 
 def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
-    """(name, dtype, part) of each tensor in a file. Raises ValueError for a malformed header."""
+    """(name, dtype, part) of each tensor in a file.
+
+    Raises ValueError for a header that breaks the format's rules: a name stands for one tensor, and
+    every byte after the header belongs to exactly one.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= _MOST_HEADER_BYTES:
-            raise ValueError(f"{path.name} is no safetensors file")
+        begin, size = _LENGTH_BYTES + length, path.stat().st_size
+        if not 0 < length <= _MOST_HEADER_BYTES or begin > size:
+            raise ValueError(f"{path.name} is no safetensors file: its header ends outside of it")
         text = file.read(length)
-    begin, size = _LENGTH_BYTES + length, path.stat().st_size
     try:
-        entries: dict[str, Any] = json.loads(text)
-        known = json.loads((entries.pop("__metadata__", None) or {}).get(_SHARDING, "{}"))
-        for name, entry in entries.items():
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            start, end = entry["data_offsets"]
-            if end - start != math.prod(shape) * dtype.itemsize or begin + end > size:
+        entries: dict[str, Any] = json.loads(text, object_pairs_hook=each_once)
+        about = entries.pop("__metadata__", None) or {}
+        known = json.loads(about.get(_SHARDING, "{}"), object_pairs_hook=each_once)
+        found = [
+            (name, *_entry(path, begin, name, entry, known.get(name)))
+            for name, entry in entries.items()
+        ]
+        end = begin
+        for name, dtype, part in sorted(found, key=lambda one: (one[2].start, one[0])):
+            if part.start != end and math.prod(part.shape):
+                raise ValueError(f"'{name}' leaves a gap, or overlaps another tensor")
+            end += math.prod(part.shape) * dtype.itemsize
+            if end > size:
                 raise ValueError(f"'{name}' is not within the file")
-            offsets = known[name]["saved_offsets"] if name in known else itertools.repeat(0)
-            at = tuple(offset for offset, _ in zip(offsets, shape, strict=False))
-            yield name, dtype, _StoredPart(path, begin + start, shape, at)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path.name} is no safetensors file: {error!r}") from error
+        if end < size:
+            raise ValueError(f"{size - end:,} bytes at its end belong to no tensor")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path.name} is no safetensors file: {reason}") from error
+    yield from found
+
+
+def _entry(
+    path: Path, begin: int, name: str, entry: Mapping[str, Any], sharding: Mapping[str, Any] | None
+) -> tuple[torch.dtype, _StoredPart]:
+    """Dtype and place of the tensor that a header describes by `entry`. Raises ValueError, KeyError
+    or TypeError."""
+    if (dtype := _DTYPES.get(entry["dtype"])) is None:
+        raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']!r}")
+    shape = tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    at = tuple(sharding["saved_offsets"]) if sharding else (0,) * len(shape)
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end, *at)):
+        raise ValueError(f"'{name}' has a shape or offset that is no whole number from 0 on")
+    # With empty dimensions, too, torch multiplies the others.
+    if math.prod(max(1, n) for n in (*shape, *at)) >= _MOST_BYTES:
+        raise ValueError(f"'{name}' has a shape of too many values: {list(shape)}")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"'{name}' has {end - start:,} bytes, and its shape and dtype need others")
+    return dtype, _StoredPart(path, begin + start, shape, at[: len(shape)])

@@ -78,10 +78,14 @@ def shape_difference(found: Shapes, expected: Shapes) -> str:
 def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = None) -> Any:
     """Load a transformers model from a checkpoint that must have exactly its tensors.
 
-    Blocking; needs torch. Raises TensorsDoNotFit, and what `from_pretrained` raises.
+    Blocking; needs torch. Raises TensorsDoNotFit, ValueError for malformed files, and what
+    `from_pretrained` raises.
     """
     from transformers import AutoModelForCausalLM
 
+    if Path(source).is_dir():
+        with contextlib.suppress(FileNotFoundError):  # transformers says so, or knows other formats
+            StoredTensors.of_checkpoint(Path(source))
     try:
         model, about = AutoModelForCausalLM.from_pretrained(
             source,

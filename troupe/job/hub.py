@@ -91,6 +91,15 @@ def hub_problem(
     return None
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error, with the next ones while it ends in a colon; 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines.pop(0) if lines else type(error).__name__
+    while lines and text.endswith(":"):
+        text = f"{text} {lines.pop(0)}"
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what it came from."""
     seen: set[int] = set()

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from troupe.checkpoints.reading import SINGLE, StoredTensors
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
@@ -54,7 +53,7 @@ class ExportedNetwork:
                     value=str(directory),
                     remedy="Language models are loaded with transformers.",
                 )
-            tensors = load_file(directory / "model.safetensors")
+            tensors = dict(StoredTensors([directory / SINGLE]))
             own = {
                 name.removeprefix(_ACTING): tensor
                 for name, tensor in tensors.items()
@@ -67,7 +66,7 @@ class ExportedNetwork:
                 dict(described["environment"]),
                 own,
             )
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             problem, reason = "cannot be read", str(error)
             if isinstance(error, KeyError):
                 problem = "is incomplete"

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from troupe.checkpoints.configuration import (
+    CONFIGURATION_REMEDY,
+    BadConfiguration,
+    check_configuration,
+    token_ids,
+)
 from troupe.job import JobSpec, ModelSpec, no_directory
-from troupe.job.hub import hub_problem
+from troupe.job.hub import first_line, hub_problem
 from troupe.outcomes import utf8_text
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.agent import Role
@@ -47,8 +53,18 @@ def load_language(model: ModelSpec, field: str) -> Language:
         importlib.import_module("transformers")
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)
+    try:
+        check_configuration(config)
+        eos_ids = set(end_ids(config, model.path, model.revision))
+    except BadConfiguration as error:
+        raise InvalidArgument(
+            str(error),
+            kind="model_config",
+            field=f"{field}.{'config' if model.path is None else 'path'}",
+            value=model.path,
+            remedy=CONFIGURATION_REMEDY,
+        ) from error
     _check_vocabulary(tokenizer, config, model, field)
-    eos_ids = set(end_ids(config, model.path, model.revision))
     if tokenizer.eos_token_id is not None:
         eos_ids.add(tokenizer.eos_token_id)
     return Language(
@@ -146,7 +162,7 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
         _raise_hub_problem(source, None if own else model.revision, field, leaf, error)
-        raise missing(f"no tokenizer can be loaded: {_first_line(error)}") from error
+        raise missing(f"no tokenizer can be loaded: {first_line(error)}") from error
     # Without any file transformers makes a tokenizer of special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise missing("there is no tokenizer")
@@ -161,7 +177,7 @@ def _load_config(model: ModelSpec, field: str) -> Any:
             return AutoConfig.for_model(**model.config)
         except Exception as error:
             raise InvalidArgument(
-                f"transformers refuses it: {_first_line(error)}",
+                f"transformers refuses it: {first_line(error)}",
                 kind="model_config",
                 field=f"{field}.config",
                 remedy="Give `model_type` and the fields of its transformers configuration.",
@@ -173,7 +189,7 @@ def _load_config(model: ModelSpec, field: str) -> Any:
     except Exception as error:
         _raise_hub_problem(source, model.revision, field, "path", error)
         raise FailedPrecondition(
-            f"no model can be loaded: {_first_line(error)}",
+            f"no model can be loaded: {first_line(error)}",
             kind="model_missing",
             field=f"{field}.path",
             value=source,
@@ -228,27 +244,25 @@ def _check_vocabulary(tokenizer: Any, config: Any, model: ModelSpec, field: str)
 
 
 def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[int]:
-    """End-of-sequence ids of a model, from its configuration and its generation settings."""
+    """End-of-sequence ids of a model, from its configuration and its generation settings.
+
+    Raises `BadConfiguration` for one that is no token of the model.
+    """
     from transformers import GenerationConfig
 
-    found = [getattr(one, "eos_token_id", None) for one in (config, config.get_text_config())]
+    text = config.get_text_config()
+    found = [("eos_token_id", getattr(one, "eos_token_id", None)) for one in (config, text)]
     if path is not None:
         try:
             generation = GenerationConfig.from_pretrained(_local(path, ""), revision=revision)
-            found.append(generation.eos_token_id)
+            found.append(("generation_config.eos_token_id", generation.eos_token_id))
         except (OSError, ValueError):
             pass  # many models have none
-    ids: set[int] = set()
-    for value in found:
-        ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
-    return frozenset(ids)
+    size = getattr(text, "vocab_size", None)
+    return frozenset(one for name, value in found for one in token_ids(name, value, size))
 
 
 def positions_of(config: Any) -> int:
     """Tokens that a model has positions for, by its text configuration; 0: unknown."""
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) else 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

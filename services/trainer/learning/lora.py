@@ -16,8 +16,6 @@ from typing import Any, Final, Protocol
 
 import structlog
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from troupe.checkpoints.adapters import (
@@ -29,6 +27,7 @@ from troupe.checkpoints.adapters import (
     output_layer,
 )
 from troupe.checkpoints.format import CheckpointFormat, cast
+from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.checkpoints.verifying import Lineage, verify
 from troupe.job import LoraSpec, ModelSpec
@@ -281,8 +280,8 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
 def _tensors(folder: Path, field: str) -> dict[str, torch.Tensor]:
     try:
         verify(folder, ".safetensors")
-        tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
-    except (OSError, SafetensorError, DataLoss) as error:
+        tensors = dict(StoredTensors([folder / "adapter_model.safetensors"]))
+    except (OSError, ValueError, DataLoss) as error:
         raise _unusable(
             f"adapter_model.safetensors cannot be read: {error}",
             f"{field}.path",

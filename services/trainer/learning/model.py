@@ -12,12 +12,17 @@ import torch
 
 from services.trainer.learning.lora import adapted_model, begin_with, frozen_base
 from troupe.checkpoints.adapters import linear_layers
+from troupe.checkpoints.configuration import (
+    CONFIGURATION_REMEDY,
+    BadConfiguration,
+    check_configuration,
+)
 from troupe.checkpoints.format import ModelArrangement, cast
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec, PolicySpec, no_directory
-from troupe.job.hub import hub_problem
+from troupe.job.hub import first_line, hub_problem
 from troupe.job.sizing import QUANTIZED_REMEDY, quantization_of
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
@@ -137,6 +142,16 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
             config = AutoConfig.from_pretrained(source.path, revision=source.revision)
         except Exception as error:
             raise load_problem(policy, source.path, error, source.revision) from error
+    try:
+        check_configuration(config)
+    except BadConfiguration as error:
+        raise InvalidArgument(
+            str(error),
+            kind="model_config_invalid",
+            field=f"policies.{policy}.model.{'path' if source.path else 'config'}",
+            value=source.path,
+            remedy=CONFIGURATION_REMEDY,
+        ) from error
     if method := quantization_of(config.to_dict()):
         raise InvalidArgument(
             f"its weights are quantized ({method})",
@@ -253,7 +268,7 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:
-        found = f"no tokenizer could be loaded: {_first_line(error)}"
+        found = f"no tokenizer could be loaded: {first_line(error)}"
         if no_directory(source):
             found = "there is no such directory"
         raise _no_tokenizer(policy, spec, found) from error
@@ -351,7 +366,7 @@ def _refuse_adapter(policy: str, path: str | None) -> None:
 
 def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument:
     return InvalidArgument(
-        f"no model can be made from it: {_first_line(error)}",
+        f"no model can be made from it: {first_line(error)}",
         kind="model_config_invalid",
         field=f"policies.{policy}.model.config",
         value=model_type,
@@ -364,7 +379,7 @@ def load_problem(
 ) -> InvalidArgument:
     kind, remedy = "model_not_found", _HUB_REMEDY
     field, value = "path", path
-    message = f"no model could be loaded: {_first_line(error)}"
+    message = f"no model could be loaded: {first_line(error)}"
     if (problem := hub_problem(path, revision, error)) is not None:
         field, message, remedy = problem.field, problem.message, problem.remedy
         value = path if field == "path" else str(revision)
@@ -374,7 +389,7 @@ def load_problem(
         kind, message = "model_mismatch", f"the checkpoint is not of its model: {error}"
         remedy = error.remedy
     elif not isinstance(error, OSError):
-        kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
+        kind, message = "model_unreadable", f"the model cannot be read: {first_line(error)}"
     return InvalidArgument(
         message, kind=kind, field=f"policies.{policy}.model.{field}", value=value, remedy=remedy
     )
@@ -383,12 +398,3 @@ def load_problem(
 def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
     leaf = "tokenizer" if spec.language_model.tokenizer is not None else "path"
     return f"policies.{policy}.model.{leaf}"
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error, with the next ones while it ends in a colon; 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines.pop(0) if lines else type(error).__name__
-    while lines and text.endswith(":"):
-        text = f"{text} {lines.pop(0)}"
-    return text if len(text) <= 300 else f"{text[:297]}..."
