@@ -88,7 +88,7 @@ def check_configuration(config: Any) -> None:
             raise BadConfiguration(path, value, "is not within 0 .. 1")
 
 
-def token_ids(field: str, value: object, vocabulary: int | None) -> tuple[int, ...]:
+def token_ids(field: str, value: Any, vocabulary: int | None) -> tuple[int, ...]:
     """The token ids of an `eos_token_id`: None, an id or a list of them.
 
     Raises `BadConfiguration` for an id that the vocabulary does not have (None: unknown size).

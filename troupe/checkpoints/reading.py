@@ -220,12 +220,11 @@ def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
         about = entries.pop("__metadata__", None) or {}
         known = json.loads(about.get(_SHARDING, "{}"), object_pairs_hook=each_once)
         found = [
-            (name, *_entry(path, begin, name, entry, known.get(name)))
-            for name, entry in entries.items()
+            _entry(path, begin, name, entry, known.get(name)) for name, entry in entries.items()
         ]
         end = begin
-        for name, dtype, part in sorted(found, key=lambda one: (one[2].start, one[0])):
-            if part.start != end and math.prod(part.shape):
+        for name, dtype, part in sorted(found, key=_by_place):
+            if part.start != end:
                 raise ValueError(f"'{name}' leaves a gap, or overlaps another tensor")
             end += math.prod(part.shape) * dtype.itemsize
             if end > size:
@@ -238,14 +237,18 @@ def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
     yield from found
 
 
+def _by_place(one: tuple[str, torch.dtype, _StoredPart]) -> tuple[int, int]:
+    return one[2].start, math.prod(one[2].shape)  # those without values before the next one
+
+
 def _entry(
     path: Path, begin: int, name: str, entry: Mapping[str, Any], sharding: Mapping[str, Any] | None
-) -> tuple[torch.dtype, _StoredPart]:
-    """Dtype and place of the tensor that a header describes by `entry`. Raises ValueError, KeyError
-    or TypeError."""
+) -> tuple[str, torch.dtype, _StoredPart]:
+    """The tensor that a header describes by `entry`: name, dtype and place. Raises ValueError,
+    KeyError or TypeError."""
     if (dtype := _DTYPES.get(entry["dtype"])) is None:
         raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']!r}")
-    shape = tuple(entry["shape"])
+    shape: tuple[int, ...] = tuple(entry["shape"])
     start, end = entry["data_offsets"]
     at = tuple(sharding["saved_offsets"]) if sharding else (0,) * len(shape)
     if any(type(number) is not int or number < 0 for number in (*shape, start, end, *at)):
@@ -255,4 +258,4 @@ def _entry(
         raise ValueError(f"'{name}' has a shape of too many values: {list(shape)}")
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"'{name}' has {end - start:,} bytes, and its shape and dtype need others")
-    return dtype, _StoredPart(path, begin + start, shape, at[: len(shape)])
+    return name, dtype, _StoredPart(path, begin + start, shape, at[: len(shape)])
