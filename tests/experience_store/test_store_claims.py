@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.experience_store.database import Database
+from services.experience_store.records import PolicyKeys
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
 from troupe.rpc import FailedPrecondition, NotFound, TroupeError, new_id
@@ -190,6 +191,24 @@ async def test_an_expired_claim_is_lost_and_its_claimant_begins_again(stage: Sta
     assert await stage.release("slow") == 0
     assert len((await stage.claim("slow", claim="c2")).samples) == 4
     assert not (await stage.commit(["c2"], "slow"))[1]
+
+
+@pytest.mark.parametrize("hours", [1, -1, 24 * 365])
+async def test_a_jump_of_the_wall_clock_neither_ends_leases_nor_prolongs_them(
+    stage: Stage, hours: int
+) -> None:
+    await stage.append_all()
+    await stage.claim("living", claim="c1", samples=2, lease=60)
+    await stage.claim("dead", claim="c2", samples=2, lease=0.5)
+    # As if the last script had run so long ago, or in the future.
+    step = PolicyKeys(stage.job, stage.policies[0]).step(stage.step, "step")
+    await stage.store.database.call("HINCRBY", step, "wall", -hours * 3_600_000)
+    assert await stage.renew("living", lease=60) == 1
+    async with asyncio.timeout(60):
+        while await stage.counts() != {"ready": 2, "claimed": 2}:
+            await asyncio.sleep(0.05)
+    assert len((await stage.claim("living", claim="c3")).samples) == 2
+    assert not (await stage.commit(["c1", "c3"], "living"))[1]
 
 
 @pytest.mark.slow

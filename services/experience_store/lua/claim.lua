@@ -11,8 +11,7 @@ local whole, balance = ARGV[9] == '1', ARGV[10] == '1'
 if committed() then
   return {'exhausted'}
 end
-local now = now_ms()
-expire(now)
+expire()
 
 -- State, tokens, size, reward, query, group, reason, origin and stem, in the text of a record.
 local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
@@ -131,7 +130,7 @@ if known then
   elseif redis.call('HGET', OWNERS, claim) ~= claimant then
     return finish({'taken', redis.call('HGET', OWNERS, claim)})
   end
-  redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)
+  redis.call('ZADD', LEASES, lease_now() + tonumber(ARGV[7]), claim)
   return deliver(lines(known))
 end
 
@@ -161,7 +160,7 @@ if waiting == 0 or not (full or final) then
   end
   -- The end of a lease is not announced, so the caller is told when to ask again.
   local first = redis.call('ZRANGE', LEASES, 0, 0, 'WITHSCORES')
-  return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - now) or 0})
+  return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - lease_now()) or 0})
 end
 
 local samples, taken, moved, tokens, bytes, too_large = {}, {}, {}, 0, 0, nil
@@ -304,7 +303,7 @@ for index = 2, #samples do
 end
 redis.call('HSET', CLAIMS, claim, table.concat(samples, '\n'))
 redis.call('HSET', OWNERS, claim, claimant)
-redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)
+redis.call('ZADD', LEASES, lease_now() + tonumber(ARGV[7]), claim)
 redis.call('HINCRBY', HELD, claimant, #samples)
 redis.call('HDEL', FENCED, claimant)
 if redis.call('HSETNX', STEP, 'owner', claimant) == 1 then

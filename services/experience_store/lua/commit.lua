@@ -19,7 +19,7 @@ local claimant, to, reason, version = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5
 local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 12
 local durable, keeps = ARGV[10], tonumber(ARGV[11])
 local keeping = key('keeping') .. ':' .. claimant
-expire(now_ms())
+expire()
 
 local cause, claimed, number = fence(claimant), {}, 0
 for index = FIRST_CLAIM, #ARGV do

@@ -4,7 +4,7 @@ if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 if not committed() then
-  expire(now_ms())
+  expire()
   finish()
 end
 return {

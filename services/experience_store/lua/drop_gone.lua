@@ -9,7 +9,7 @@ local claim, claimant = ARGV[2], ARGV[3]
 if committed() then
   return {'lost', 'unknown'}
 end
-expire(now_ms())
+expire()
 local owner = redis.call('HGET', OWNERS, claim)
 if not owner then
   return finish({'lost', 'unknown'})

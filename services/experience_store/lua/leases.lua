@@ -1,6 +1,21 @@
 -- Claims as leases: which claimant holds which samples, and the end of a lease. Appended to
 -- samples.lua.
 
+-- Milliseconds by which the clock below advances at most between two scripts: three sweeps.
+local MOST_TICK = 15000
+
+-- Milliseconds of the clock that the step's leases go by. The wall clock of Redis drives it, but a
+-- jump of the wall clock neither ends leases nor prolongs them, and while no script runs, nobody
+-- can renew a lease, so that none ends.
+local function lease_now()
+  local wall = now_ms()
+  local last = redis.call('HMGET', STEP, 'wall', 'clock')
+  local clock = tonumber(last[2]) or wall
+  clock = clock + math.min(math.max(0, wall - (tonumber(last[1]) or wall)), MOST_TICK)
+  redis.call('HSET', STEP, 'wall', string.format('%.0f', wall), 'clock', string.format('%.0f', clock))
+  return clock
+end
+
 local function held(claimant)
   return tonumber(redis.call('HGET', HELD, claimant) or 0)
 end
@@ -32,9 +47,12 @@ end
 
 -- Returns the samples of expired leases, and fences their claimants: gradients accumulated under an
 -- expired lease must be discarded.
-local function expire(now)
+local function expire()
+  if redis.call('EXISTS', LEASES) == 0 then
+    return 0
+  end
   local returned = 0
-  for _, claim in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
+  for _, claim in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', lease_now())) do
     local samples, claimant = give_back(claim, 'expired')
     redis.call('HSET', FENCED, claimant, 'expired')
     returned = returned + samples

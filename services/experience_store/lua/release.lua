@@ -9,7 +9,7 @@ if committed() then
   return {'released', 0}
 end
 local claimant = ARGV[2]
-expire(now_ms())
+expire()
 local released = 0
 for _, claim in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
   local owner = redis.call('HGET', OWNERS, claim)

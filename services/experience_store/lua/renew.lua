@@ -7,13 +7,12 @@ end
 if committed() then
   return {'renewed', 0}
 end
-local now = now_ms()
-expire(now)
+expire()
 local cause = fence(ARGV[2])
 if cause then
   return finish({'lost', cause})
 end
-local renewed = 0
+local renewed, now = 0, lease_now()
 for _, claim in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
   if redis.call('HGET', OWNERS, claim) == ARGV[2] then
     redis.call('ZADD', LEASES, now + tonumber(ARGV[3]), claim)

@@ -6,5 +6,5 @@ end
 if committed() then
   return {'committed', 0, get('ended')}
 end
-local returned = expire(now_ms())
+local returned = expire()
 return finish({'live', returned, get('ended')})
