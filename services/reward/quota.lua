@@ -3,7 +3,8 @@
 -- KEYS bucket. ARGV what, holder, rate, burst, concurrency, patience, now ('': Redis' clock), ...
 --   ask: wishes in units. give_back: units, unused. shut: seconds.
 -- Returns granted and the wait in seconds (-1: until units are given back). Fields of the hash:
--- tokens, at, shut, turns; h:<holder> = "units until"; l:<holder> = "turn until units".
+-- tokens, at, shut, turns, seen (when a script last ran); h:<holder> = "units until";
+-- l:<holder> = "turn until units".
 local what, holder = ARGV[1], ARGV[2]
 local rate, burst, concurrency = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local patience, now = tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -21,17 +22,27 @@ local tokens, at, shut, turns = burst, now, 0, 0
 local holds, line, in_use = {}, {}, 0
 local gone = {}
 
+-- Where the wall clock was set back, all times go back with it: otherwise nothing is granted before
+-- it has caught up.
+local back = math.max(0, tonumber(redis.call('HGET', KEYS[1], 'seen') or now) - now)
+
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
   local name, value = fields[i], fields[i + 1]
   if name == 'tokens' then tokens = tonumber(value)
-  elseif name == 'at' then at = tonumber(value)
-  elseif name == 'shut' then shut = tonumber(value)
+  elseif name == 'at' then at = tonumber(value) - back
+  elseif name == 'shut' then shut = tonumber(value) - back
   elseif name == 'turns' then turns = tonumber(value)
-  else
+  elseif name ~= 'seen' then
     local kind, whose = name:sub(1, 2), name:sub(3)
     local words = {}
     for word in value:gmatch('%S+') do words[#words + 1] = tonumber(word) end
+    if back > 0 then
+      words[2] = words[2] - back
+      local texts = {}
+      for index, word in ipairs(words) do texts[index] = text(word) end
+      redis.call('HSET', KEYS[1], name, table.concat(texts, ' '))
+    end
     if words[2] <= now then gone[#gone + 1] = name
     elseif kind == 'h:' then
       holds[whose] = { units = words[1], expires = words[2] }
@@ -106,7 +117,7 @@ elseif what == 'shut' then
 end
 
 redis.call('HSET', KEYS[1], 'tokens', text(tokens), 'at', text(at), 'shut', text(shut),
-  'turns', text(turns))
+  'turns', text(turns), 'seen', text(now))
 -- A full bucket is equal to a missing key, so the key may expire.
 redis.call('EXPIRE', KEYS[1], HOUR + math.ceil(math.max(patience, math.max(0, shut - now))
   + (rate > 0 and burst / rate or 0)))

@@ -199,5 +199,28 @@ async def test_a_redis_that_is_away_is_said_and_waited_for(tmp_path: Path) -> No
         server.kill()
 
 
+def test_a_clock_that_is_set_back_holds_nothing_up(redis: RedisServer) -> None:
+    limits = QuotaLimits(rate=1.0, burst=2, concurrency=2)
+    name, late, early = new_id(), 10_000.0, 10_000.0 - 3600
+
+    async def play() -> None:
+        one, two = (RedisBuckets(redis.url, {name: limits}, who) for who in "ab")
+        assert int((await one._run(name, "ask", 5.0, 1, 1, now=late))[0]) == 2
+        # `a` died with both units, and the clock was set back an hour: its hold ends after its
+        # patience, and tokens flow as if the clock had gone on.
+        granted, wait = await two._run(name, "ask", 5.0, 1, now=early)
+        assert (int(granted), float(wait)) == (0, pytest.approx(1.0))
+        assert int((await two._run(name, "ask", 5.0, 1, now=early + 4))[0]) == 0
+        assert int((await two._run(name, "ask", 5.0, 1, now=early + 5))[0]) == 1
+        # The same of a limit that the interface outside set.
+        await one._run(name, "shut", 0, 30.0, now=early + 6)
+        granted, wait = await one._run(name, "ask", 5.0, 1, now=early - 3594)
+        assert (int(granted), float(wait)) == (0, pytest.approx(31.0))
+        await one.close()
+        await two.close()
+
+    asyncio.run(play())
+
+
 def test_answers_of_the_bucket_are_values() -> None:
     assert TokenBucket(QuotaLimits(), 0.0).ask("a", [1], 0.0, 1.0) == QuotaGrant(1, 0.0)

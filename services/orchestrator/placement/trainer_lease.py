@@ -39,6 +39,9 @@ _UNINTERRUPTED: Final = frozenset({pb.BINDING_STATE_STEPPING, pb.BINDING_STATE_P
 _UNBOUND: Final = RENEWABLE | {"gang_lost"}
 # Pause before a policy that could not be suspended is asked again.
 _STUCK_SECONDS: Final = 10.0
+# When the monotonic clock began. Of two gangs the one that was formed later has the devices, so that
+# the order must not change with the wall clock.
+_BEGIN_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
 class TrainerLease:
@@ -373,7 +376,7 @@ class TrainerLease:
     def assign(self, worker: WorkerHandle, *members: WorkerHandle) -> None:
         """Lets the policy bind to `worker`, which leads a gang over the `members`, too."""
         self.worker, self.bound = worker, False
-        self._members, self._formed = members, time.time_ns()
+        self._members, self._formed = members, _BEGIN_NS + time.monotonic_ns()
         self._touched.add(worker)
         self._bound_at = time.monotonic()
         self._notify()
