@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
@@ -25,8 +26,17 @@ class RedisServer:
     With `durable` every write is on disk before it is acknowledged (AOF, fsync always).
     """
 
-    def __init__(self, directory: Path, *, durable: bool = False, extra: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        durable: bool = False,
+        extra: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ):
+        """`environment`: variables that it gets besides those of this process."""
         self._directory = directory
+        self._environment = {**os.environ, **(environment or {})}
         self._durable = durable
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +55,9 @@ class RedisServer:
         if self._durable:
             command += ["--appendonly", "yes", "--appendfsync", "always"]
         log = (self._directory / "redis.log").open("ab")
-        self._process = subprocess.Popen([*command, *self._extra], stdout=log, stderr=log)
+        self._process = subprocess.Popen(
+            [*command, *self._extra], stdout=log, stderr=log, env=self._environment
+        )
         log.close()
         self._wait_until_it_answers()
 

@@ -39,8 +39,8 @@ _UNINTERRUPTED: Final = frozenset({pb.BINDING_STATE_STEPPING, pb.BINDING_STATE_P
 _UNBOUND: Final = RENEWABLE | {"gang_lost"}
 # Pause before a policy that could not be suspended is asked again.
 _STUCK_SECONDS: Final = 10.0
-# When the monotonic clock began. Of two gangs the one that was formed later has the devices, so that
-# the order must not change with the wall clock.
+# When the monotonic clock began. Of two gangs the one that was formed later has the devices: a jump
+# of the wall clock must not change their order.
 _BEGIN_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
