@@ -13,14 +13,15 @@ from typing import Any, Final
 # Sizes of tensors and counts of layers, by the names that architectures use; at least 1.
 _SIZES: Final = frozenset(
     {
-        *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-        *("moe_intermediate_size", "n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
+        *("vocab_size", "hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "max_position_embeddings"),
+        *("n_embd", "n_head", "n_layer", "n_positions"),
     }
 )
 # Other counts; 0 means none.
 _COUNTS: Final = frozenset(
     {
+        *("intermediate_size", "moe_intermediate_size", "n_inner"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "sliding_window"),
         *("shared_expert_intermediate_size", "decoder_sparse_step", "max_window_layers"),
     }

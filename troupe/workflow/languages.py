@@ -251,15 +251,20 @@ def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[in
     from transformers import GenerationConfig
 
     text = config.get_text_config()
-    found = [("eos_token_id", getattr(one, "eos_token_id", None)) for one in (config, text)]
+    size = getattr(text, "vocab_size", None)
+    ids: set[int] = set()
+    for one in (config, text):
+        # The architecture's default may be of another vocabulary.
+        own = size if "eos_token_id" in one.to_diff_dict() else None
+        ids.update(token_ids("eos_token_id", getattr(one, "eos_token_id", None), own))
     if path is not None:
         try:
             generation = GenerationConfig.from_pretrained(_local(path, ""), revision=revision)
-            found.append(("generation_config.eos_token_id", generation.eos_token_id))
         except (OSError, ValueError):
-            pass  # many models have none
-    size = getattr(text, "vocab_size", None)
-    return frozenset(one for name, value in found for one in token_ids(name, value, size))
+            return frozenset(ids)  # many models have none
+        name = "generation_config.eos_token_id"
+        ids.update(token_ids(name, generation.eos_token_id, size))
+    return frozenset(ids)
 
 
 def positions_of(config: Any) -> int:
