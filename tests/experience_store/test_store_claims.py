@@ -204,11 +204,7 @@ async def test_a_jump_of_the_wall_clock_neither_ends_leases_nor_prolongs_them(
     step = PolicyKeys(stage.job, stage.policies[0]).step(stage.step, "step")
     await stage.store.database.call("HINCRBY", step, "wall", -hours * 3_600_000)
     assert await stage.renew("living", lease=60) == 1
-    async with asyncio.timeout(60):
-        while True:
-            if await stage.counts() == {"ready": 2, "claimed": 2}:
-                break
-            await asyncio.sleep(0.05)
+    await stage.until({"ready": 2, "claimed": 2})
     assert len((await stage.claim("living", claim="c3")).samples) == 2
     assert not (await stage.commit(["c1", "c3"], "living"))[1]
 

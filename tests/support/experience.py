@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,14 @@ class Stage:
             for query in self.queries
             for number in range(self.group_size + self.redundant)
         ]
+
+    async def until(self, counts: dict[str, int]) -> None:
+        """Wait until the samples are in these states."""
+        async with asyncio.timeout(60):
+            while True:
+                if await self.counts() == counts:
+                    break
+                await asyncio.sleep(0.05)
 
     async def append(
         self,

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from troupe.rpc.errors import InvalidArgument
+
 # Sizes of tensors and counts of layers, by the names that architectures use; at least 1.
 _SIZES: Final = frozenset(
     {
@@ -50,7 +52,7 @@ _NEEDED: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attenti
 _LIMITS: Final = "time_step_limit"
 _MAX_COUNT: Final = 2**31 - 1
 _MAX_NUMBER: Final = 1e18
-CONFIGURATION_REMEDY: Final = (
+_REMEDY: Final = (
     "Mend the field in the model's config.json or generation_config.json, or in `model.config`."
 )
 
@@ -61,6 +63,16 @@ class BadConfiguration(ValueError):
     def __init__(self, field: str, value: object, problem: str) -> None:
         shown = repr(value)
         super().__init__(f"{field} = {shown if len(shown) < 80 else shown[:77] + '...'} {problem}")
+
+    def of_job(self, model: str, path: str | None) -> InvalidArgument:
+        """The error of the job whose section `model` gives the model's `path`, or its `config`."""
+        return InvalidArgument(
+            str(self),
+            kind="model_config_invalid",
+            field=f"{model}.{'config' if path is None else 'path'}",
+            value=path,
+            remedy=_REMEDY,
+        )
 
 
 def check_configuration(config: Any) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from troupe.checkpoints.configuration import (
-    CONFIGURATION_REMEDY,
     BadConfiguration,
     check_configuration,
     token_ids,
@@ -57,13 +56,7 @@ def load_language(model: ModelSpec, field: str) -> Language:
         check_configuration(config)
         eos_ids = set(end_ids(config, model.path, model.revision))
     except BadConfiguration as error:
-        raise InvalidArgument(
-            str(error),
-            kind="model_config",
-            field=f"{field}.{'config' if model.path is None else 'path'}",
-            value=model.path,
-            remedy=CONFIGURATION_REMEDY,
-        ) from error
+        raise error.of_job(field, model.path) from error
     _check_vocabulary(tokenizer, config, model, field)
     if tokenizer.eos_token_id is not None:
         eos_ids.add(tokenizer.eos_token_id)

@@ -13,7 +13,6 @@ import torch
 from services.trainer.learning.lora import adapted_model, begin_with, frozen_base
 from troupe.checkpoints.adapters import linear_layers
 from troupe.checkpoints.configuration import (
-    CONFIGURATION_REMEDY,
     BadConfiguration,
     check_configuration,
 )
@@ -145,13 +144,7 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
     try:
         check_configuration(config)
     except BadConfiguration as error:
-        raise InvalidArgument(
-            str(error),
-            kind="model_config_invalid",
-            field=f"policies.{policy}.model.{'path' if source.path else 'config'}",
-            value=source.path,
-            remedy=CONFIGURATION_REMEDY,
-        ) from error
+        raise error.of_job(f"policies.{policy}.model", source.path) from error
     if method := quantization_of(config.to_dict()):
         raise InvalidArgument(
             f"its weights are quantized ({method})",
