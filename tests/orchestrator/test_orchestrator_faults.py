@@ -179,18 +179,6 @@ async def test_some_failures_are_borne(cluster: Cluster) -> None:
     ]
 
 
-async def test_a_fault_of_the_job_itself_fails_it(cluster: Cluster) -> None:
-    cluster.rollouts[0].script.problem = pb.Problem(
-        kind="entrypoint", message="no module named x", field="workflow", remedy="Fix the import."
-    )
-    job_id = await cluster.submit(job_yaml())
-    job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
-    assert (job.problem.kind, job.problem.field) == ("entrypoint", "workflow")
-    assert job.problem.remedy == "Fix the import."
-    assert cluster.rollouts[0].calls["ReleaseJob"]
-
-
 async def test_a_missing_model_fails_the_job(cluster: Cluster) -> None:
     cluster.trainers[0].script.bind_error = InvalidArgument(
         "there is no model at nowhere",

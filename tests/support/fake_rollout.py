@@ -44,14 +44,12 @@ class RolloutScript:
     solved: Callable[[ro.Ticket], bool] = lambda ticket: False
     # How it ended is told so long after the store knows.
     late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
-    # A reason: the trajectory fails with it.
-    fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
+    # A reason, or a fault of the job's own code: the trajectory fails with it.
+    fail: Callable[[ro.Ticket], str | pb.Problem | None] = lambda ticket: None
     # By trajectory: so often it is aborted, for nobody's fault.
     abort: dict[str, int] = field(default_factory=dict)
     # Streams end so long after their last trajectory.
     linger_seconds: float = 0.0
-    # A fault of the job, reported with the first trajectory.
-    problem: pb.Problem | None = None
     prepare_error: TroupeError | None = None
     update_errors: list[TroupeError] = field(default_factory=list)
     sleep_error: TroupeError | None = None
@@ -373,9 +371,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         event = ro.TrajectoryEvent(
             query_id=ticket.query_id, trajectory_id=ticket.trajectory_id, seconds=script.seconds
         )
-        if script.problem is not None:
-            event.problem.CopyFrom(script.problem)
         reason = script.fail(ticket)
+        if isinstance(reason, pb.Problem):
+            event.problem.CopyFrom(reason)
+            reason = f"{reason.kind}: {reason.message}"
         aborted = script.abort.get(ticket.trajectory_id, 0)
         if aborted:
             script.abort[ticket.trajectory_id] = aborted - 1

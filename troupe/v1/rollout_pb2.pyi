@@ -391,7 +391,9 @@ class TrajectoryEvent(_message.Message):
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]: ...
     @_builtins.property
     def problem(self) -> _common_pb2.Problem:
-        """A fault of the job's own code or configuration that repetition cannot cure."""
+        """A fault of the job's own code or configuration. The job fails with it when all trajectories of
+        a step do.
+        """
 
     @_builtins.property
     def start_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

@@ -1,7 +1,7 @@
 """Typed errors of workflows and environments: kind, message, field, value and remedy.
 
-The rollout service makes the reason of a failed trajectory from them, and a `Problem` of the job
-where the next trajectory would fail in the same way. An `EnvironmentFault`: the process died, hung
+The rollout service makes the reason of a failed trajectory from them, and a `Problem` where the
+job's own code or configuration is at fault. An `EnvironmentFault`: the process died, hung
 or raised; the trajectory may be retried. A `MoveError`: a player made an illegal move, which the
 rule for illegal moves handles. An `EnvironmentContractError`: the environment violates its
 interface; retrying does not help.

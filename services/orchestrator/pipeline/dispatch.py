@@ -27,7 +27,7 @@ import structlog
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
-from services.orchestrator.errors import RENEWABLE, Deadline, RetryBackoff, cancel_all, job_fault
+from services.orchestrator.errors import RENEWABLE, Deadline, RetryBackoff, cancel_all
 from services.orchestrator.pipeline.metrics import REDUNDANT
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.workers import WorkerHandle
@@ -332,8 +332,6 @@ class Dispatch:
         ticket_state = self._open.get(event.trajectory_id)
         if ticket_state is not None:
             ticket_state.batch.note_started(event.query_id, event.start_versions)
-            if event.HasField("problem"):
-                ticket_state.batch.fail(job_fault(event.problem))
         if event.state not in _ENDED:
             return False
         if ticket_state is not None:

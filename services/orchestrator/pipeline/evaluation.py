@@ -1,4 +1,4 @@
-"""Evaluations on held-out queries, and the limit on failed trajectories of any batch."""
+"""Evaluations on held-out queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
-from services.orchestrator.pipeline.metrics import NO_TURNS_REMEDY, TEAM, TEAM_SCORE, Tally
+from services.orchestrator.pipeline.failures import check_failures, report_failures
+from services.orchestrator.pipeline.metrics import TEAM, TEAM_SCORE, Tally
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
@@ -25,7 +26,6 @@ from troupe.algorithms.scores import (
 from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
 from troupe.job.spec import evaluation_prefix
-from troupe.rpc import ResourceExhausted
 from troupe.scheduling import admission
 from troupe.states import BOUNDS
 from troupe.v1 import common_pb2 as pb
@@ -222,64 +222,3 @@ def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[ro.Ticket]
         )
         for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
     ]
-
-
-def check_failures(
-    job: JobContext, name: str, tally: Tally, total: int, *, forgiven: int = 0
-) -> None:
-    """Raises `ResourceExhausted` as soon as more trajectories failed than the job allows.
-
-    `total` trajectories are run; `forgiven` of the failed ones in `tally` are not counted.
-    """
-    limit = job.spec.limits.max_failed_fraction
-    failed = tally.failed - forgiven
-    if admission.too_many_failed(failed, total, limit):
-        raise ResourceExhausted(
-            f"{name}: {failed} of {total} trajectories failed (at most {limit:.0%} may), "
-            f"most of them so: {tally.most_common_reason}",
-            kind="too_many_failed_trajectories",
-            field="limits.max_failed_fraction",
-            value=limit,
-            remedy="Mend the cause (the panel and `job.trajectories()` show what failed), then "
-            "resume the job.",
-        )
-
-
-async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Warns that some trajectories failed, though not too many, or completed with a remark."""
-    if tally.failed:
-        reason = tally.most_common_reason
-        await _warn_rarely(
-            job,
-            reason.partition(":")[0],
-            f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
-            f"most of them so: {reason}",
-        )
-    count, remark = tally.remark
-    if count:
-        await _warn_rarely(
-            job,
-            remark.partition(":")[0],
-            f"{name}: {count} of {total} trajectories completed with a remark{{again}}, "
-            f"most of them with this: {remark}",
-        )
-
-
-async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> None:
-    """Warns that trajectories opened an endpoint, were rewarded, and made no turn there."""
-    if tally.without_turns:
-        await _warn_rarely(
-            job,
-            "endpoint_unused",
-            f"{name}: {tally.without_turns} of {tally.completed} trajectories opened an endpoint "
-            f"and were rewarded{{again}}, but made no turn. {NO_TURNS_REMEDY}",
-        )
-
-
-async def _warn_rarely(job: JobContext, kind: str, text: str) -> None:
-    """Warns of a `kind` of trouble at its occurrences 1, 2, 4, ...; `text` has `{again}` in it."""
-    job.complaints[kind] += 1
-    count = job.complaints[kind]
-    if count & (count - 1) == 0:
-        again = f" (for the {count}th time)" if count > 2 else " (again)" if count == 2 else ""
-        await job.warn(text.replace("{again}", again))

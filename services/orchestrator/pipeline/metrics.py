@@ -125,6 +125,9 @@ class Tally:
         # Completed ones that opened an endpoint and were rewarded, without a turn at it.
         self.without_turns = 0
         self._reasons: Counter[str] = Counter()
+        # Problems of failures by kind, one each; failures without a problem.
+        self._problems: dict[str, pb.Problem] = {}
+        self._unexplained = 0
         # Reasons of trajectories that completed all the same.
         self._remarks: Counter[str] = Counter()
         # Repeated attempts, and trajectories that failed for good, because of an environment or a
@@ -151,6 +154,15 @@ class Tally:
         """The most common reason of failures; empty if there is none."""
         return self._reasons.most_common(1)[0][0] if self._reasons else ""
 
+    @property
+    def common_problem(self) -> pb.Problem | None:
+        """The problem of the job's code or configuration with which every trajectory that ended
+        failed; None if one completed, or failed otherwise."""
+        if self.completed or self._unexplained or len(self._problems) != 1:
+            return None
+        [problem] = self._problems.values()
+        return problem
+
     def add(self, event: ro.TrajectoryEvent, *, timed: bool = True) -> None:
         """Counts an ended trajectory; `timed` if it ended in the seconds that `values` gets."""
         for turn in event.turns:
@@ -170,6 +182,12 @@ class Tally:
             self.failed += 1
             self._reasons[event.reason or "no reason given"] += 1
             self._faults += event.reason.startswith(_FAULTS)
+            if not event.HasField("problem"):
+                self._unexplained += 1
+            elif event.problem.kind not in self._problems:
+                copied = pb.Problem()  # a reference would keep the whole event in memory
+                copied.CopyFrom(event.problem)
+                self._problems[copied.kind] = copied
             return
         self.completed += 1
         self.without_turns += unused

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline, cancel_all, run_all, run_with_background
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
-from services.orchestrator.pipeline.evaluation import (
+from services.orchestrator.pipeline.failures import (
+    CommonFailure,
     check_failures,
     report_failures,
     report_unused_endpoints,
@@ -150,6 +151,7 @@ class StepContext:
     # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
     hold: EngineHold = field(default_factory=EngineHold)
+    common_failure: CommonFailure = field(default_factory=CommonFailure)
     # What trajectories and steps were measured to take.
     profile: JobProfile = field(kw_only=True)
     split: SplitWatch = field(kw_only=True)
@@ -265,6 +267,8 @@ class StepRunner:
     async def _roll_out(self) -> None:
         """Runs the step's trajectories until all have ended with their rewards."""
         await self._rollout.run()
+        if not self._unseen + self._rollout.batch.unseen:
+            self._context.common_failure.add(self._name, self._tally, len(self._queries.plans))
         self._rolled_out()
 
     async def _train(self, policy: str) -> None:

@@ -57,8 +57,9 @@ _REASON_LIMIT: Final = 1000
 _DOMAIN_LIMIT: Final = 200
 # A workflow that does not end so long after its cancellation is closed, and then abandoned.
 GRACE_SECONDS: Final = 2.0
-# Faults of the job's own code or configuration: the next trajectory would fail the same way.
-FATAL: Final = frozenset(
+# Faults of the job's own code or configuration. The trajectory is not tried again; its end carries
+# the problem with field and remedy, since all trajectories of a step may fail the same way.
+JOB_FAULTS: Final = frozenset(
     {
         "chat_template",
         "entrypoint",
@@ -139,7 +140,7 @@ class RunningTrajectory:
                 await self._early_start.wait()
                 state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
                 reason = f"{safe_text(error.kind, 60)}: {safe_text(error.message, _REASON_LIMIT)}"
-                problem = _problem(error) if error.kind in FATAL else None
+                problem = _problem(error) if error.kind in JOB_FAULTS else None
                 log.info("a trajectory failed", reason=reason)
                 if self._stored:
                     self._sent = state, reason
@@ -419,7 +420,7 @@ class TrajectoryAttempts:
 
 def is_environments(error: WorkflowError) -> bool:
     """Whether an environment or tool failed the workflow, which another attempt may avoid."""
-    return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
+    return isinstance(error, ToolError | EnvironmentFault) and error.kind not in JOB_FAULTS
 
 
 async def call_workflow(
@@ -450,7 +451,7 @@ async def call_workflow(
 
 def _explains_itself(error: BaseException) -> bool:
     """Whether `error` is raised by Troupe and names the reason of the failure itself: an engine's,
-    tool's or environment's fault, or one of `FATAL`."""
+    tool's or environment's fault, or one of `JOB_FAULTS`."""
     if not is_own(error):
         return False
     assert isinstance(error, WorkflowError)
@@ -459,7 +460,7 @@ def _explains_itself(error: BaseException) -> bool:
         error.kind = f"tool_{error.kind}"
     elif isinstance(error, EnvironmentFault):
         error.kind = f"environment_{error.reason}"
-    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in FATAL
+    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in JOB_FAULTS
 
 
 def failure_of(error: BaseException) -> WorkflowError:

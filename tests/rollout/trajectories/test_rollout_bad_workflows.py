@@ -181,7 +181,7 @@ async def test_a_turn_that_nobody_awaits_is_said_and_refused_where_chance_is(hou
     event = await house.run_one()
     assert event.state == FAILED
     assert event.reason.startswith(f"turn_not_awaited: {said}")
-    # The whole job: whether the turn ends in time is chance, and so would its weights be.
+    # Whether the turn ends in time is chance, and so the weights would be.
     assert event.problem.kind == "turn_not_awaited"
     assert "Await every `chat`" in event.problem.remedy
 
