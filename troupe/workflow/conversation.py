@@ -23,6 +23,7 @@ from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
+from troupe.workflow.templates import ChatTemplates, TemplateLimitError
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""
@@ -55,6 +56,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._templates = ChatTemplates(tokenizer)
         self._cache: OrderedDict[bytes, TokenIds] = OrderedDict()
         self._cached_tokens = 0
         # Texts of single tokens, by id: at most the vocabulary.
@@ -372,13 +374,14 @@ class ChatTokenizer:
                 remedy="Save the tokenizer with one, or call `agent.generate(token_ids)`.",
             )
         try:
-            rendered: str = self._tokenizer.apply_chat_template(
+            return self._templates.render(
                 [as_template_takes(message) for message in messages],
-                tools=json.loads(rendering.tools) if rendering.tools else None,
-                tokenize=False,
+                json.loads(rendering.tools) if rendering.tools else None,
                 add_generation_prompt=prompt,
                 **(json.loads(rendering.options) if rendering.options else {}),
             )
+        except TemplateLimitError as error:
+            raise self._beyond_bounds(error) from error
         except Exception as error:  # templates raise errors of their own
             raise ChatTemplateError(
                 f"the chat template refused the conversation: {error}",
@@ -387,7 +390,24 @@ class ChatTokenizer:
                 remedy="Use the roles in the order that the template allows, and JSON objects as "
                 "arguments of tool calls.",
             ) from error
-        return rendered
+
+    def check_template(self) -> None:
+        """Render short conversations. Raises `ChatTemplateError` for a chat template that exceeds
+        a bound; one that refuses these conversations may take others."""
+        if getattr(self._tokenizer, "chat_template", None):
+            try:
+                self._templates.probe()
+            except TemplateLimitError as error:
+                raise self._beyond_bounds(error) from error
+
+    def _beyond_bounds(self, error: TemplateLimitError) -> ChatTemplateError:
+        return ChatTemplateError(
+            f"the chat template exceeds a bound: {error}",
+            field="tokenizer.chat_template",
+            value=self._templates.source,
+            remedy="Use a template that does no more than show the conversation, such as the one "
+            "that the model's makers publish.",
+        )
 
     def _cached(self, key: bytes, compute: Callable[[], TokenIds]) -> TokenIds:
         ids = self._cache.get(key)

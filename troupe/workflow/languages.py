@@ -24,6 +24,7 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import parser_of
 
 # transformers replaces its own module while it is imported: an import from another thread at that
@@ -46,7 +47,8 @@ def load_language(model: ModelSpec, field: str) -> Language:
     """Tokenizer and end-of-sequence ids of `model`, checked against its configuration. Blocking.
 
     Raises `FailedPrecondition` for a tokenizer or model that cannot be loaded, and
-    `InvalidArgument` for one that does not fit the other; `field` names the model in the job.
+    `InvalidArgument` for one that does not fit the other, or whose chat template exceeds a bound;
+    `field` names the model in the job.
     """
     with IMPORTING:
         importlib.import_module("transformers")
@@ -60,9 +62,18 @@ def load_language(model: ModelSpec, field: str) -> Language:
     _check_vocabulary(tokenizer, config, model, field)
     if tokenizer.eos_token_id is not None:
         eos_ids.add(tokenizer.eos_token_id)
-    return Language(
-        ChatTokenizer(tokenizer), tuple(sorted(eos_ids)), positions_of(config.get_text_config())
-    )
+    chat = ChatTokenizer(tokenizer)
+    try:
+        chat.check_template()
+    except ChatTemplateError as error:
+        raise InvalidArgument(
+            error.message,
+            kind=error.kind,
+            field=f"{field}.tokenizer" if model.tokenizer else f"{field}.path",
+            value=error.value,
+            remedy=error.remedy,
+        ) from error
+    return Language(chat, tuple(sorted(eos_ids)), positions_of(config.get_text_config()))
 
 
 def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int, ...]:

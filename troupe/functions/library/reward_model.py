@@ -34,6 +34,8 @@ class SequenceScorer:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from troupe.workflow.templates import ChatTemplates
+
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
         cuda = torch.cuda.is_available()
         try:
@@ -49,6 +51,7 @@ class SequenceScorer:
             raise RewardModelError("wrong_head", text)
         if self._tokenizer.chat_template is None:
             raise RewardModelError("no_template", f"the tokenizer of {path} has no chat template")
+        self._templates = ChatTemplates(self._tokenizer)
         self._model.eval().to("cuda" if cuda else "cpu")
 
     def score(self, messages: Sequence[dict[str, Any]], max_tokens: int = 0) -> float:
@@ -56,7 +59,8 @@ class SequenceScorer:
         read; 0: all."""
         import torch
 
-        ids = self._tokenizer.apply_chat_template(list(messages), return_dict=True)["input_ids"]
+        text = self._templates.render(list(messages))
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         inputs = torch.tensor([ids[-max_tokens:] if max_tokens else ids], device=self._model.device)
         with torch.inference_mode():
             # The mask is full: a single row has no padding, whatever its last token is.

@@ -1,0 +1,14 @@
+"""Chat templates of model directories, rendered within bounds on time, memory and text.
+
+A chat template is a program that somebody else wrote, and it runs in the event loop of a rollout
+worker. `ChatTemplates` renders as transformers' `apply_chat_template` does, in the same sandbox of
+Jinja, and counts what the template does: every statement, every character that it reads or makes.
+What could grow without a loop (`center`, `*`, `**`, formats, ...) is bounded before it is computed,
+and what cannot be bounded is not offered. So a hostile template ends within a second or so, after
+the same number of steps on every machine.
+"""
+
+from troupe.workflow.templates.chat import BoundedTemplate, ChatTemplates
+from troupe.workflow.templates.metering import TemplateLimitError
+
+__all__ = ["BoundedTemplate", "ChatTemplates", "TemplateLimitError"]
