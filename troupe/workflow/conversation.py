@@ -20,10 +20,10 @@ import xxhash
 
 from troupe.model_output import THINK_TAGS, ThinkTags
 from troupe.workflow.backend import TokenIds
-from troupe.workflow.errors import ChatTemplateError
+from troupe.workflow.errors import ChatTemplateError, TemplateLimitError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
-from troupe.workflow.templates import ChatTemplates, TemplateLimitError
+from troupe.workflow.templates.chat import ChatTemplates
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""

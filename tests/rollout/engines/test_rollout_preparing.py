@@ -114,6 +114,34 @@ async def test_a_tokenizer_without_chat_template_is_a_problem_when_chat_is_used(
     assert event.problem.message == "agent 'solver': the tokenizer has no chat template"
 
 
+async def test_a_hostile_chat_template_is_refused_and_the_worker_serves_the_next_job(
+    house: House, tmp_path: Path
+) -> None:
+    hostile: PreTrainedTokenizerFast = make_tokenizer(template="{{ 'x'|center(3000000000) }}")
+    hostile.save_pretrained(tmp_path / "hostile")
+    error = await refused(
+        house, policies={"big": {"model": {"tokenizer": str(tmp_path / "hostile")}}}
+    )
+    assert (error.kind, error.field) == ("chat_template", "policies.big.model.tokenizer")
+    assert error.value == str(tmp_path / "hostile" / "chat_template.jinja")
+    await house.prepare("one_turn")
+    assert (await house.run_one()).state == common.TRAJECTORY_STATE_COMPLETED
+
+
+async def test_a_template_that_turns_hostile_later_fails_its_trajectory_only(
+    house: House, tmp_path: Path
+) -> None:
+    later = "{% if messages|length == 1 and 'says' not in messages[0].content %}{{ 10**9 * 'x' }}"
+    hostile: PreTrainedTokenizerFast = make_tokenizer(template=later + "{% endif %}")
+    hostile.save_pretrained(tmp_path / "later")
+    model = {"big": {"model": {"tokenizer": str(tmp_path / "later")}}}
+    await house.prepare("one_turn", policies=model)
+    event = await house.run_one()
+    assert event.state == common.TRAJECTORY_STATE_FAILED
+    assert event.problem.kind == "chat_template"
+    assert event.problem.value == str(tmp_path / "later" / "chat_template.jinja")
+
+
 async def test_models_of_released_jobs_do_not_pile_up(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

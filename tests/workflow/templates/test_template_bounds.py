@@ -13,8 +13,9 @@ import pytest
 from tests.support.tiny_team import make_model
 from troupe.job import ModelSpec
 from troupe.rpc.errors import InvalidArgument
+from troupe.workflow.errors import TemplateLimitError
 from troupe.workflow.languages import load_language
-from troupe.workflow.templates import BoundedTemplate, TemplateLimitError
+from troupe.workflow.templates.bounded import BoundedTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
 
@@ -178,10 +179,6 @@ def test_a_hostile_template_is_refused_when_its_model_is_loaded(tmp_path: Path, 
     assert problem.remedy
 
 
-def test_rendering_needs_no_library_but_jinja() -> None:
-    code = (
-        "import sys, troupe.workflow.templates as t;"
-        "assert t.BoundedTemplate('{{ 1 + 1 }}').render() == '2';"
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
-    )
+def test_workflows_need_no_jinja_before_a_template_is_rendered() -> None:
+    code = "import sys, troupe.workflow; assert 'jinja2' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

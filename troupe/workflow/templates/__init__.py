@@ -7,8 +7,3 @@ What could grow without a loop (`center`, `*`, `**`, formats, ...) is bounded be
 and what cannot be bounded is not offered. So a hostile template ends within a second or so, after
 the same number of steps on every machine.
 """
-
-from troupe.workflow.templates.chat import BoundedTemplate, ChatTemplates
-from troupe.workflow.templates.metering import TemplateLimitError
-
-__all__ = ["BoundedTemplate", "ChatTemplates", "TemplateLimitError"]

@@ -10,6 +10,8 @@ from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from troupe.workflow.errors import TemplateLimitError
+
 # Bounds on one rendering. Work is counted in units of about 10 ns; a conversation adds to it.
 _WORK: Final = 30_000_000
 _WORK_PER_CHAR: Final = 200
@@ -21,10 +23,6 @@ _VALUE: Final = 1 << 20
 _VALUE_PER_CHAR: Final = 4
 # Bytes that a character or an item of a list may take, as work for making it.
 MADE: Final = 4
-
-
-class TemplateLimitError(Exception):
-    """A chat template exceeds a bound, or uses what is not offered to templates."""
 
 
 class Meter:

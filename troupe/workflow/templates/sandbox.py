@@ -19,12 +19,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Namespace
 from markupsafe import Markup
 
+from troupe.workflow.errors import TemplateLimitError
 from troupe.workflow.templates.metering import (
     CALL_WORK,
     MADE,
     NODE_WORK,
     Meter,
-    TemplateLimitError,
 )
 
 _INTEGER_BITS: Final = 1024
