@@ -143,6 +143,21 @@ def test_a_quantized_checkpoint_is_a_fault(run: Run, job_yaml: str, tmp_path: Pa
     assert "dequantize" in err
 
 
+def test_a_hostile_chat_template_is_a_fault(run: Run, job_yaml: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "chat_template.jinja"
+    model = json.dumps({"path": str(tmp_path / "model")})
+    given = ["--set", f"policies.solver.model={model}"]
+    file.write_text("{{ 'x'|center(3000000000) }}")
+    status, _, err = run("job", "validate", str(path), *given)
+    assert status == 2
+    assert f"policies.solver.model.path = {file}: the chat template exceeds a bound" in err
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert run("job", "validate", str(path), *given)[0] == 0
+
+
 def test_what_a_job_needs_is_shown_for_devices(run: Run, job_yaml: str, tmp_path: Path) -> None:
     """The parts on each device, and the smallest gang that fits; 1 if a policy fits nowhere."""
     path = tmp_path / "job.yaml"

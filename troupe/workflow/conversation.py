@@ -23,7 +23,7 @@ from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError, TemplateLimitError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
-from troupe.workflow.templates.chat import ChatTemplates
+from troupe.workflow.templates.chat import TEMPLATE_REMEDY, ChatTemplates
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""
@@ -405,8 +405,7 @@ class ChatTokenizer:
             f"the chat template exceeds a bound: {error}",
             field="tokenizer.chat_template",
             value=self._templates.source,
-            remedy="Use a template that does no more than show the conversation, such as the one "
-            "that the model's makers publish.",
+            remedy=TEMPLATE_REMEDY,
         )
 
     def _cached(self, key: bytes, compute: Callable[[], TokenIds]) -> TokenIds:

@@ -104,6 +104,7 @@ def validate(
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
     _refuse_quantized(spec)
+    _refuse_templates(spec)
     code = "whether its code can be imported: --imports"
     data: list[str] = []
     if imports:
@@ -135,6 +136,31 @@ def _refuse_quantized(spec: JobSpec) -> None:
                 f"its weights are quantized ({method})",
             )
             problems.append(FieldProblem(field, value, message, QUANTIZED_REMEDY))
+    if problems:
+        raise JobSpecError(problems)
+
+
+def _refuse_templates(spec: JobSpec) -> None:
+    """Raise JobSpecError for policies whose tokenizer is here, with a chat template that exceeds
+    the bounds of rendering."""
+    from troupe.workflow.templates.chat import TEMPLATE_REMEDY, directory_fault
+
+    problems = []
+    for name, policy in spec.policies.items():
+        model = policy.model
+        if model is None or policy.simulated is not None:
+            continue
+        if fault := directory_fault(Path(model.tokenizer_source).expanduser()):
+            file, why = fault
+            leaf = "tokenizer" if model.tokenizer else "path"
+            problems.append(
+                FieldProblem(
+                    f"policies.{name}.model.{leaf}",
+                    file,
+                    f"the chat template exceeds a bound: {why}",
+                    TEMPLATE_REMEDY,
+                )
+            )
     if problems:
         raise JobSpecError(problems)
 

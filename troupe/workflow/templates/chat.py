@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +17,12 @@ if TYPE_CHECKING:  # needs Jinja
 
 log = structlog.get_logger(__name__)
 
+# Files of a model directory that may have its template, in the order in which they are looked for.
+TEMPLATE_FILES: Final = ("chat_template.jinja", "tokenizer_config.json")
+TEMPLATE_REMEDY: Final = (
+    "Use a template that does no more than show the conversation, such as the one that the model's "
+    "makers publish."
+)
 _PROBE: Final = tuple(
     {"role": role, "content": f"This is what the {role} says."}
     for role in ("user", "assistant", "user")
@@ -29,6 +37,49 @@ _PROBE_TOOL: Final = {
 }
 
 
+def _probe(render: Callable[[list[dict[str, str]], Any], str]) -> None:
+    for tools in (None, [_PROBE_TOOL]):
+        for count in (1, len(_PROBE)):
+            try:
+                render([dict(one) for one in _PROBE[:count]], tools)
+            except TemplateLimitError:
+                raise
+            except Exception as error:  # the template takes other conversations, or none
+                log.info("a chat template refuses a short conversation", why=repr(error)[:300])
+
+
+def directory_fault(directory: Path) -> tuple[str, str] | None:
+    """The file of a model directory's chat template, and why it is refused; None if it is not.
+
+    Needs no transformers. What cannot be read is told when the tokenizer is loaded.
+    """
+    file = directory / TEMPLATE_FILES[0]
+    try:
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+        else:
+            file = directory / TEMPLATE_FILES[1]
+            text = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        from troupe.workflow.templates.bounded import BoundedTemplate
+
+        template = BoundedTemplate(str(text))
+        _probe(
+            lambda messages, tools: template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+                bos_token="",
+                eos_token="",
+            )
+        )
+    except TemplateLimitError as error:
+        return str(file), str(error)
+    except Exception as error:
+        log.debug("a chat template cannot be read", directory=str(directory), why=repr(error))
+    return None
+
+
 class ChatTemplates:
     """The chat templates of a tokenizer, compiled once each."""
 
@@ -40,19 +91,12 @@ class ChatTemplates:
     def source(self) -> str:
         """The file of the template, or the model's hub id."""
         found = str(getattr(self._tokenizer, "name_or_path", "") or "the tokenizer")
-        files = (Path(found) / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+        files = (Path(found) / name for name in TEMPLATE_FILES)
         return next((str(file) for file in files if file.is_file()), found)
 
     def probe(self) -> None:
         """Render short conversations, also with a tool. Raises `TemplateLimitError`."""
-        for tools in (None, [_PROBE_TOOL]):
-            for count in (1, len(_PROBE)):
-                try:
-                    self.render(_PROBE[:count], tools, add_generation_prompt=True)
-                except TemplateLimitError:
-                    raise
-                except Exception as error:  # the template takes other conversations, or none
-                    log.info("a chat template refuses a short conversation", why=repr(error)[:300])
+        _probe(partial(self.render, add_generation_prompt=True))
 
     def render(
         self,
