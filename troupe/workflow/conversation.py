@@ -18,12 +18,13 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from troupe.chat_templates import TemplateLimitError
+from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
 from troupe.model_output import THINK_TAGS, ThinkTags
 from troupe.workflow.backend import TokenIds
-from troupe.workflow.errors import ChatTemplateError, TemplateLimitError
+from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
-from troupe.workflow.templates.chat import TEMPLATE_REMEDY, ChatTemplates
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""

@@ -75,10 +75,6 @@ class ChatTemplateError(WorkflowError):
     kind = "chat_template"
 
 
-class TemplateLimitError(Exception):
-    """A chat template exceeds a bound, or uses what is not offered to templates."""
-
-
 class InvalidRewardError(WorkflowError, ValueError):
     """A reward is not a finite number, or belongs to no agent."""
 

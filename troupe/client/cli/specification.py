@@ -143,7 +143,7 @@ def _refuse_quantized(spec: JobSpec) -> None:
 def _refuse_templates(spec: JobSpec) -> None:
     """Raise JobSpecError for policies whose tokenizer is here, with a chat template that exceeds
     the bounds of rendering."""
-    from troupe.workflow.templates.chat import TEMPLATE_REMEDY, directory_fault
+    from troupe.chat_templates.chat import TEMPLATE_REMEDY, directory_fault
 
     problems = []
     for name, policy in spec.policies.items():

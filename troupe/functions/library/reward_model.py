@@ -34,7 +34,7 @@ class SequenceScorer:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        from troupe.workflow.templates.chat import ChatTemplates
+        from troupe.chat_templates.chat import ChatTemplates
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
         cuda = torch.cuda.is_available()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiny_team import TEMPLATE
 from tests.workflow.stage import CHATML, make_tokenizer
-from troupe.workflow.templates.chat import ChatTemplates
+from troupe.chat_templates.chat import ChatTemplates
 
 # In the manner of Qwen3: tools, thoughts of the last turns only, results of tools in one turn.
 THINKING = """

@@ -8,14 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
-
-from troupe.workflow.errors import TemplateLimitError
+from troupe.chat_templates import TemplateLimitError
 
 if TYPE_CHECKING:  # needs Jinja
-    from troupe.workflow.templates.bounded import BoundedTemplate
-
-log = structlog.get_logger(__name__)
+    from troupe.chat_templates.bounded import BoundedTemplate
 
 # Files of a model directory that may have its template, in the order in which they are looked for.
 TEMPLATE_FILES: Final = ("chat_template.jinja", "tokenizer_config.json")
@@ -44,8 +40,8 @@ def _probe(render: Callable[[list[dict[str, str]], Any], str]) -> None:
                 render([dict(one) for one in _PROBE[:count]], tools)
             except TemplateLimitError:
                 raise
-            except Exception as error:  # the template takes other conversations, or none
-                log.info("a chat template refuses a short conversation", why=repr(error)[:300])
+            except Exception:  # told when a conversation is refused; others may be taken
+                continue
 
 
 def directory_fault(directory: Path) -> tuple[str, str] | None:
@@ -60,7 +56,7 @@ def directory_fault(directory: Path) -> tuple[str, str] | None:
         else:
             file = directory / TEMPLATE_FILES[1]
             text = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-        from troupe.workflow.templates.bounded import BoundedTemplate
+        from troupe.chat_templates.bounded import BoundedTemplate
 
         template = BoundedTemplate(str(text))
         _probe(
@@ -75,8 +71,8 @@ def directory_fault(directory: Path) -> tuple[str, str] | None:
         )
     except TemplateLimitError as error:
         return str(file), str(error)
-    except Exception as error:
-        log.debug("a chat template cannot be read", directory=str(directory), why=repr(error))
+    except Exception:  # the file, its JSON, its syntax: told when the tokenizer is loaded
+        return None
     return None
 
 
@@ -126,7 +122,7 @@ class ChatTemplates:
         template = self._compiled.get(source)
         if template is None:
             # Jinja is there where transformers is, and this module elsewhere, too.
-            from troupe.workflow.templates.bounded import BoundedTemplate
+            from troupe.chat_templates.bounded import BoundedTemplate
 
             template = self._compiled[source] = BoundedTemplate(source)
         return template.render(

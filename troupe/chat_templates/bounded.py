@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from jinja2 import Template, TemplateAssertionError, nodes
 
-from troupe.workflow.errors import TemplateLimitError
-from troupe.workflow.templates.metering import Counting, Meter
-from troupe.workflow.templates.sandbox import ChatEnvironment
+from troupe.chat_templates import TemplateLimitError
+from troupe.chat_templates.metering import Counting, Meter
+from troupe.chat_templates.sandbox import ChatEnvironment
 
 # Bounds on a template's text; the longest of well-known models has 30,000 characters.
 _TEMPLATE_CHARS: Final = 128 << 10

@@ -10,7 +10,7 @@ from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from troupe.workflow.errors import TemplateLimitError
+from troupe.chat_templates import TemplateLimitError
 
 # Bounds on one rendering. Work is counted in units of about 10 ns; a conversation adds to it.
 _WORK: Final = 30_000_000
@@ -23,6 +23,8 @@ _VALUE: Final = 1 << 20
 _VALUE_PER_CHAR: Final = 4
 # Bytes that a character or an item of a list may take, as work for making it.
 MADE: Final = 4
+# The same for an item of a list of texts that are made with it.
+LISTED: Final = 32
 
 
 class Meter:
@@ -53,6 +55,8 @@ class Meter:
 
     def step(self, value: Any, units: int) -> Any:
         """Count the execution of a body of statements."""
+        if type(units) is not int or units <= 0:  # a template that calls the filter itself
+            raise TemplateLimitError("it calls a filter that is not offered")
         self.charge(units)
         return value
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_team import make_model
+from troupe.chat_templates import TemplateLimitError
+from troupe.chat_templates.bounded import BoundedTemplate
 from troupe.job import ModelSpec
 from troupe.rpc.errors import InvalidArgument
-from troupe.workflow.errors import TemplateLimitError
 from troupe.workflow.languages import load_language
-from troupe.workflow.templates.bounded import BoundedTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
 
@@ -112,6 +112,13 @@ ENDLESS = [
     "{% endfor %}",
     "{% set a = 'x' * 1000000 %}{% for i in range(99999) %}{% if a.upper() == a %}{% endif %}"
     "{% endfor %}",
+    "{% for a in range(99999) %}{% set x = cycler(*range(99999)) %}{% endfor %}",
+    "{% set d = dict.fromkeys(range(99999)|list) %}"
+    "{% for a in range(99999) %}{% set x = namespace(d) %}{% endfor %}",
+    "{% set t = 'é ' * 500000 %}{% set n = namespace(x=[]) %}"
+    "{% for a in range(99) %}{% set n.x = n.x + [t.split(' ')] %}{% endfor %}",
+    "{% for a in range(99999) %}{{ 1|troupe_step(-10**9) }}{% endfor %}",
+    "{% for a in range(99999) %}{{ 1|troupe_step('nan'|float) }}{% endfor %}",
     "{% set n = namespace() %}{% set n.a = n %}"
     "{{ ([n] * 9000)|map(attribute='a' ~ '.a' * 9000)|list }}",
 ]

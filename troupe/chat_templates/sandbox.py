@@ -19,9 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Namespace
 from markupsafe import Markup
 
-from troupe.workflow.errors import TemplateLimitError
-from troupe.workflow.templates.metering import (
+from troupe.chat_templates import TemplateLimitError
+from troupe.chat_templates.metering import (
     CALL_WORK,
+    LISTED,
     MADE,
     NODE_WORK,
     Meter,
@@ -234,18 +235,21 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         **kwargs: Any,
     ) -> Any:
         meter = __self.meter
-        meter.charge(CALL_WORK)
+        meter.charge(CALL_WORK + MADE * (len(args) + len(kwargs)))
         # Jinja passes the variables of loops and blocks along.
         given = {name: kwargs[name] for name in kwargs.keys() - _PASSED} if kwargs else kwargs
         owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, BuiltinMethodType | MethodType) and not isinstance(owner, _OBJECTS):
             args = tuple(map(meter.listed, args))
             __self._check_method(owner, __obj.__name__, args, given)
-        elif isinstance(__obj, _Dict) or isinstance(owner, _OBJECTS):
+        elif isinstance(__obj, _Dict) or isinstance(owner, _OBJECTS) or __obj is _Namespace:
             args = tuple(map(meter.listed, args))
             for one in (*args, *given.values()):
                 meter.charge(MADE * meter.read(one))
-        return super().call(__context, __obj, *args, **kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        if type(result) is list:
+            meter.charge(LISTED * len(result))
+        return result
 
     def _check_method(
         self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -334,7 +338,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            meter.charge(NODE_WORK)
+            meter.charge(NODE_WORK + MADE * len(args))
             if short and len(args) == 1 and type(args[0]) is str and not kwargs:
                 meter.charge(MADE * len(args[0]))  # the common case, in a tenth of the time
             elif name not in _SHALLOW:
@@ -346,13 +350,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 if name == "sum":
                     times = 1 + (len(values[0]) if isinstance(values[0], Sized) else 0)
                     meter.charge(times * size)
-                elif name in _SORTING:
+                if name in _SORTING:
                     meter.charge(20 * size)
             if named:
                 for one in (*args[skip + 1 :], *kwargs.values()):
                     if isinstance(one, str) and one.count(".") >= _NAME_PARTS:
                         raise TemplateLimitError(f"a name has more than {_NAME_PARTS} parts")
             result = function(*args, **kwargs)
+            if type(result) is list:
+                meter.charge(LISTED * len(result))
             return meter.each(result) if isinstance(result, Iterator) else result
 
         return bounded

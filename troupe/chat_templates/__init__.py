@@ -7,3 +7,7 @@ What could grow without a loop (`center`, `*`, `**`, formats, ...) is bounded be
 and what cannot be bounded is not offered. So a hostile template ends within a second or so, after
 the same number of steps on every machine.
 """
+
+
+class TemplateLimitError(Exception):
+    """A chat template exceeds a bound, or uses what is not offered to templates."""
