@@ -1,26 +1,34 @@
-"""Bounded reading of HTTP request bodies: bytes per body, bytes of all bodies in memory, time.
+"""Bounded reading of HTTP request bodies: bytes per body, per client and in memory, and time.
 
 ASGI servers deliver bodies in chunks of unlimited total size, and frameworks buffer them whole: one
-request could fill the memory of the process.
+request could fill the memory of the process. Memory is reserved as bytes arrive, so that a body
+that is announced and not sent takes none, and each client has a share of it, so that none can keep
+the others out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-BODY_SECONDS: Final = 30.0
+# A body has this time and as much more as its bytes need at the lowest rate that is put up with.
+BODY_SECONDS: Final = 10.0
+_BYTES_PER_SECOND: Final = 512 << 10
+# How long a body that has arrived in part waits for memory.
+ROOM_SECONDS: Final = 30.0
 # A body that is too large is read up to this multiple of the limit, so that the client reads the
 # error response.
 _READ_ON: Final = 4
-# Default of `total`, in bodies of maximum size.
+# Defaults of `total` and `share`, in bodies of maximum size.
 _AT_ONCE: Final = 16
+_SHARE: Final = 4
 
 
 class BodyTooLarge(Exception):
@@ -43,53 +51,69 @@ class ClientGone(Exception):
     """The client closed the connection before the end of its body."""
 
 
+@dataclass(eq=False)
+class _Holding:
+    """What one body holds of the memory."""
+
+    owner: Hashable
+    size: int = 0
+
+
 class BodyReader:
     """Reads request bodies of one server. Used from one event loop."""
 
-    def __init__(self, limit: int, *, total: int | None = None) -> None:
-        """`limit`: bytes of one body; `total`: bytes of all bodies in memory."""
+    def __init__(self, limit: int, *, total: int | None = None, share: int | None = None) -> None:
+        """Bytes: `limit` of one body, `total` of all bodies in memory, `share` of those of one
+        client."""
         self.limit = limit
-        self._room = total if total is not None else _AT_ONCE * limit
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # What is left of the total is for the body that goes ahead.
+        self._shared = max(0, (_AT_ONCE * limit if total is None else total) - limit)
+        self._share = _SHARE * limit if share is None else share
+        self._held = 0
+        self._held_by: Counter[Hashable] = Counter()
+        # Bodies that wait for memory, in the order in which they began to, and what wakes them.
+        self._waiting: dict[_Holding, asyncio.Event] = {}
+        # The body that is let through although there is no memory left: else bodies that have
+        # arrived in part could wait for one another.
+        self._ahead: _Holding | None = None
 
     @asynccontextmanager
-    async def read(self, headers: Any, receive: Receive) -> AsyncIterator[bytearray]:
-        """The body of a request with ASGI `headers`; its bytes are reserved until the block ends.
+    async def read(
+        self, headers: Any, receive: Receive, owner: Hashable = None
+    ) -> AsyncIterator[bytearray]:
+        """The body of a request with ASGI `headers`; its memory is held until the block ends.
+        `owner`: the client whose share it is of.
 
         Raises `BodyTooLarge`, `BodyTooSlow`, `ClientGone`.
         """
         declared = _declared(headers)
         if declared is not None and declared > _READ_ON * self.limit:
             raise BodyTooLarge(self.limit)
-        held = self.limit if declared is None else min(declared, self.limit)
+        holding = _Holding(owner)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                await self._reserve(held)
-        except TimeoutError:
-            raise BodyTooSlow(BODY_SECONDS) from None
-        try:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    body = await self._collect(receive)
-            except TimeoutError:
-                raise BodyTooSlow(BODY_SECONDS) from None
-            if len(body) < held:
-                self._free(held - len(body))
-                held = len(body)
-            yield body
+            yield await self._collect(receive, holding)
         finally:
-            self._free(held)
+            self._release(holding)
 
-    async def _collect(self, receive: Receive) -> bytearray:
+    async def _collect(self, receive: Receive, holding: _Holding) -> bytearray:
         body, size, more = bytearray(), 0, True
+        left = BODY_SECONDS
+        clock = asyncio.get_running_loop().time
         while more:
-            message = await receive()
+            began = clock()
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTooSlow(BODY_SECONDS + size / _BYTES_PER_SECOND) from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             chunk = message.get("body", b"")
             more = message.get("more_body", False)
             size += len(chunk)
+            left += len(chunk) / _BYTES_PER_SECOND - (clock() - began)
             if size <= self.limit:
+                await self._reserve(holding, len(chunk))
                 body += chunk
             elif size > _READ_ON * self.limit:
                 break
@@ -97,30 +121,46 @@ class BodyReader:
             raise BodyTooLarge(self.limit)
         return body
 
-    async def _reserve(self, count: int) -> None:
-        """Reserve `count` bytes; waits in order of arrival."""
-        if not self._waiting and count <= self._room:
-            self._room -= count
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+    async def _reserve(self, holding: _Holding, count: int) -> None:
+        """Reserve `count` more bytes. Raises `BodyTooSlow`."""
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._free(count)
-            raise
+            async with asyncio.timeout(ROOM_SECONDS):
+                while not self._may_hold(holding, count):
+                    freed = self._waiting.setdefault(holding, asyncio.Event())
+                    freed.clear()
+                    await freed.wait()
+        except TimeoutError:
+            raise BodyTooSlow(ROOM_SECONDS) from None
+        finally:
+            self._waiting.pop(holding, None)
+        holding.size += count
+        self._held += count
+        self._held_by[holding.owner] += count
 
-    def _free(self, count: int) -> None:
-        self._room += count
-        while self._waiting:
-            wanted, turn = self._waiting[0]
-            if not turn.cancelled():
-                if wanted > self._room:
-                    return
-                self._room -= wanted
-                turn.set_result(None)
-            self._waiting.popleft()
+    def _may_hold(self, holding: _Holding, count: int) -> bool:
+        """Whether there is memory for `count` more bytes, or `holding` is let through without."""
+        if self._ahead is holding:
+            return True
+        if (
+            self._held + count <= self._shared
+            and self._held_by[holding.owner] + count <= self._share
+        ):
+            return True
+        first = next(iter(self._waiting), holding)
+        if self._ahead is None and first is holding:
+            self._ahead = holding
+            return True
+        return False
+
+    def _release(self, holding: _Holding) -> None:
+        self._held -= holding.size
+        self._held_by[holding.owner] -= holding.size
+        if not self._held_by[holding.owner]:
+            del self._held_by[holding.owner]
+        if self._ahead is holding:
+            self._ahead = None
+        for freed in self._waiting.values():
+            freed.set()
 
 
 def _declared(headers: Any) -> int | None:

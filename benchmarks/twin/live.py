@@ -23,12 +23,12 @@ from troupe.twin.costs import EngineRates, TrainerRates
 from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.trainers import single_rank_workers
 from troupe.twin.workload import Replayed, TwinTrajectory, TwinTurn
-from troupe.workflow.agent import Role
 from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.play import Trial
 from troupe.workflow.trying.policies import Prompt, Spoken
+from troupe.workflow.turns import Role
 
 MAX_NEW_TOKENS: Final = 600
 # Measured once on the machine of docs/benchmarks/twin.md; see there.

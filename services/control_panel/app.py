@@ -129,7 +129,8 @@ class BoundedBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:
-            async with self._bodies.read(scope["headers"], receive) as body:
+            client = scope["client"][0] if scope.get("client") else None
+            async with self._bodies.read(scope["headers"], receive, client) as body:
                 whole = [bytes(body)]
                 del body
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.endpoint.stage import ADD, TOOLED
 from tests.endpoint.test_endpoint_requests import ASKED, events, served
+from tests.workflow.byte_tokenizers import byte_fallback, byte_level
 from tests.workflow.stage import make_beginning_chat, make_chat
-from tests.workflow.tokenizers import byte_fallback, byte_level
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.trying.tokenizer import ByteTokenizer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from troupe.workflow.agent import AgentCall, Role, TurnRecord, settle
 from troupe.workflow.backend import Sampling
 from troupe.workflow.messages import Reply
 from troupe.workflow.samples import rows_of, team_context
+from troupe.workflow.turns import AgentCall, Role, TurnRecord, settle
 
 NOBODY: Any = None
 
@@ -29,9 +29,9 @@ def _turn(
         0,
         0,
         (),
-        prompt,
         Sampling(),
         AgentCall((), (own.get("step", asked),), n),
+        prompt,
         sibling,
         asked=asked,
         answered=answered,

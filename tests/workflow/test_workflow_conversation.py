@@ -28,11 +28,11 @@ def test_a_first_prompt_is_the_rendered_conversation() -> None:
 def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them() -> None:
     chat = make_chat(merges=[("a", "b")])
     memory = ConversationMemory(chat)
-    prompt = memory.prompt((USER,)).ids
+    prompt = memory.draft((USER,)).prompt().ids
     sampled = tuple(chat.encode("a") + chat.encode("b") + (2,))  # "ab" tokenises to one id
     assert len(chat.encode("ab")) == 1
     memory.remember((USER,), chat.text(sampled, stopped=True), (0,), prompt, sampled, stopped=True)
-    follow_up = memory.prompt((USER, ("assistant", "ab"), ("user", "sure?"))).ids
+    follow_up = memory.draft((USER, ("assistant", "ab"), ("user", "sure?"))).prompt().ids
     assert follow_up[: len(prompt) + 3] == prompt + sampled
     assert chat.transcript(follow_up) == chat.transcript(
         chat.first_ids((USER, ("assistant", "ab"), ("user", "sure?")))
@@ -42,10 +42,10 @@ def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them
 def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt((USER,)).ids
+    prompt = memory.draft((USER,)).prompt().ids
     cut = chat.encode("sev")
     memory.remember((USER,), "sev", (0,), prompt, cut, stopped=False)
-    follow_up = memory.prompt((USER, ("assistant", "sev"), ("user", "go on"))).ids
+    follow_up = memory.draft((USER, ("assistant", "sev"), ("user", "go on"))).prompt().ids
     text = chat.transcript(follow_up)
     assert text.startswith(chat.transcript(prompt) + "sev" + END + "\n<|im_start|>user\ngo on")
 
@@ -53,11 +53,11 @@ def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
 def test_thoughts_stay_in_the_ids_although_the_template_cuts_them_from_the_history() -> None:
     chat = make_chat(THINKING)
     memory = ConversationMemory(chat)
-    prompt = memory.prompt((USER,)).ids
+    prompt = memory.draft((USER,)).prompt().ids
     said = "<think>3 and 4</think>7"
     response = (*chat.encode(said), 2)
     memory.remember((USER,), said, (0,), prompt, response, stopped=True)
-    follow_up = memory.prompt((USER, ("assistant", said), ("user", "sure?"))).ids
+    follow_up = memory.draft((USER, ("assistant", said), ("user", "sure?"))).prompt().ids
     assert follow_up[: len(prompt + response)] == prompt + response
     assert chat.transcript(follow_up).endswith(
         f"7{END}\n<|im_start|>user\nsure?{END}\n<|im_start|>assistant\n"
@@ -68,30 +68,30 @@ def test_of_two_equal_replies_the_earlier_turn_is_continued_whichever_ended_firs
     for order in ([0, 1], [1, 0]):
         chat = make_chat(merges=[("a", "b")])
         memory = ConversationMemory(chat)
-        prompt = memory.prompt((USER,)).ids
+        prompt = memory.draft((USER,)).prompt().ids
         responses = [(*chat.encode("a"), *chat.encode("b"), 2), (*chat.encode("ab"), 2)]
         for turn in order:
             memory.remember((USER,), "ab", (turn,), prompt, responses[turn], stopped=True)
-        follow_up = memory.prompt((USER, ("assistant", "ab"), USER)).ids
+        follow_up = memory.draft((USER, ("assistant", "ab"), USER)).prompt().ids
         assert follow_up[: len(prompt) + 3] == prompt + responses[0]
 
 
 def test_an_edited_history_begins_a_new_conversation() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt((USER,)).ids
+    prompt = memory.draft((USER,)).prompt().ids
     memory.remember((USER,), "7", (0,), prompt, (*chat.encode("7"), 2), stopped=True)
     edited = (USER, ("assistant", "8"), ("user", "sure?"))
-    assert memory.prompt(edited).ids == chat.first_ids(edited)
+    assert memory.draft(edited).prompt().ids == chat.first_ids(edited)
 
 
 def test_trimmed_white_space_does_not_begin_a_new_conversation() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt((USER,)).ids
+    prompt = memory.draft((USER,)).prompt().ids
     response = (*chat.encode(" 7\n"), 2)
     memory.remember((USER,), " 7\n", (0,), prompt, response, stopped=True)
-    follow_up = memory.prompt((USER, ("assistant", "7"), ("user", "sure?"))).ids
+    follow_up = memory.draft((USER, ("assistant", "7"), ("user", "sure?"))).prompt().ids
     assert follow_up[: len(prompt + response)] == prompt + response
 
 
@@ -109,7 +109,7 @@ def test_property_every_prompt_begins_with_all_that_went_before(
     before: tuple[int, ...] = ()
     for turn, (asked, said, ended) in enumerate(exchanges):
         messages = (*messages, ("user", asked))
-        prompt = memory.prompt(messages).ids
+        prompt = memory.draft(messages).prompt().ids
         assert prompt[: len(before)] == before
         # One token per character: ids and text determine each other.
         assert chat.transcript(prompt) == chat.transcript(chat.first_ids(messages))
@@ -202,12 +202,12 @@ def test_the_prompts_of_a_conversation_take_memory_by_its_length_not_by_its_turn
     prompts, copies = [], []
     for turn in range(12):
         said = (*chat.encode(f"answer {turn} " * 20), 2)
-        prompts.append(memory.prompt(messages).ids)
+        prompts.append(memory.draft(messages).prompt().ids)
         copies.append(tuple(prompts[-1]))
         text = chat.text(said, stopped=True)
         memory.remember(messages, text, (turn,), prompts[-1], said, stopped=True)
         # Of two conversations that part here only one goes on.
-        aside = memory.prompt((*messages, ("assistant", text), ("user", "or not?"))).ids
+        aside = memory.draft((*messages, ("assistant", text), ("user", "or not?"))).prompt().ids
         messages = (*messages, ("assistant", text), ("user", "go on"))
         assert aside[: len(prompts[-1])] == prompts[-1]
     assert [tuple(one) for one in prompts] == copies

@@ -24,7 +24,6 @@ from typing import Any, Final, Literal
 from troupe.job.sections import OfflineSpec, SupervisedSpec
 from troupe.model_output import read_json
 from troupe.outcomes import utf8_text
-from troupe.workflow.agent import Role
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError, shown
 from troupe.workflow.messages import (
@@ -34,6 +33,7 @@ from troupe.workflow.messages import (
     parse_template_options,
     parse_tools,
 )
+from troupe.workflow.turns import Role
 
 _KIND: Final = "bad_demonstration"
 _REMEDY: Final = (

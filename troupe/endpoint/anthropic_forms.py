@@ -22,7 +22,7 @@ from troupe.endpoint.openai_forms import (
 )
 from troupe.model_output import read_json
 from troupe.rpc.ids import new_id
-from troupe.workflow.agent import first_of
+from troupe.workflow.backend import first_of
 from troupe.workflow.messages import Reply, content_text
 
 # Clients send thoughts back only with a signature.

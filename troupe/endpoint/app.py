@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,20 +35,24 @@ from troupe.endpoint.openai_forms import (
 )
 from troupe.endpoint.responses_forms import AskedResponse, ResponseHistory, ResponsesAnswer
 from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
-from troupe.workflow.agent import Agent
+from troupe.workflow.agent import Agent, ReadConversation
 from troupe.workflow.backend import EndpointOptions
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError
 from troupe.workflow.messages import Reply
+from troupe.workflow.turns import TrajectoryRecord
 
 log = structlog.get_logger(__name__)
 
 Turns = Coroutine[Any, Any, list[Reply]]
+Parsed = TypeVar("Parsed")
 Written = TypeVar("Written")
 Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 
 
-# Replies with more tokens are serialized in a thread, to keep the event loop free.
+# Larger bodies are read, and replies with more tokens are serialized, in a thread, to keep the
+# event loop free.
+_BYTES_READ_AT_ONCE: Final = 65_536
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
 # Other APIs that OpenAI and others serve below a base URL.
 _OTHER_APIS: Final = {
@@ -93,25 +99,39 @@ def create_app(
 
     # Of running trajectories: an agent lives as long as its trajectory.
     histories: WeakKeyDictionary[Agent, ResponseHistory] = WeakKeyDictionary()
+    orders: WeakKeyDictionary[TrajectoryRecord, asyncio.Lock] = WeakKeyDictionary()
 
-    async def body(request: Request) -> Any:
-        return check_object(await _read_json(request, bodies))
+    async def read(request: Request, agent: Agent, parse: Callable[[Any], Parsed]) -> Parsed:
+        """What `parse` makes of the body: in a thread if it is large, and in the order in which the
+        bodies for its trajectory have arrived."""
+        order = orders.setdefault(agent.trajectory, asyncio.Lock())
+        received = bodies.read(request.scope["headers"], request.receive, agent.trajectory)
+        return await _parsed(received, order, lambda body: parse(check_object(body)))
 
-    def begin(agent: Agent, options: EndpointOptions, asked: ChatRequest) -> Turns:
-        warnings.of_sampling(agent, options, asked)
-        return agent.chat(
+    def asks(
+        agent: Agent, options: EndpointOptions, body: Any
+    ) -> tuple[ChatRequest, ReadConversation]:
+        """A chat completion request, and the conversation that it continues."""
+        asked = ChatRequest.of(body, lenient=options.lenient)
+        conversation = agent.read(
             asked.conversation(agent.role.system_prompt),
-            n=asked.n or 1,
             tools=asked.tools,
             tool_choice="none" if asked.tool_choice == "none" else "auto",
             chat_template_kwargs=asked.template_options,
-            **asked.sampling(agent, by_client=options.sampling == "client"),
         )
+        return asked, conversation
+
+    def begin(
+        agent: Agent, options: EndpointOptions, asked: ChatRequest, conversation: ReadConversation
+    ) -> Turns:
+        warnings.of_sampling(agent, options, asked)
+        sampling = asked.sampling(agent, by_client=options.sampling == "client")
+        return agent.reply_to(conversation, asked.n or 1, **sampling)
 
     async def chat(request: Request) -> Response:
         agent, options = _addressed(find, request)
-        asked = ChatRequest.of(await body(request), lenient=options.lenient)
-        turns = begin(agent, options, asked)
+        asked, conversation = await read(request, agent, partial(asks, agent, options))
+        turns = begin(agent, options, asked, conversation)
         answer = ChatAnswer(
             asked.model or agent.name,
             agent.role.tokenizer,
@@ -121,15 +141,20 @@ def create_app(
             token_ids=bool(asked.return_token_ids),
             with_usage=asked.wants_usage,
         )
-        return await _answer(request, asked, turns, answer, keep_alive)
+        return await _answer(request, agent, asked, turns, answer, keep_alive)
 
     async def respond(request: Request) -> Response:
         agent, options = _addressed(find, request)
         history = histories.setdefault(agent, ResponseHistory())
-        given = AskedResponse.of(await body(request), history)
+
+        def parse(body: Any) -> tuple[AskedResponse, ChatRequest, ReadConversation]:
+            given = AskedResponse.of(body, history)
+            with given.names.applied():
+                return given, *asks(agent, options, given.chat)
+
+        given, asked, conversation = await read(request, agent, parse)
         with given.names.applied():
-            asked = ChatRequest.of(given.chat, lenient=options.lenient)
-            turns = begin(agent, options, asked)
+            turns = begin(agent, options, asked, conversation)
             own = agent.role.sampling
             drawing = {"temperature": own.temperature, "top_p": own.top_p}
             if options.sampling == "client":
@@ -138,36 +163,46 @@ def create_app(
             answer = ResponsesAnswer(
                 name, agent.role.tokenizer, given.names, given, asked, history, drawing
             )
-            return await _answer(request, asked, turns, answer, keep_alive)
+            return await _answer(request, agent, asked, turns, answer, keep_alive)
+
+    async def asked_message(
+        request: Request, agent: Agent, options: EndpointOptions
+    ) -> tuple[AskedMessage, ChatRequest, ReadConversation]:
+        def parse(body: Any) -> tuple[AskedMessage, ChatRequest, ReadConversation]:
+            given = AskedMessage.of(body, agent.role.sampling.max_new_tokens)
+            with given.names.applied():
+                return given, *asks(agent, options, given.chat)
+
+        return await read(request, agent, parse)
 
     async def message(request: Request) -> Response:
         agent, options = _addressed(find, request)
-        given = AskedMessage.of(await body(request), agent.role.sampling.max_new_tokens)
+        given, asked, conversation = await asked_message(request, agent, options)
         with given.names.applied():
-            asked = ChatRequest.of(given.chat, lenient=options.lenient)
-            turns = begin(agent, options, asked)
+            turns = begin(agent, options, asked, conversation)
             name = asked.model or agent.name
             answer = MessagesAnswer(name, agent.role.tokenizer, given.names, asked)
-            return await _answer(request, asked, turns, answer, keep_alive)
+            return await _answer(request, agent, asked, turns, answer, keep_alive)
 
     async def count_tokens(request: Request) -> Response:
         agent, options = _addressed(find, request)
-        given = AskedMessage.of(await body(request), agent.role.sampling.max_new_tokens)
+        given, _, conversation = await asked_message(request, agent, options)
         with given.names.applied():
-            asked = ChatRequest.of(given.chat, lenient=options.lenient)
-            tokens = agent.count_tokens(
-                asked.conversation(agent.role.system_prompt),
-                tools=asked.tools,
-                chat_template_kwargs=asked.template_options,
-            )
+            tokens = await agent.count_tokens(conversation)
         return JSONResponse({"input_tokens": tokens})
 
     async def complete(request: Request) -> Response:
         agent, options = _addressed(find, request)
-        asked = CompletionRequest.of(await body(request), lenient=options.lenient)
+        parse = partial(CompletionRequest.of, lenient=options.lenient)
+        asked = await read(request, agent, parse)
         warnings.of_sampling(agent, options, asked)
         sampling = asked.sampling(agent, by_client=options.sampling == "client")
-        turns = _complete_all(agent, asked, sampling)
+        turns = agent.complete(
+            asked.prompts,
+            asked.n or 1,
+            add_special_tokens=asked.add_special_tokens is not False,
+            **sampling,
+        )
         answer = TextAnswer(
             asked.model or agent.name,
             agent.role.tokenizer,
@@ -176,7 +211,7 @@ def create_app(
             token_ids=bool(asked.return_token_ids),
             with_usage=asked.wants_usage,
         )
-        return await _answer(request, asked, turns, answer, keep_alive)
+        return await _answer(request, agent, asked, turns, answer, keep_alive)
 
     async def models(request: Request) -> Response:
         agent, _ = _addressed(find, request)
@@ -214,28 +249,6 @@ def create_app(
         route("/{path:path}", elsewhere, *_METHODS, name="other"),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
-
-
-def _complete_all(agent: Agent, asked: CompletionRequest, sampling: Mapping[str, Any]) -> Turns:
-    """`n` continuations of each prompt, in the order of the prompts; all or none."""
-    tokenizer = agent.role.tokenizer
-    encode = tokenizer.encode if asked.add_special_tokens is False else tokenizer.encode_first
-    calls = [
-        agent.generate(encode(p) if isinstance(p, str) else p, n=asked.n or 1, **sampling)
-        for p in asked.prompts
-    ]
-
-    async def complete() -> list[Reply]:
-        if len(calls) == 1:
-            return await calls[0]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one) for one in calls]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [reply for task in tasks for reply in task.result()]
-
-    return complete()
 
 
 class _SamplingWarnings:
@@ -325,13 +338,29 @@ def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
     return found
 
 
-async def _read_json(request: Request, bodies: BodyReader) -> Any:
+def _of_json(body: bytes | bytearray) -> Any:
+    """The value of a body. Raises `ApiError`."""
     try:
-        async with bodies.read(request.scope["headers"], request.receive) as read:
-            value = json.loads(read)
-            if b"\\ud" in read.lower():  # perhaps half a surrogate pair, which no tokenizer takes
-                json.dumps(value, ensure_ascii=False).encode()
-            return value
+        value = json.loads(body)
+        if b"\\ud" in body.lower():  # perhaps half a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
+    return value
+
+
+async def _parsed(
+    received: AbstractAsyncContextManager[bytearray],
+    order: asyncio.Lock,
+    parse: Callable[[Any], Parsed],
+) -> Parsed:
+    """What `parse` makes of the JSON value that a body is. Bodies with one `order` are parsed in
+    the order in which they have arrived."""
+    try:
+        async with received as body, order:
+            if len(body) <= _BYTES_READ_AT_ONCE:
+                return parse(_of_json(body))
+            return await asyncio.to_thread(lambda: parse(_of_json(body)))
     except BodyTooSlow as error:
         raise ApiError(408, f"{error}.", code="request_timeout") from None
     except BodyTooLarge as error:
@@ -343,19 +372,20 @@ async def _read_json(request: Request, bodies: BodyReader) -> Any:
         ) from None
     except ClientGone:
         raise ClientDisconnect from None
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
 
 
 async def _answer(
     request: Request,
+    agent: Agent,
     asked: ChatRequest | CompletionRequest,
     turns: Turns,
     answer: ApiAnswer,
     keep_alive: float,
 ) -> Response:
-    """The response, or a stream. Its turns are cancelled when the client disconnects."""
-    pending = _Pending(request, _noted(turns, request.headers.get("x-session-id", "")))
+    """The response, or a stream. Its turns are cancelled, or taken back, unless the client is there
+    when the answer is sent."""
+    turns = _noted(turns, request.headers.get("x-session-id", ""))
+    pending = _Pending(request, agent, turns)
     streams = bool(asked.stream)
     handed_over = False
     try:
@@ -363,7 +393,9 @@ async def _answer(
         if ended:
             replies = pending.replies()
             if not streams:
-                return JSONResponse(await _written(answer.whole, replies))
+                response = JSONResponse(await _written(answer.whole, replies))
+                pending.deliver()
+                return response
         handed_over = True
         return StreamingResponse(
             _stream(pending, answer, keep_alive),
@@ -392,8 +424,11 @@ async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> As
             await pending.wait(keep_alive)
         with answer.names.applied():
             replies = pending.replies()
-        for chunk in await _written(lambda replies: list(answer.chunks(replies)), replies):
-            yield chunk
+        *parts, last = await _written(lambda replies: list(answer.chunks(replies)), replies)
+        for part in parts:
+            yield part
+        pending.deliver()
+        yield last
     except ClientDisconnect:
         return
     except ApiError as error:
@@ -415,9 +450,11 @@ async def _written(write: Callable[[list[Reply]], Written], replies: list[Reply]
 class _Pending:
     """Turns that are generated for a client that may disconnect."""
 
-    def __init__(self, request: Request, turns: Turns) -> None:
+    def __init__(self, request: Request, agent: Agent, turns: Turns) -> None:
+        self._agent = agent
         self._turns = asyncio.ensure_future(turns)
         self._disconnected = asyncio.ensure_future(_disconnected(request))
+        self._delivered = False
 
     async def wait(self, seconds: float | None) -> bool:
         """Whether the turns have ended, after at most `seconds`. Their own deadline bounds them.
@@ -437,13 +474,25 @@ class _Pending:
             raise unknown_address()
         return self._turns.result()
 
+    def deliver(self) -> None:
+        """Note that the end of the answer is sent now. Raises `ClientDisconnect` if the client has
+        closed the connection before."""
+        if self._disconnected.done():
+            raise ClientDisconnect
+        self._delivered = True
+
     def close(self) -> None:
-        """Cancel the turns that are left. Repeatable."""
+        """Cancel the turns that are left, and take back replies that were not delivered.
+        Repeatable."""
         self._disconnected.cancel()
-        if not self._turns.done():
-            self._turns.cancel()
-        # Retrieve the error of turns that have no reader any more.
-        self._turns.add_done_callback(lambda t: t.cancelled() or t.exception())
+        self._turns.cancel()
+        # Also when they end in spite of that.
+        self._turns.add_done_callback(self._ended)
+
+    def _ended(self, turns: asyncio.Future[list[Reply]]) -> None:
+        # Asking for the exception marks it as retrieved.
+        if not turns.cancelled() and turns.exception() is None and not self._delivered:
+            self._agent.withdraw(turns.result())
 
 
 async def _disconnected(request: Request) -> None:

@@ -6,7 +6,7 @@ async def workflow(query, agents, tools):
     return {"solver": score(query, draft.text), "checker": ...}
 """
 
-from troupe.workflow.agent import Agent, Agents, Role, TurnRecord
+from troupe.workflow.agent import Agent, Agents, branch
 from troupe.workflow.backend import Backend, Endpoint, GeneratedTurn, Sampling, ToolBackend
 from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer
@@ -31,7 +31,6 @@ from troupe.workflow.loading import (
 )
 from troupe.workflow.messages import Reply, ToolCall
 from troupe.workflow.tools import Tools
-from troupe.workflow.tree import branch
 from troupe.workflow.trying import (
     EchoPolicy,
     Played,
@@ -43,6 +42,7 @@ from troupe.workflow.trying import (
     make_role,
     play,
 )
+from troupe.workflow.turns import Role, TurnRecord
 
 __all__ = [
     "Agent",

@@ -1,24 +1,22 @@
-"""The agents of one trajectory, and the record of the turns that the workflow asks them for.
-
-`Agents` holds an `Agent` per role; `Agent.chat` and `Agent.generate` begin turns. A
-`TrajectoryRecord` numbers the turns (`TurnRecord`) and derives their seeds.
-"""
+"""The agents of one trajectory: `Agents` holds an `Agent` per role; `Agent.chat` and
+`Agent.generate` begin turns, `branch` draws several candidates for one."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import math
+import random
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import index as as_int
 from typing import Any, Final, Literal, overload
-
-import xxhash
 
 from troupe.outcomes import safe_text, utf8_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
-    ENDPOINT_OPTIONS,
     Backend,
     Endpoint,
     EndpointBackend,
@@ -26,292 +24,50 @@ from troupe.workflow.backend import (
     GeneratedTurn,
     Sampling,
     TokenIds,
-    VersionSpan,
+    cut_at,
+    first_of,
 )
-from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, PromptIds
+from troupe.workflow.conversation import (
+    ChatTokenizer,
+    ConversationMemory,
+    Draft,
+    PromptIds,
+    TextDraft,
+    TooManyTokensError,
+)
 from troupe.workflow.errors import (
     ChatTemplateError,
+    ContextOverflowError,
     InvalidMessagesError,
-    TurnError,
     UnknownAgentError,
     WorkflowError,
     shown,
 )
 from troupe.workflow.messages import (
-    PARSERS,
     AnyMessage,
-    Message,
     Rendering,
     Reply,
-    ReplyParser,
     ToolCall,
     call_ids,
+    finite,
     parse_messages,
     parse_template_options,
     parse_tools,
     plain,
 )
-from troupe.workflow.numbering import Path, places
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """One agent of a job: its policy, tokenizer and sampling, the same for all trajectories."""
-
-    name: str
-    policy: str
-    tokenizer: ChatTokenizer
-    sampling: Sampling
-    system_prompt: str | None = None
-    parser: ReplyParser = PARSERS["hermes"]
-    """Syntax in which the model writes tool calls and thoughts."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template that a call does not set otherwise."""
-    endpoint: EndpointOptions = ENDPOINT_OPTIONS
-    """Defaults of `Agent.endpoint`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentCall:
-    """One call of `chat` or `generate`: its position in the workflow and its number of replies."""
-
-    branch: Path
-    """Path of the branch that made the call; see `numbering`."""
-    path: Path
-    """Path of the call itself; it orders the turns of a trajectory."""
-    n: int | None
-    """The `n` of the call; None: left out, so that one reply was drawn."""
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """The record of one turn; `reply` is None until it has been generated.
-
-    `number` counts the turns of its agent, `position` those of the whole trajectory: in the order
-    of the calls while the workflow runs, and after `settle` in an order that does not depend on
-    time.
-    """
-
-    role: Role
-    number: int
-    position: int
-    messages: tuple[Message, ...]
-    prompt_ids: TokenIds
-    sampling: Sampling
-    call: AgentCall
-    sibling: int = 0
-    """Index of the reply among the `n` of its call."""
-    over: bool = False
-    """Whether its call has ended, with a reply or an error. A turn that is not over when the
-    workflow returns was never awaited."""
-    place: str = ""
-    """Its call among those of its agent: `1` is the second one of the workflow itself, `2.0:1` the
-    second one in the first branch of the third branch. Equal in all trajectories of a query that
-    branch in the same way."""
-    reply: Reply | None = None
-    generation: GeneratedTurn | None = None
-    asked: int = 0
-    """Logical time of the call, counted over all turns of the trajectory."""
-    answered: int = 0
-    """Logical time of the reply."""
-    prefix_broken: bool = False
-    """The prompt's history differs from what this agent was given and said; see `PromptIds`."""
-
-    @property
-    def siblings(self) -> int | None:
-        """Number of replies that its call drew by `n=`; None: without `n`."""
-        return self.call.n
-
-    @property
-    def path(self) -> Path:
-        """Orders the turns of a trajectory."""
-        return (*self.call.path, self.sibling)
-
-    @property
-    def prompt_digest(self) -> int:
-        """64-bit hash of the prompt."""
-        return self.prompt_ids.digest
-
-
-def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """Sort the turns of a trajectory by path; sets their `position`, `number` and `place`."""
-    ordered = sorted(turns, key=lambda turn: turn.path)
-    ordinals = places(turn.call.branch for turn in ordered)
-    counted: dict[str, int] = {}
-    # By agent and branch: ordinals of its calls. Siblings share one.
-    calls: dict[tuple[str, Path], dict[Path, int]] = {}
-    for position, turn in enumerate(ordered):
-        name, call = turn.role.name, turn.call
-        turn.position = position
-        turn.number = counted.get(name, 0)
-        counted[name] = turn.number + 1
-        known = calls.setdefault((name, call.branch), {})
-        at = str(known.setdefault(call.path, len(known)))
-        branch = ".".join(map(str, ordinals[call.branch]))
-        turn.place = f"{branch}:{at}" if branch else at
-        if turn.reply is not None:
-            turn.reply.turn = turn.number
-    return ordered
-
-
-class TrajectoryRecord:
-    """The turns of one trajectory, in order, with the seeds that they are drawn with.
-
-    All seeds derive from `seed`, the prompts and the branches, so that neither timing nor the
-    order in which concurrent branches end changes what is drawn.
-    """
-
-    def __init__(self, backend: Backend, seed: int) -> None:
-        self.backend = backend
-        self._seed = seed
-        self._root = numbering.Branch()
-        self._ticks = 0
-        self._asked: dict[tuple[numbering.Path, str, int], int] = {}
-        self._counts: dict[str, int] = {}
-        self.begun: list[TurnRecord] = []
-        """All turns, in the order in which they were asked for."""
-        self._closed = False
-        # Turns whose call had not been awaited to its end when the record was closed.
-        self.unawaited: list[TurnRecord] = []
-
-    @property
-    def turns(self) -> list[TurnRecord]:
-        """Turns that have a reply, in the order in which they were asked for."""
-        return [turn for turn in self.begun if turn.reply is not None]
-
-    def enter(self) -> None:
-        """See `Agents.enter`."""
-        numbering.enter(self._root)
-
-    def close(self) -> list[TurnRecord]:
-        """See `Agents.close`."""
-        if not self._closed:
-            self._closed = True
-            self.unawaited = [turn for turn in self.begun if not turn.over]
-            self.begun = [turn for turn in settle(self.begun) if turn.reply is not None]
-        return self.begun
-
-    def check_open(self, agent: str) -> None:
-        """Raise `TurnError` if the trajectory has ended."""
-        if self._closed:
-            raise TurnError(
-                f"'{agent}' was asked for a turn after its trajectory had ended",
-                kind="trajectory_ended",
-                remedy="Await every branch before the workflow returns.",
-            )
-
-    def begin(
-        self,
-        role: Role,
-        messages: tuple[Message, ...],
-        prompt: PromptIds,
-        sampling: Sampling,
-        n: int | None = None,
-    ) -> list[TurnRecord]:
-        """Record the turns of one call, before they are generated (called by `Agent`)."""
-        self.check_open(role.name)
-        branch = numbering.current(self._root)
-        call = AgentCall(branch.path, branch.step(), n)
-        turns = []
-        for sibling in range(n or 1):
-            seed = sampling.seed
-            if seed is None:
-                seed = self.draw_seed(role.name, prompt.ids)
-            elif sibling:
-                seed = _draw(f"{seed}/{sibling}")
-            number = self._counts.get(role.name, 0)
-            self._counts[role.name] = number + 1
-            turns.append(
-                TurnRecord(
-                    role,
-                    number,
-                    len(self.begun) + sibling,
-                    messages,
-                    prompt.ids,
-                    replace(sampling, seed=seed),
-                    call,
-                    sibling,
-                    asked=self.tick(),
-                    prefix_broken=prompt.broken,
-                )
-            )
-        self.begun += turns
-        return turns
-
-    def tick(self) -> int:
-        """The next logical time: orders the begins and ends of turns."""
-        self._ticks += 1
-        return self._ticks
-
-    def draw_seed(self, agent: str, prompt_ids: Sequence[int]) -> int:
-        """Seed of the next turn of `agent` with this prompt; repeated prompts get different
-        seeds."""
-        digest = TokenIds.of(prompt_ids).digest
-        path = numbering.current(self._root).path
-        occurrence = self._asked.get((path, agent, digest), 0)
-        self._asked[path, agent, digest] = occurrence + 1
-        branch = "".join(f"/{step}" for step in path)
-        return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
-
-    def mix_seed(self, given: int) -> int:
-        """A seed from `given` and the trajectory's own: the same `given` makes the same seed
-        within a trajectory and different seeds in the trajectories of a group."""
-        return _draw(f"{self._seed}/given/{given}")
-
-
-def _draw(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts
+from troupe.workflow.turns import Role, TrajectoryRecord, TurnRecord
 
 
 def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     """Stop tokens, and stop strings that are one token, at which the engine itself can end."""
     ids = dict.fromkeys(sampling.stop_token_ids)
     for text in sampling.stop_strings:
+        if len(text) > _LONGEST_TOKEN:
+            continue
         spelled = tokenizer.encode(text)
         if len(spelled) == 1 and tokenizer.transcript(spelled) == text:
             ids[spelled[0]] = None
     return tuple(ids)
-
-
-def cut_at(
-    generation: GeneratedTurn, strings: Sequence[str], tokenizer: ChatTokenizer
-) -> tuple[GeneratedTurn, str] | None:
-    """The response cut at the first of `strings`, and its text before that; None: no stop
-    string."""
-
-    def has(tokens: int) -> bool:
-        text = tokenizer.text(ids[:tokens])
-        return any(string in text for string in strings)
-
-    ids = generation.token_ids
-    last = len(ids) - (generation.finish_reason == "stop")
-    if not strings or not has(last):
-        return None
-    first = 1
-    while first < last:
-        middle = (first + last) // 2
-        if has(middle):
-            last = middle
-        else:
-            first = middle + 1
-    text = tokenizer.text(ids[:last])
-    kept = replace(
-        generation,
-        token_ids=ids[:last],
-        logprobs=generation.logprobs[:last],
-        versions=[
-            VersionSpan(span.version, span.start, min(span.end, last))
-            for span in generation.versions
-            if span.start < last
-        ],
-        finish_reason="stop",
-    )
-    return kept, text[: first_of(strings, text)]
-
-
-def first_of(strings: Sequence[str], text: str) -> int | None:
-    """Offset of the first of `strings` in `text`; None: none of them occurs."""
-    return min((at for at in map(text.find, strings) if at >= 0), default=None)
 
 
 Messages = str | Sequence[Mapping[str, Any] | Reply]
@@ -326,6 +82,8 @@ ToolChoice = Literal["auto", "none"]
 
 # Longer responses are parsed in a thread, so that the event loop is not blocked.
 _TOKENS_READ_AT_ONCE: Final = 8192
+# Characters of the longest token that a vocabulary may have.
+_LONGEST_TOKEN: Final = 1024
 # Prompt tokens that are searched for a thought tag which the template has opened.
 _LAST_IDS: Final = 16
 
@@ -343,6 +101,11 @@ class Agent:
     def name(self) -> str:
         """The agent's name in the job."""
         return self.role.name
+
+    @property
+    def trajectory(self) -> TrajectoryRecord:
+        """The record of its trajectory, which all agents of the trajectory share."""
+        return self._record
 
     @overload
     def chat(
@@ -386,30 +149,64 @@ class Agent:
         workflow to make, and to answer with messages of role `tool`; with `tool_choice="none"` they
         are shown and calls stay text. `chat_template_kwargs` are further arguments of the chat
         template, for example {"enable_thinking": False}. `sampling` overrides fields of `Sampling`.
-        Raises `InvalidMessagesError` and `ChatTemplateError` at the call, `TurnError` when awaited:
-        of n replies all or none come.
+        Raises `InvalidMessagesError` at the call, `TurnError` when awaited: of n replies all or
+        none come. `ChatTemplateError` is raised at the call too, unless a long prompt is still
+        being tokenised.
         """
-        reading, prompt = self._read(messages, tools, tool_choice, chat_template_kwargs)
-        return self._begin(reading, prompt, n, sampling)
+        read = self.read(
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.reply_to(read, n, **sampling)
 
-    def count_tokens(
+    @overload
+    def reply_to(
+        self, read: ReadConversation, n: int, **sampling: Any
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    @overload
+    def reply_to(
+        self, read: ReadConversation, n: int | None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]: ...
+
+    def reply_to(
+        self, read: ReadConversation, n: int | None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
+        """The second half of `chat`: the reply to a conversation that has been read."""
+        draft = self._memory.draft(read.messages, read.rendering)
+        return self._begin(read, self._tokenised_if_short(draft), n, sampling)
+
+    async def count_tokens(self, read: ReadConversation) -> int:
+        """How many tokens the prompt for a reply to a conversation has.
+
+        Raises what `chat` raises; `ContextOverflowError` only for a prompt that is far too long,
+        whose tokens are not counted.
+        """
+        self._record.check_open(self.name)
+        draft = self._memory.draft(read.messages, read.rendering)
+        prompt = self._tokenised_if_short(draft)
+        if isinstance(prompt, Draft):
+            prompt = await self._record.in_turn(self._tokenised(prompt))
+        return len(prompt.ids)
+
+    def read(
         self,
         messages: Messages,
         *,
         tools: Offered = None,
+        tool_choice: ToolChoice = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:
-        """How many tokens the prompt of `chat` with these arguments has. Raises what it raises."""
-        self._record.check_open(self.name)
-        return len(self._read(messages, tools, "auto", chat_template_kwargs)[1].ids)
-
-    def _read(
-        self,
-        messages: Messages,
-        tools: Offered,
-        tool_choice: ToolChoice,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[_Reading, PromptIds]:
+    ) -> ReadConversation:
+        """The first half of `chat`, which checks its arguments; in any thread. Raises
+        `InvalidMessagesError`, and `ContextOverflowError` for more messages or tools than there can
+        be tokens: each takes one at least."""
+        context = self.role.context
+        for given in (messages, tools):
+            if context and isinstance(given, list | tuple) and len(given) > context:
+                many = f"at least {len(given)}"
+                raise ContextOverflowError.of(self.role.policy, many, context)
         parsed = parse_messages(messages, self.role.system_prompt)
         offered = parse_tools(tools)
         options = parse_template_options(chat_template_kwargs, self.role.template_options)
@@ -421,18 +218,37 @@ class Agent:
                 value=tool_choice,
                 remedy='Needs "auto" or "none".',
             )
-        reading = _Reading(parsed, rendering, offered.given if tool_choice == "auto" else ())
+        return ReadConversation(parsed, rendering, offered.given if tool_choice == "auto" else ())
+
+    def _tokenised_if_short(self, draft: Draft) -> PromptIds | Draft:
+        """The prompt of a short draft. Raises `ChatTemplateError` and `ContextOverflowError`."""
+        if draft.is_long:
+            return draft
         try:
-            prompt = self._memory.prompt(parsed, rendering)
-        except ChatTemplateError as error:
-            # The tokenizer does not know its agent and policy.
-            raise ChatTemplateError(
-                f"agent '{self.name}': {error.message}",
-                field=f"policies.{self.role.policy}.model",
-                value=error.value,
-                remedy=error.remedy,
-            ) from error
-        return reading, prompt
+            return draft.prompt(self.role.context)
+        except (ChatTemplateError, TooManyTokensError) as error:
+            raise self._refusal(error) from error
+
+    async def _tokenised(self, draft: PromptIds | Draft) -> PromptIds:
+        """The prompt, of a long draft as well. Raises as `_tokenised_if_short`."""
+        if isinstance(draft, PromptIds):
+            return draft
+        try:
+            return await draft.tokenised(self.role.context)
+        except (ChatTemplateError, TooManyTokensError) as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: ChatTemplateError | TooManyTokensError) -> WorkflowError:
+        """The error of a prompt; the tokenizer does not know its agent and policy."""
+        policy = self.role.policy
+        if isinstance(error, TooManyTokensError):
+            return ContextOverflowError.of(policy, f"more than {error.most}", error.most)
+        return ChatTemplateError(
+            f"agent '{self.name}': {error.message}",
+            field=f"policies.{policy}.model",
+            value=error.value,
+            remedy=error.remedy,
+        )
 
     @overload
     def generate(
@@ -449,8 +265,52 @@ class Agent:
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         """The agent's continuation of `token_ids`, which are sent to the engine unchanged.
 
-        `n` and `sampling` are as in `chat`.
+        `n` and `sampling` are as in `chat`. Raises `InvalidMessagesError` and
+        `ContextOverflowError` at the call.
         """
+        return self._begin(None, self._given(token_ids), n, sampling)
+
+    def complete(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int,
+        *,
+        add_special_tokens: bool = True,
+        **sampling: Any,
+    ) -> Coroutine[Any, Any, list[Reply]]:
+        """`n` continuations of each prompt, a plain text or token ids, in the order of the prompts:
+        all or none. `add_special_tokens`: texts begin with what the tokenizer adds to a sequence.
+        Raises as `generate`."""
+        # What may be refused comes first: then no call has begun.
+        given = [
+            self._tokenised_if_short(
+                TextDraft(self.role.tokenizer, prompt, add_special_tokens=add_special_tokens)
+            )
+            if isinstance(prompt, str)
+            else self._given(prompt)
+            for prompt in prompts
+        ]
+        return self._all_of([self._begin(None, one, n, sampling) for one in given])
+
+    async def _all_of(self, calls: Sequence[Coroutine[Any, Any, list[Reply]]]) -> list[Reply]:
+        tasks: list[asyncio.Task[list[Reply]]] = []
+        try:
+            with numbering.outside():
+                async with asyncio.TaskGroup() as group:
+                    tasks += [group.create_task(one) for one in calls]
+        except BaseException as error:
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    self.withdraw(task.result())
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        return [reply for task in tasks for reply in task.result()]
+
+    def _given(self, token_ids: Sequence[int]) -> PromptIds:
+        context = self.role.context
+        if context and len(token_ids) >= context:
+            raise ContextOverflowError.of(self.role.policy, len(token_ids), context)
         try:
             given = token_ids if isinstance(token_ids, TokenIds) else [as_int(i) for i in token_ids]
         except TypeError as error:
@@ -471,7 +331,7 @@ class Agent:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
-        return self._begin(None, PromptIds(TokenIds.of(given), broken=False), n, sampling)
+        return PromptIds(TokenIds.of(given), broken=False)
 
     def endpoint(
         self, *, lenient: bool | None = None, sampling: Literal["job", "client"] | None = None
@@ -517,10 +377,39 @@ class Agent:
         trajectories of a group would be equal, and so without a learning signal."""
         return self._record.mix_seed(given)
 
+    def withdraw(self, replies: Sequence[Reply]) -> None:
+        """Take back replies that nobody has received, as if their calls had failed. Without effect
+        once the trajectory has ended."""
+        for reply in replies:
+            if (turn := self._record.withdraw(reply)) is not None:
+                self._memory.forget(turn.path)
+
+    @overload
     def _begin(
-        self, reading: _Reading | None, prompt: PromptIds, n: int | None, overrides: dict[str, Any]
+        self,
+        reading: ReadConversation | None,
+        prompt: PromptIds | Draft,
+        n: int,
+        overrides: dict[str, Any],
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    @overload
+    def _begin(
+        self,
+        reading: ReadConversation | None,
+        prompt: PromptIds | Draft,
+        n: int | None,
+        overrides: dict[str, Any],
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]: ...
+
+    def _begin(
+        self,
+        reading: ReadConversation | None,
+        prompt: PromptIds | Draft,
+        n: int | None,
+        overrides: dict[str, Any],
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        role = self.role
+        role, record = self.role, self._record
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             raise InvalidMessagesError(
                 "n must be a whole number of replies, at least 1",
@@ -533,8 +422,13 @@ class Agent:
             stops = with_stop_tokens(sampling, role.tokenizer)
             sampling = replace(sampling, stop_token_ids=stops)
         messages = tuple(plain(message) for message in reading.messages) if reading else ()
-        turns = self._record.begin(role, messages, prompt, sampling, n)
-        finishing = [self._finish(turn, reading) for turn in turns]
+        turns = record.begin(role, messages, sampling, n)
+        given = None
+        if isinstance(prompt, Draft) or record.tokenises:
+            given = record.give_later(turns, partial(self._tokenised, prompt))
+        else:
+            record.give(turns, prompt)
+        finishing = [self._finish(turn, reading, given) for turn in turns]
         return finishing[0] if n is None else self._finish_all(turns, finishing)
 
     async def _finish_all(
@@ -546,8 +440,8 @@ class Agent:
                     tasks = [group.create_task(one) for one in finishing]
             replies = tuple(task.result() for task in tasks)
         except BaseException as error:
-            for turn in turns:  # the caller gets an error instead of these replies
-                turn.reply = turn.generation = None
+            # The caller gets an error instead of these replies.
+            self.withdraw([turn.reply for turn in turns if turn.reply is not None])
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
             raise
@@ -555,13 +449,17 @@ class Agent:
             reply.siblings = replies
         return list(replies)
 
-    async def _finish(self, turn: TurnRecord, reading: _Reading | None) -> Reply:
+    async def _finish(
+        self, turn: TurnRecord, reading: ReadConversation | None, given: asyncio.Task[None] | None
+    ) -> Reply:
         try:
+            if given is not None:
+                await given
             return await self._answer(turn, reading)
         finally:
             turn.over = True
 
-    async def _answer(self, turn: TurnRecord, reading: _Reading | None) -> Reply:
+    async def _answer(self, turn: TurnRecord, reading: ReadConversation | None) -> Reply:
         role = self.role
         with numbering.outside():
             generation = await self._record.backend.generate(
@@ -611,7 +509,7 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class ReadConversation:
     """The conversation that a reply continues, as needed to parse the reply."""
 
     messages: tuple[AnyMessage, ...]
@@ -635,11 +533,11 @@ class _ParsedTurn:
 
 
 def _parse(
-    generation: GeneratedTurn, role: Role, turn: TurnRecord, reading: _Reading | None
+    generation: GeneratedTurn, role: Role, turn: TurnRecord, reading: ReadConversation | None
 ) -> _ParsedTurn:
     """Decode a response; with `reading` also split it into content, tool calls and thoughts."""
     tokenizer, strings = role.tokenizer, turn.sampling.stop_strings
-    cut = cut_at(generation, strings, tokenizer)
+    cut = cut_at(generation, strings, tokenizer.text)
     stopped = cut is None and generation.finish_reason == "stop"
     if cut is not None:
         generation = cut[0]
@@ -734,3 +632,65 @@ class Agents(Mapping[str, Agent]):
         Returns `turns`, in an order and with numbers that do not depend on time.
         """
         return self._record.close()
+
+
+Score = Callable[[Reply], float | Awaitable[float]]
+"""The reward of one candidate; may be async, and call tools or other agents."""
+Choose = Literal["best", "sample"] | Callable[[Sequence[Reply]], Reply]
+
+
+async def branch(
+    agent: Agent,
+    messages: Messages,
+    *,
+    n: int,
+    score: Score,
+    choose: Choose = "best",
+    greediness: float = 1.0,
+    **sampling: Any,
+) -> Reply:
+    """Draw `n` replies to `messages`, reward each with `score`, return the one to continue with:
+    tree sampling (AT-GRPO, Zhao et al. 2025, section 4.1; `algorithm.group_by: branch`).
+
+    `choose`: `best`, the first of those with the highest reward; `sample`, one drawn with
+    probability proportional to exp(`greediness` * reward); or a function of the scored candidates.
+    All n become samples with their own rewards; those that are not returned are in
+    `reply.siblings`. Scores are computed concurrently; when one raises, the others are cancelled
+    and it is raised. Raises what `chat` and `reply.reward` raise, and `InvalidMessagesError` for a
+    `choose` that is none of these.
+    """
+    if choose not in ("best", "sample") and not callable(choose):
+        raise _bad("choose", choose, '"best", "sample" or a function of the candidates')
+    if not (isinstance(greediness, int | float) and 0 <= greediness < math.inf):
+        raise _bad("greediness", greediness, "a finite number, at least 0 (all alike)")
+    replies = await agent.chat(messages, n=n, **sampling)
+
+    async def reward(reply: Reply) -> None:
+        given = score(reply)
+        value = await given if inspect.isawaitable(given) else given
+        reply.reward = finite(value, f"the score of {reply.agent}[{reply.turn}]")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for reply in replies:
+                group.create_task(reward(reply))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    if callable(choose):
+        chosen = choose(replies)
+        if not any(chosen is reply for reply in replies):
+            raise _bad("choose", chosen, "a function that returns one of the candidates")
+        return chosen
+    rewards = [reply.reward or 0.0 for reply in replies]
+    highest = max(rewards)
+    if choose == "best":
+        return replies[rewards.index(highest)]
+    weights = [math.exp(greediness * (reward - highest)) for reward in rewards]
+    draw = random.Random(agent.draw_seed("choose", replies[0].prompt))
+    return draw.choices(replies, weights)[0]
+
+
+def _bad(field: str, value: object, wanted: str) -> InvalidMessagesError:
+    return InvalidMessagesError(
+        f"{field} cannot be {shown(value)}", field=field, value=value, remedy=f"Pass {wanted}."
+    )

@@ -6,7 +6,7 @@ The rollout service implements `Backend` over its router and `ToolBackend` over 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, overload, runtime_checkable
@@ -190,7 +190,7 @@ class Sampling:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Searched for in the decoded text, not by engines (`agent.cut_at`)."""
+    """Searched for in the decoded text, not by engines (`cut_at`)."""
     seed: int | None = None
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
@@ -256,6 +256,47 @@ class GeneratedTurn:
     routed_experts: Any = field(default=None, compare=False, repr=False)
     """Array [tokens, layers, k] of the experts that the engine sent each token of prompt and
     response to, but the last token drawn (`troupe.mixtures`); None: not asked for, or unknown."""
+
+
+def cut_at(
+    generation: GeneratedTurn, strings: Sequence[str], text_of: Callable[[Sequence[int]], str]
+) -> tuple[GeneratedTurn, str] | None:
+    """The response cut at the first of `strings`, and its text before that; None: no stop
+    string. `text_of` decodes ids."""
+
+    def has(tokens: int) -> bool:
+        text = text_of(ids[:tokens])
+        return any(string in text for string in strings)
+
+    ids = generation.token_ids
+    last = len(ids) - (generation.finish_reason == "stop")
+    if not strings or not has(last):
+        return None
+    first = 1
+    while first < last:
+        middle = (first + last) // 2
+        if has(middle):
+            last = middle
+        else:
+            first = middle + 1
+    text = text_of(ids[:last])
+    kept = replace(
+        generation,
+        token_ids=ids[:last],
+        logprobs=generation.logprobs[:last],
+        versions=[
+            VersionSpan(span.version, span.start, min(span.end, last))
+            for span in generation.versions
+            if span.start < last
+        ],
+        finish_reason="stop",
+    )
+    return kept, text[: first_of(strings, text)]
+
+
+def first_of(strings: Sequence[str], text: str) -> int | None:
+    """Offset of the first of `strings` in `text`; None: none of them occurs."""
+    return min((at for at in map(text.find, strings) if at >= 0), default=None)
 
 
 class Backend(Protocol):

@@ -7,8 +7,11 @@ whole text anew would be simpler and wrong: the ids could differ from those that
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,16 +51,37 @@ _CACHED_TOKENS = 500_000
 # Characters from which on a segment's ids are kept; shorter ones are read again.
 _LONG_SEGMENT: Final = 512
 
+# Characters that are tokenised in the event loop, which takes about 20 ms. Rendering a message
+# takes as long as tokenising this many characters.
+_CHARACTERS_AT_ONCE: Final = 16_384
+_CHARACTERS_PER_MESSAGE: Final = 64
+# A longer text, in characters per token that may be used, is first measured in slices of this size.
+_CHARACTERS_PER_TOKEN: Final = 8
+_SLICE: Final = 65_536
+# Threads that tokenise at the same time. Tokenizers in Rust release the GIL, and those in Python
+# hand it over every few milliseconds. Trajectories that begin with the same long prompt find the
+# ids of the first ones.
+_TOKENISING = threading.BoundedSemaphore(4)
+
+
+class TooManyTokensError(Exception):
+    """A text certainly has more than `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the text has more than {most} tokens")
+        self.most = most
+
 
 class ChatTokenizer:
     """A Hugging Face tokenizer with chat template and cache, shared by a policy's trajectories.
 
-    Not thread-safe.
+    Texts may be tokenised and decoded in several threads at once.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._templates = ChatTemplates(tokenizer)
+        self._lock = threading.Lock()  # of the cache
         self._cache: OrderedDict[bytes, TokenIds] = OrderedDict()
         self._cached_tokens = 0
         # Texts of single tokens, by id: at most the vocabulary.
@@ -66,11 +90,14 @@ class ChatTokenizer:
         # As they stand alone, of the tokens that end replies.
         self._stop_texts: dict[int, str] = {}
 
-    def first_ids(self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN) -> TokenIds:
+    def first_ids(
+        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN, most: int = 0
+    ) -> TokenIds:
         """Ids of a conversation from its beginning, ready for the next reply.
 
-        `rendering`: tools that are offered, and options. Raises `ChatTemplateError` when the
-        tokenizer cannot render it.
+        `rendering`: tools that are offered, and options. `most`: tokens that can be used; 0: any
+        number. Raises `ChatTemplateError` when the tokenizer cannot render it, and
+        `TooManyTokensError`.
         """
 
         def compute() -> TokenIds:
@@ -81,6 +108,7 @@ class ChatTokenizer:
                     field="tokenizer.chat_template",
                     remedy="Use a template with `tools`, or describe them in the system prompt.",
                 )
+            self._check_length(rendered, most)
             return TokenIds.of(self._encode(rendered))
 
         return self._cached(_key_of(rendering, messages), compute)
@@ -147,11 +175,12 @@ class ChatTokenizer:
         reply: int,
         stop_id: int | None,
         rendering: Rendering = PLAIN,
+        most: int = 0,
     ) -> TokenIds:
         """Ids that follow the reply `messages[reply]` up to the beginning of the next one.
 
         `stop_id` is the token at which the reply stopped: where it is the template's own end of
-        turn, that is not added again.
+        turn, that is not added again. `most` and errors are as in `first_ids`.
         """
 
         def compute() -> TokenIds:
@@ -165,6 +194,7 @@ class ChatTokenizer:
                 )
             if stop_id is not None:
                 suffix = suffix.removeprefix(self._stop_text(stop_id))
+            self._check_length(suffix, most)
             return TokenIds.of(self._encode(suffix))
 
         # The reply's own text is not part of the key: the placeholder replaces it.
@@ -183,14 +213,17 @@ class ChatTokenizer:
         found: int | None = self._tokenizer.eos_token_id
         return found
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of `text` without added special tokens."""
+    def encode(self, text: str, most: int = 0) -> tuple[int, ...]:
+        """Ids of `text` without added special tokens. `most` is as in `first_ids`. Raises
+        `TooManyTokensError`."""
+        self._check_length(text, most)
         return tuple(self._encode(text))
 
-    def encode_first(self, text: str) -> tuple[int, ...]:
+    def encode_first(self, text: str, most: int = 0) -> tuple[int, ...]:
         """Ids of `text` as the beginning of a sequence: models that were trained with a
-        beginning-of-sequence token get it. Chat templates write theirs themselves."""
-        ids = self.encode(text)
+        beginning-of-sequence token get it. Chat templates write theirs themselves. `most` is as in
+        `first_ids`. Raises `TooManyTokensError`."""
+        ids = self.encode(text, most)
         return ids if ids[: len(self._first_ids)] == self._first_ids else self._first_ids + ids
 
     @cached_property
@@ -327,6 +360,21 @@ class ChatTokenizer:
         longest = sorted((re.escape(t.content) for t in added), key=len, reverse=True)
         return re.compile("|".join(longest))
 
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise `TooManyTokensError` if `text` is far too long for `most` tokens, without
+        tokenising all of it.
+
+        Cutting a text changes only the tokens beside the cut. So if the slices have more than twice
+        as many tokens as can be used, the whole text has too many as well.
+        """
+        if not most or len(text) <= _CHARACTERS_PER_TOKEN * most:
+            return
+        found = 0
+        for start in range(0, len(text), _SLICE):
+            found += len(self._encode_whole(text[start : start + _SLICE]))
+            if found > 2 * most:
+                raise TooManyTokensError(most)
+
     def _encode(self, text: str) -> Sequence[int]:
         if self._backend is None or len(text) < _LONG_SEGMENT or self._boundary is None:
             return self._encode_whole(text)
@@ -410,14 +458,19 @@ class ChatTokenizer:
         )
 
     def _cached(self, key: bytes, compute: Callable[[], TokenIds]) -> TokenIds:
-        ids = self._cache.get(key)
-        if ids is not None:
-            self._cache.move_to_end(key)
-            return ids
-        ids = self._cache[key] = compute()
-        self._cached_tokens += len(ids)
-        while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
-            self._cached_tokens -= len(self._cache.popitem(last=False)[1])
+        with self._lock:
+            ids = self._cache.get(key)
+            if ids is not None:
+                self._cache.move_to_end(key)
+                return ids
+        ids = compute()
+        with self._lock:
+            if key in self._cache:  # another thread was faster
+                return self._cache[key]
+            self._cache[key] = ids
+            self._cached_tokens += len(ids)
+            while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
+                self._cached_tokens -= len(self._cache.popitem(last=False)[1])
         return ids
 
 
@@ -566,17 +619,125 @@ class _Point:
         return min(same or found, key=lambda reply: reply.order, default=None)
 
 
+class Draft(ABC):
+    """A prompt that is not tokenised yet."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def tokenised(self, context: int = 0) -> PromptIds:
+        """The prompt, tokenised in a thread if it is long. `context`: tokens that the model takes;
+        0: unknown. Raises `ChatTemplateError` and `TooManyTokensError`."""
+        if not self.is_long:
+            return self.prompt(context)
+
+        def compute() -> TokenIds:
+            with _TOKENISING:
+                return self._new_ids(context)
+
+        return self._joined(await asyncio.to_thread(compute))
+
+    def prompt(self, context: int = 0) -> PromptIds:
+        """The same, in this thread."""
+        return self._joined(self._new_ids(context))
+
+    @property
+    @abstractmethod
+    def is_long(self) -> bool:
+        """Whether tokenising it would hold up the event loop."""
+
+    @abstractmethod
+    def _new_ids(self, context: int) -> TokenIds:
+        """Ids that are not known yet. Called in any thread."""
+
+    @abstractmethod
+    def _joined(self, new: TokenIds) -> PromptIds:
+        """The whole prompt. Called in the thread of the event loop."""
+
+
+class TextDraft(Draft):
+    """The prompt that a plain text is."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, text: str, *, add_special_tokens: bool = True
+    ) -> None:
+        """`add_special_tokens`: it begins with what the tokenizer adds to a sequence."""
+        super().__init__(tokenizer)
+        self._text = text
+        self._encode = tokenizer.encode_first if add_special_tokens else tokenizer.encode
+
+    @property
+    def is_long(self) -> bool:
+        """See `Draft`."""
+        return len(self._text) > _CHARACTERS_AT_ONCE
+
+    def _new_ids(self, context: int) -> TokenIds:
+        return TokenIds.of(self._encode(self._text, context))
+
+    def _joined(self, new: TokenIds) -> PromptIds:
+        return PromptIds(new, broken=False)
+
+
+class PromptDraft(Draft):
+    """The prompt of a conversation, which begins with a known prompt and reply or with nothing."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        messages: tuple[AnyMessage, ...],
+        rendering: Rendering,
+        known: tuple[int, _KnownReply] | None,
+        broken: bool,
+    ) -> None:
+        """`known`: the last known reply, and which of the messages it is."""
+        super().__init__(tokenizer)
+        self._messages = messages
+        self._rendering = rendering
+        self._known = known
+        self._broken = broken
+
+    @property
+    def is_long(self) -> bool:
+        """See `Draft`."""
+        first = 0 if self._known is None else self._known[0] + 1
+        # The template renders all messages, and only what is behind the known ones is tokenised.
+        size = len(self._messages) * _CHARACTERS_PER_MESSAGE + sum(map(len, self._rendering))
+        for message in self._messages[first:]:
+            size += len(message[1])
+            if isinstance(message, ToolMessage):
+                size += len(message.thoughts) + sum(len(call.arguments) for call in message.calls)
+        return size > _CHARACTERS_AT_ONCE
+
+    def _new_ids(self, context: int) -> TokenIds:
+        if self._known is None:
+            return self._tokenizer.first_ids(self._messages, self._rendering, context)
+        index, reply = self._known
+        return self._tokenizer.suffix_ids(
+            self._messages, index, reply.stop_id, self._rendering, context
+        )
+
+    def _joined(self, new: TokenIds) -> PromptIds:
+        if self._known is None:
+            return PromptIds(new, self._broken)
+        _, reply = self._known
+        ids = TokenIds.joined((*reply.ids, new))
+        ids.share_with(reply.ids[0])
+        return PromptIds(ids, self._broken)
+
+
 class ConversationMemory:
     """Conversations of one agent as a tree; common beginnings are shared."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._roots: dict[Rendering, _Point] = {}  # tools are part of the first prompt
+        # By the turns that they are of: replies, and the points that they are at.
+        self._replies: dict[Path, tuple[_Point, _KnownReply]] = {}
         # Texts of all replies.
         self._reply_texts: set[str] = set()
 
-    def prompt(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> PromptIds:
-        """Ids of the prompt; those of the longest known beginning are reused."""
+    def draft(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> PromptDraft:
+        """The prompt of a conversation, whose longest known beginning is looked up now."""
         point: _Point | None = self._roots.get(rendering)
         known: tuple[int, _KnownReply] | None = None
         broken = False
@@ -593,14 +754,7 @@ class ConversationMemory:
                     broken = True
             if point is not None:
                 point = reply.then if reply is not None else point.others.get(_key(message))
-        whole = tuple(messages)
-        if known is None:
-            return PromptIds(self._tokenizer.first_ids(whole, rendering), broken)
-        index, reply = known
-        suffix = self._tokenizer.suffix_ids(whole, index, reply.stop_id, rendering)
-        ids = TokenIds.joined((*reply.ids, suffix))
-        ids.share_with(reply.ids[0])
-        return PromptIds(ids, broken)
+        return PromptDraft(self._tokenizer, tuple(messages), rendering, known, broken)
 
     def remember(
         self,
@@ -645,7 +799,14 @@ class ConversationMemory:
             if other.texts == texts and not calls and not other.calls:
                 known.then = other.then  # a client cannot tell them apart
         point.replies.append(known)
+        self._replies[order] = point, known
         self._reply_texts |= (texts | contents) - {""}
+
+    def forget(self, order: Path) -> None:
+        """Remove the reply of the turn `order`, which its client never saw."""
+        if (found := self._replies.pop(order, None)) is not None:
+            point, known = found
+            point.replies = [reply for reply in point.replies if reply is not known]
 
 
 def _forms(text: str) -> frozenset[str]:

@@ -105,6 +105,17 @@ class ContextOverflowError(TurnError):
 
     kind = "context_overflow"
 
+    @classmethod
+    def of(cls, policy: str, tokens: int | str, context: int) -> ContextOverflowError:
+        """The error of a prompt with so many `tokens`, of which `context` are too many."""
+        return cls(
+            f"a prompt of {tokens} tokens leaves no room for a response in a context of "
+            f"{context} tokens",
+            field=f"policies.{policy}.engine.max_context",
+            value=context,
+            remedy="Shorten the conversation, or raise `max_context`.",
+        )
+
 
 class ToolError(WorkflowError):
     """A tool call ended without a result; `traceback` is that of the function."""

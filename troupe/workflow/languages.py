@@ -21,11 +21,12 @@ from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.job.hub import first_line, hub_problem
 from troupe.outcomes import utf8_text
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
-from troupe.workflow.agent import Role
+from troupe.scheduling.defaults import context_of
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import parser_of
+from troupe.workflow.turns import Role
 
 # transformers replaces its own module while it is imported: an import from another thread at that
 # time gets an empty module. Two jobs may be prepared at once.
@@ -127,7 +128,8 @@ def role_of(
     agent = spec.agents[name]
     policy = policy or agent.policy
     language = languages[policy]
-    sampling, model = agent.sampling, spec.policies[policy].language_model
+    sampling, served = agent.sampling, spec.policies[policy]
+    model = served.language_model
     return Role(
         name=name,
         policy=policy,
@@ -143,6 +145,7 @@ def role_of(
         parser=parser_of(model.tool_parser, model.reasoning_parser),
         template_options=model.chat_template_kwargs,
         endpoint=EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
+        context=context_of(served.engine.max_context, language.positions),
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from troupe.workflow.agent import TurnRecord
+from troupe.workflow.turns import TurnRecord
 
 
 def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> tuple[int, ...]:

@@ -17,10 +17,10 @@ from troupe.outcomes import (
     shown,
     type_name,
 )
-from troupe.workflow.agent import TurnRecord
 from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
 from troupe.workflow.loading import Query
 from troupe.workflow.messages import finite
+from troupe.workflow.turns import TurnRecord
 
 # Key of the team's success, reported beside the agents' rewards.
 TEAM = "team"

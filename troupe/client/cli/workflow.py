@@ -19,12 +19,13 @@ from troupe.client.cli.options import score, shortened
 from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
 from troupe.user_code import call_contained, interruptible
-from troupe.workflow.agent import UNAWAITED, TurnRecord
+from troupe.workflow.agent import UNAWAITED
 from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_argument
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
 from troupe.workflow.trying.rehearsal import Rehearsal, Rehearsed, explain, groups_of
 from troupe.workflow.trying.setting import Setting, open_setting
+from troupe.workflow.turns import TurnRecord
 from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
 
 app = typer.Typer(help="Write workflows.", no_args_is_help=True)

@@ -11,7 +11,7 @@ from troupe.functions.declaration import definition_of
 from troupe.outcomes import json_text, safe_text
 from troupe.user_code import await_contained
 from troupe.workflow import scoring
-from troupe.workflow.agent import Agent, Agents, Role, TurnRecord
+from troupe.workflow.agent import Agent, Agents
 from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError
@@ -21,6 +21,7 @@ from troupe.workflow.tools import Tools
 from troupe.workflow.trying.functions import Function, LocalFunctions
 from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
+from troupe.workflow.turns import Role, TurnRecord
 
 # Longer than any agent's name in a job.
 _NAME_CHARS: Final = 200

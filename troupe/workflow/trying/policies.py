@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from troupe.workflow.agent import Agent, Agents, TurnRecord
+from troupe.workflow.agent import Agent, Agents
 from troupe.workflow.backend import Endpoint, EndpointOptions, GeneratedTurn, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
 from troupe.workflow.messages import Message
+from troupe.workflow.turns import TurnRecord
 
 if TYPE_CHECKING:
     from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
@@ -206,13 +207,7 @@ class PolicyBackend:
         if context is None:
             return sys.maxsize
         if prompt_tokens >= context:
-            raise ContextOverflowError(
-                f"a prompt of {prompt_tokens} tokens leaves no room for a response in a context of "
-                f"{context} tokens",
-                field=f"policies.{policy}.engine.max_context",
-                value=context,
-                remedy="Shorten the conversation, or raise `max_context`.",
-            )
+            raise ContextOverflowError.of(policy, prompt_tokens, context)
         return context - prompt_tokens
 
     def _of(self, agent: str) -> Policy:

@@ -18,13 +18,13 @@ from typing import Any, Final
 from troupe.outcomes import Interruption, described
 from troupe.scheduling.admission import seed_of
 from troupe.user_code import UserCodeExit, await_contained, interruptible
-from troupe.workflow.agent import TurnRecord
 from troupe.workflow.errors import ToolError, WorkflowError, is_own
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.functions import LocalFunctions
 from troupe.workflow.trying.play import Played, Trial
 from troupe.workflow.trying.policies import Policy
 from troupe.workflow.trying.setting import Setting
+from troupe.workflow.turns import TurnRecord
 
 # A workflow that blocks the event loop is interrupted so long after its time limit, then every
 # second.

@@ -19,7 +19,6 @@ from troupe.job import EngineSpec, FunctionSpec, JobSpec, load_job
 from troupe.job.functions import ToolSpec
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
-from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import EntrypointError
@@ -34,6 +33,7 @@ from troupe.workflow.loading import (
 from troupe.workflow.messages import parser_of
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
+from troupe.workflow.turns import Role
 
 JOB_SUFFIXES = (".yaml", ".yml", ".json")
 _REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:attribute`."
