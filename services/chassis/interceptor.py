@@ -26,6 +26,7 @@ from troupe.rpc import (
     TroupeError,
     Unauthenticated,
     Unavailable,
+    Unimplemented,
     to_status,
 )
 from troupe.rpc.errors import DETAILS_KEY, undecodable
@@ -86,6 +87,7 @@ class ObservedCall:
 
 
 _HEALTH: Final = "/grpc.health."
+_UNIMPLEMENTED: Final = grpc.StatusCode.UNIMPLEMENTED
 # Methods that are answered at any time, also before the service is ready and while it drains.
 _INFRASTRUCTURE: Final = (_HEALTH, "/grpc.reflection.")
 # Decoder: received bytes -> the request (or stream of requests), and the error if it is invalid.
@@ -176,7 +178,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     size=len(raw),
                 )
             except BaseException as raised:
-                code, error = self._judge(raised, method)
+                code, error = self._judge(raised, method, context)
                 if error is None:
                     raise
                 await _abort(context, error)
@@ -208,7 +210,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     async for response in responses:
                         yield response
             except BaseException as raised:
-                code, error = self._judge(raised, method)
+                code, error = self._judge(raised, method, context)
                 if error is None:
                     raise
                 await _abort(context, error)
@@ -263,7 +265,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             ) from error
 
     def _judge(
-        self, raised: BaseException, method: str
+        self, raised: BaseException, method: str, context: Any
     ) -> tuple[grpc.StatusCode, TroupeError | None]:
         """The status and typed error for a handler's exception; no error if gRPC has replied."""
         if isinstance(raised, TroupeError):
@@ -282,6 +284,14 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return cut.code, cut
         if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
+        if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:
+            # The base class that gRPC generates for a contract has set this code.
+            missing = Unimplemented(
+                "the contract has this method, and this service does not",
+                field=method.lstrip("/"),
+                remedy="Call another method; server reflection lists the contracts.",
+            )
+            return missing.code, missing
         error = Internal(
             described(raised),
             field=method.lstrip("/"),

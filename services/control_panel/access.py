@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.chassis.settings import ServiceSettings
 from services.control_panel import calls, views
-from troupe.rpc.addresses import is_loopback_host, is_wildcard_host
+from troupe.rpc.addresses import authority_host, is_loopback_host, is_wildcard_host
 from troupe.rpc.tokens import LinkCodes
 
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -74,7 +74,7 @@ class PanelSettings(ServiceSettings):
             given.append(self.host)
         if self.advertise_address:
             given.append(self.advertise_address)
-        return frozenset(host_name(one) for one in given)
+        return frozenset(filter(None, map(host_name, given)))
 
 
 class Panel(FastAPI):
@@ -156,7 +156,8 @@ class AccessGuard:
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")
         name = host_name(given[0]) if len(given) == 1 else ""
-        if is_loopback_host(name) or name in self._hosts or name == _connected_to(request):
+        known = is_loopback_host(name) or name in self._hosts or name == _connected_to(request)
+        if name and known:
             return None
         return views.Problem(
             title="unknown_host",
@@ -295,13 +296,11 @@ def protect(headers: MutableHeaders, path: str) -> None:
 
 
 def host_name(authority: str) -> str:
-    """The host in "name:port", "[address]:port" or without port, in lower case."""
-    text = authority.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    if text.count(":") == 1:
-        text = text.partition(":")[0]
-    return text.removesuffix(".")
+    """The host that a name, an address or a `Host` header means; empty if it is malformed."""
+    text = authority.strip()
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"  # an IPv6 address in the settings
+    return authority_host(text).removesuffix(".")
 
 
 def _connected_to(request: Request) -> str:

@@ -30,6 +30,8 @@ from troupe.workflow.messages import parse_messages
 
 # Larger requests would occupy an engine for long while others wait.
 MAX_TOKENS: Final = 1 << 20
+# Larger requests are tokenised in a thread, to keep the event loop free.
+_BYTES_READ_AT_ONCE: Final = 65_536
 _RETRY_SECONDS: Final = 0.05
 
 
@@ -52,7 +54,12 @@ async def score(
             "log-probs have a positive temperature", field="temperature", value=temperature
         )
     chat, system = policy.language.chat, role.system_prompt if role else None
-    prompts = [_prompt(chat, system, at, one) for at, one in enumerate(request.prompts)]
+
+    def tokenise() -> list[list[ScoreRequest]]:
+        return [_prompt(chat, system, at, one) for at, one in enumerate(request.prompts)]
+
+    large = request.ByteSize() > _BYTES_READ_AT_ONCE
+    prompts = await asyncio.to_thread(tokenise) if large else tokenise()
     requests = [one for continuations in prompts for one in continuations]
     tokens = sum(len(one.prompt_ids) + len(one.ids) for one in requests)
     if tokens > MAX_TOKENS:

@@ -52,8 +52,9 @@ from troupe.v1 import (
     transfer_pb2_grpc,
 )
 from troupe.v1 import rollout_pb2 as pb
-from troupe.workflow import WorkflowError
+from troupe.workflow import ContextOverflowError, WorkflowError
 from troupe.workflow.backend import TokenIds
+from troupe.workflow.conversation import PromptDraft, TooManyTokensError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
 
@@ -393,7 +394,8 @@ async def generate(
                 [{"role": m.role, "content": m.content} for m in request.messages],
                 role.system_prompt,
             )
-            prompt_ids = chat.first_ids(messages)
+            draft = PromptDraft(chat, messages)
+            prompt_ids = (await draft.tokenised(policy.max_context)).ids
         else:
             prompt_ids = TokenIds.of(request.input_ids)
         sampling = role.sampling.override(_given(request.sampling))
@@ -404,6 +406,9 @@ async def generate(
             route=StickyRoute(),
             deadline_seconds=job.spec.limits.turn_limit,
         )
+    except TooManyTokensError as error:
+        tokens = f"more than {error.most}"
+        raise _to_rpc(ContextOverflowError.of(policy.name, tokens, error.most)) from error
     except WorkflowError as error:
         raise _to_rpc(error) from error
     stopped = generation.finish_reason == "stop"

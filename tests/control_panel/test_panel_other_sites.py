@@ -33,6 +33,9 @@ def changed(panel: Panel) -> list[str]:
 
 HOSTS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example"]
 HOSTS += ["10.0.0.1", "0.0.0.0", "[2001:db8::1]:80", "127.1", "2130706433", "", "127.0.0.1@evil"]
+HOSTS += ["[127.0.0.1]evil.example", "[::1]evil.example", "[127.0.0.1]", "[::1", "::1]", "[::1]:x"]
+HOSTS += ["localhost:80@evil", "localhost:80:80", "localhost:x", "evil@localhost", "localhost/evil"]
+HOSTS += ["127.0.0.1:80,evil", "localhost evil", "[localhost]", "[::1]@evil:80", "[::1].evil:80"]
 PATHS = ["/", "/api/jobs", "/healthz", "/metrics", "/static/main.js", "/nothing", "/docs"]
 
 

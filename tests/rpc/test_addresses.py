@@ -282,7 +282,22 @@ def test_hosts_of_addresses() -> None:
     assert host_of("redis://:x@h:1/0") == "h"
     assert host_of("head:50051") == "head"
     assert host_of("") == ""
+    assert host_of("http://user:pass@[FD00::7]:80/path@x") == "fd00::7"
+    for vague in (
+        "[127.0.0.1]evil:1",
+        "[::1]evil",
+        "localhost:80@",
+        "h:1:2",
+        "[h]:1",
+        "http://h:x",
+    ):
+        assert host_of(vague) == "", vague
+    assert host_of("localhost:80@evil:1") == "evil"
     assert is_loopback_host("127.9.9.9")
+    assert is_loopback_host("[::1]")
+    assert not is_loopback_host("[::1")
+    assert not is_loopback_host("127.0.0.1]")
+    assert not is_loopback_host("[127.0.0.1]")
     assert not is_loopback_host("localhost.evil.example")
 
 

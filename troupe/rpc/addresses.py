@@ -32,6 +32,12 @@ _GRPC_EXCEPTIONS: Final = "no_grpc_proxy"
 _WORD: Final = re.compile(r"\S+")
 # Host and port behind "://" of a URL without a user.
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{1,5})?(?=[/?#]|$)")
+# A scope of an IPv6 address (`fe80::1%eth0`) is part of it.
+_AUTHORITY: Final = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[^\s\[\]@:/?#\\,%]*))"
+    r"(?::[0-9]{0,5})?",
+    re.ASCII,
+)
 _SECRET_PARAMETER: Final = re.compile(
     r"([?&](?:password|passwd|pwd|token|access_token|auth|secret|api[_-]?key|key|signature|sig)=)"
     r"[^&\s#'\"<>`]+",
@@ -87,11 +93,29 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def host_of(address: str) -> str:
-    """The host in "host:port", "[host]:port" or a URL; empty where there is none."""
+    """The host in "host:port", "[host]:port" or a URL, in lower case; empty where there is none, or
+    where readers could differ about it."""
     try:
-        return urlsplit(address if "://" in address else f"//{address}").hostname or ""
+        authority = urlsplit(address if "://" in address else f"//{address}").netloc
     except ValueError:
         return ""
+    return authority_host(authority.rpartition("@")[2])
+
+
+def authority_host(authority: str) -> str:
+    """The host, without brackets and in lower case, of "name:port", "[address]:port" or without
+    port, as the header `Host` has it; empty if it is nothing of the kind. Brackets hold an IPv6
+    address, and nothing but a port comes after the host."""
+    found = _AUTHORITY.fullmatch(authority)
+    if found is None:
+        return ""
+    if found["address"] is None:
+        return found["name"].lower()
+    try:
+        ipaddress.IPv6Address(found["address"])
+    except ValueError:
+        return ""
+    return found["address"].lower()
 
 
 def bare_host(host: str) -> str:
@@ -145,12 +169,15 @@ def has_ipv6() -> bool:
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address in `host`, with or without brackets; None if it is a name.
+    """The address in `host`, an IPv6 address with or without brackets; None if it is a name.
 
     A server of both families sees an IPv4 caller as `::ffff:127.0.0.1`, which is returned as IPv4.
     """
     try:
-        address = ipaddress.ip_address(bare_host(host))
+        bare = bare_host(host)
+        # Brackets hold an IPv6 address: `[127.0.0.1]` is nothing.
+        of = ipaddress.ip_address if bare == host.strip() else ipaddress.IPv6Address
+        address = of(bare)
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address

@@ -685,9 +685,9 @@ class PromptDraft(Draft):
         self,
         tokenizer: ChatTokenizer,
         messages: tuple[AnyMessage, ...],
-        rendering: Rendering,
-        known: tuple[int, _KnownReply] | None,
-        broken: bool,
+        rendering: Rendering = PLAIN,
+        known: tuple[int, _KnownReply] | None = None,
+        broken: bool = False,
     ) -> None:
         """`known`: the last known reply, and which of the messages it is."""
         super().__init__(tokenizer)
