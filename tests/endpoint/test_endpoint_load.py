@@ -18,6 +18,7 @@ from troupe.endpoint.app import create_app
 from troupe.endpoint.server import EndpointServer
 from troupe.workflow import Agents
 from troupe.workflow.backend import EndpointOptions, GeneratedTurn
+from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 HUGE = "x" * (15 << 20)
 SHORT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -105,6 +106,37 @@ async def test_more_messages_or_ids_than_fit_are_refused_and_leave_no_turn(
     assert "in a context of 2048 tokens" in answer.text
     assert not agents.close()
     assert not agents.unawaited
+
+
+MANY: list[bytes] = [
+    b'{"messages": [' + b",".join([b"{}"] * 150_000) + b"]}",
+    b'{"messages": [], "tools": [' + b",".join([b"[]"] * 150_000) + b"]}",
+    b"[" * 150_000,
+    b'"' + b'\\"{' * 10 + b'"' + b"{" * 150_000 + b'"',
+]
+
+
+@pytest.mark.parametrize("body", MANY)
+async def test_a_body_with_too_many_objects_is_refused_unparsed(body: bytes) -> None:
+    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(url + "/chat/completions", content=body)
+    assert answer.status_code == 413
+    assert "objects and lists" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["{[" * 200_000, '\\"{' * 200_000, "\\" * 200_001 + "{" * 200_000])
+async def test_brackets_in_texts_are_no_objects(text: str) -> None:
+    async with served(agents_of(ByteTokenizer())) as (url,), httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(url + "/chat/completions", json=user(text))
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("body", [b'"' + b'\\"' * 2_000_000, b"{[" * 60_000 + b'"\\'])
+async def test_unfinished_strings_are_searched_once(body: bytes) -> None:
+    """A search that began anew at each quotation mark would take hours."""
+    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(url + "/chat/completions", content=b"{" * 100_001 + body)
+    assert answer.status_code == 413
 
 
 @pytest.mark.parametrize("header", [b"Transfer-Encoding: chunked", b"Content-Length: 900000"])

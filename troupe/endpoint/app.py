@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -53,6 +54,9 @@ Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 # Larger bodies are read, and replies with more tokens are serialized, in a thread, to keep the
 # event loop free.
 _BYTES_READ_AT_ONCE: Final = 65_536
+_CONTAINERS: Final = 100_000
+# Also an unfinished string, so that a search never begins anew inside of one.
+_JSON_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
 # Other APIs that OpenAI and others serve below a base URL.
 _OTHER_APIS: Final = {
@@ -340,6 +344,7 @@ def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
 
 def _of_json(body: bytes | bytearray) -> Any:
     """The value of a body. Raises `ApiError`."""
+    _check_containers(body)
     try:
         value = json.loads(body)
         if b"\\ud" in body.lower():  # perhaps half a surrogate pair, which no tokenizer takes
@@ -347,6 +352,22 @@ def _of_json(body: bytes | bytearray) -> Any:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
     return value
+
+
+def _check_containers(body: bytes | bytearray) -> None:
+    """Raise `ApiError` for a body with too many objects and lists: each takes microseconds in which
+    no other thread runs, since the parser of JSON keeps the GIL."""
+    if body.count(b"{") + body.count(b"[") <= _CONTAINERS:
+        return
+    outside = _JSON_STRING.sub(b"", body)  # texts may have any number of brackets
+    found = outside.count(b"{") + outside.count(b"[")
+    if found > _CONTAINERS:
+        raise ApiError(
+            413,
+            f"the body has {found} objects and lists. Send {_CONTAINERS} at most: a shorter "
+            "conversation, or fewer tools.",
+            code="request_too_large",
+        )
 
 
 async def _parsed(
