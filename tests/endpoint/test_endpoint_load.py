@@ -225,17 +225,22 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+async def begun(which: str) -> tuple[Agents, Paced, Client, asyncio.Task[None]]:
+    """A request whose turns are being generated."""
+    agents, backend = agents_of(Gate()), Paced()
+    agents["solver"].trajectory.backend = backend
+    client = Client(agents)
+    request = asyncio.create_task(client.post(*REQUESTS[which]))
+    await until(lambda: backend.asked == len(agents.begun) > 0)
+    return agents, backend, client, request
+
+
 @pytest.mark.parametrize("turn_first", [False, True])
 @pytest.mark.parametrize("which", REQUESTS)
 async def test_a_turn_whose_client_is_gone_when_it_ends_does_not_count(
     which: str, turn_first: bool
 ) -> None:
-    backend = Paced()
-    agents = agents_of(Gate())
-    agents["solver"].trajectory.backend = backend
-    client = Client(agents)
-    request = asyncio.create_task(client.post(*REQUESTS[which]))
-    await until(lambda: backend.asked == len(agents.begun) > 0)
+    agents, backend, client, request = await begun(which)
     for event in [backend.go_on, client.gone] if turn_first else [client.gone, backend.go_on]:
         event.set()
     await asyncio.wait_for(request, 30)
@@ -250,12 +255,7 @@ async def test_a_turn_whose_client_is_gone_when_it_ends_does_not_count(
 
 @pytest.mark.parametrize("which", REQUESTS)
 async def test_a_turn_whose_client_leaves_while_it_is_generated_does_not_count(which: str) -> None:
-    backend = Paced()
-    agents = agents_of(Gate())
-    agents["solver"].trajectory.backend = backend
-    client = Client(agents)
-    request = asyncio.create_task(client.post(*REQUESTS[which]))
-    await until(lambda: backend.asked == len(agents.begun) > 0)
+    agents, _, client, request = await begun(which)
     client.gone.set()
     await asyncio.wait_for(request, 30)
     await until(lambda: all(turn.over for turn in agents.begun))

@@ -183,6 +183,19 @@ async def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_toke
     assert not any(turn.reply for turn in agents.close()[1:])
 
 
+async def test_a_request_that_is_cancelled_at_once_leaves_no_turn_unawaited() -> None:
+    for steps in range(1, 7):
+        agents = agents_of(ByteTokenizer())
+        request = asyncio.ensure_future(agents["solver"].complete(["a", "b"], 2))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if request.cancel():
+            await asyncio.wait({request})
+            assert not agents.turns
+        assert not agents.close() or not request.cancelled()
+        assert not agents.unawaited
+
+
 async def test_more_ids_than_the_context_has_are_refused_unread() -> None:
     class Ids(list[int]):
         def __iter__(self) -> Any:

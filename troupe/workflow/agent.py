@@ -290,18 +290,19 @@ class Agent:
             else self._given(prompt)
             for prompt in prompts
         ]
-        return self._all_of([self._begin(None, one, n, sampling) for one in given])
+        before = len(self._record.begun)
+        calls = [self._begin(None, one, n, sampling) for one in given]
+        return self._all_of(calls, self._record.begun[before:])
 
-    async def _all_of(self, calls: Sequence[Coroutine[Any, Any, list[Reply]]]) -> list[Reply]:
-        tasks: list[asyncio.Task[list[Reply]]] = []
+    async def _all_of(
+        self, calls: Sequence[Coroutine[Any, Any, list[Reply]]], turns: Sequence[TurnRecord]
+    ) -> list[Reply]:
         try:
             with numbering.outside():
                 async with asyncio.TaskGroup() as group:
-                    tasks += [group.create_task(one) for one in calls]
+                    tasks = [group.create_task(one) for one in calls]
         except BaseException as error:
-            for task in tasks:
-                if not task.cancelled() and task.exception() is None:
-                    self.withdraw(task.result())
+            self._give_up(turns)
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
             raise
@@ -440,14 +441,19 @@ class Agent:
                     tasks = [group.create_task(one) for one in finishing]
             replies = tuple(task.result() for task in tasks)
         except BaseException as error:
-            # The caller gets an error instead of these replies.
-            self.withdraw([turn.reply for turn in turns if turn.reply is not None])
+            self._give_up(turns)
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
             raise
         for reply in replies:
             reply.siblings = replies
         return list(replies)
+
+    def _give_up(self, turns: Sequence[TurnRecord]) -> None:
+        """End the turns of a call whose caller gets an error instead of their replies."""
+        for turn in turns:
+            turn.over = True  # a task that is cancelled before its first step says nothing itself
+        self.withdraw([turn.reply for turn in turns if turn.reply is not None])
 
     async def _finish(
         self, turn: TurnRecord, reading: ReadConversation | None, given: asyncio.Task[None] | None

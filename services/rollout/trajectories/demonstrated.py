@@ -7,6 +7,7 @@ gangs, with checkpoints).
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +33,8 @@ class DemonstratedTrajectory(RunningTrajectory):
         row = await job.demonstrations.get("train", self._ticket.index)
         learners = {n: role for n, role in job.roles.items() if role.policy in job.trained}
         positions = [job.policies[role.policy].language.positions for role in learners.values()]
-        found = renderer_of(spec, learners, positions)(row)
+        # In a thread: rows may be long, and other trajectories share the event loop.
+        found = await asyncio.to_thread(renderer_of(spec, learners, positions), row)
         self._move(pb.TRAJECTORY_STATE_SCORING)
         self._emit(self._event())
         self._metrics = {
