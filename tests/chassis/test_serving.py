@@ -266,7 +266,7 @@ async def test_tls(echo: Echo, pem: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
-    settings = ServiceSettings(drain_seconds=3, stream_drain_seconds=0.1)
+    settings = ServiceSettings(drain_seconds=60, stream_drain_seconds=0.1)
     server = RunningServer(echo, settings)
     echo.start_seconds = 0.3
     await server.open()

@@ -82,7 +82,7 @@ async def test_a_tokenizer_that_does_not_match(cluster: Standing) -> None:
     [
         (play("raises_at_times"), "workflow_raised: KeyError: 'answer' (bad_team.py:"),
         (play("hangs_at_times", **QUICKLY), "deadline: not done within limits.trajectory_seconds"),
-        (play("talks_too_long_at_times"), "context_overflow: a prompt of 5003 tokens leaves no"),
+        (play("talks_too_long_at_times"), "context_overflow: a prompt of more than 128 tokens leaves no"),
         (
             play("shouts_at_times"),
             "tool_message_too_large: tools/score: the request of 73,400,4",
@@ -97,7 +97,9 @@ async def test_a_job_with_bad_moments_goes_on_and_says_so(
     cluster: Standing, job: dict[str, Any], reason: str
 ) -> None:
     end = await cluster.run(cluster.yaml(**job))
-    assert (end.job.state, end.job.problem) == (JobState.SUCCEEDED, None)
+    assert end.job.state == JobState.SUCCEEDED
+    # All rewards of two short steps may happen to be equal.
+    assert end.job.problem is None or end.job.problem.kind == "nothing_learned"
     assert end.job.versions == {"solver": 2, "checker": 2}
     told = f"step 1: 2 of 8 trajectories failed, most of them so: {reason}"
     assert any(text.startswith(told) for text in end.notices), end.notices

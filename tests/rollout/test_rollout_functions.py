@@ -224,7 +224,8 @@ async def test_a_restarted_reward_service_is_told_its_functions_again(
         async with open_house(tmp_path, reward=process.address) as house:
             await house.prepare("one_turn", rewards={"all": function("one_for_all")})
             process.kill()
-            process.start()
+            # Here it would hold the event loop, for which the house ends trajectories.
+            await asyncio.to_thread(process.start)
             ended = await house.run(evaluation(4))
             assert {e.state for e in ended.values()} == {COMPLETED}
     finally:
