@@ -82,7 +82,10 @@ async def test_a_tokenizer_that_does_not_match(cluster: Standing) -> None:
     [
         (play("raises_at_times"), "workflow_raised: KeyError: 'answer' (bad_team.py:"),
         (play("hangs_at_times", **QUICKLY), "deadline: not done within limits.trajectory_seconds"),
-        (play("talks_too_long_at_times"), "context_overflow: a prompt of more than 128 tokens leaves no"),
+        (
+            play("talks_too_long_at_times"),
+            "context_overflow: a prompt of more than 128 tokens leaves no",
+        ),
         (
             play("shouts_at_times"),
             "tool_message_too_large: tools/score: the request of 73,400,4",

@@ -26,7 +26,17 @@ from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
 from troupe.model_output import THINK_TAGS, ThinkTags
 from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError
-from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
+from troupe.workflow.messages import (
+    AnyMessage,
+    Rendering,
+    ToolCall,
+    ToolMessage,
+    as_template_takes,
+    inline_thoughts,
+    thoughts_of,
+    with_content,
+    without_thoughts,
+)
 from troupe.workflow.numbering import Path
 
 PLAIN: Final = Rendering()
@@ -131,14 +141,14 @@ class ChatTokenizer:
         end = "" if self.end_id is None else self._decode([self.end_id])
         if any(prompt.endswith(closing) for _, closing in tags):
             # The prompt asks for a reply without thoughts.
-            message = _without_thoughts(message)
-            if (inline := _inline_thoughts(message[1], tags)) is not None:
-                message = _with_content(message, inline[1])
+            message = without_thoughts(message)
+            if (inline := inline_thoughts(message[1], tags)) is not None:
+                message = with_content(message, inline[1])
             tags = ()
         elif isinstance(message, ToolMessage) and message.thoughts:
-            inline = _inline_thoughts(message.content, tags)
+            inline = inline_thoughts(message.content, tags)
             if inline is not None and inline[0] == message.thoughts.strip():
-                message = _with_content(message, inline[1])  # the row has them twice
+                message = with_content(message, inline[1])  # the row has them twice
         elif opened and opened[1] not in message[1] and not getattr(message, "calls", ()):
             begin, tag, rest = message[1].partition(opened[0])
             if tag and not begin.strip():
@@ -148,8 +158,8 @@ class ChatTokenizer:
         shown = _shown_reply(message, before, whole, opened)
         if end and end in shown:
             shown = shown[: shown.rindex(end)]
-        thoughts = _thoughts_of(message, opened, tags)
-        plain = (*messages[:-1], _without_thoughts(message))
+        thoughts = thoughts_of(message, opened, tags)
+        plain = (*messages[:-1], without_thoughts(message))
         # A thought may be part of the answer, too: only a rendering without it tells.
         lost = thoughts not in shown or (
             plain[-1] != message and whole == self._render(plain, rendering, prompt=False)
@@ -514,36 +524,6 @@ def _shown_reply(
         shown = message[1]
     begins = shown.lstrip()
     return begins.removeprefix(opening) if opened and begins.startswith(opening) else shown
-
-
-def _without_thoughts(message: AnyMessage) -> AnyMessage:
-    return message._replace(thoughts="") if isinstance(message, ToolMessage) else message
-
-
-def _with_content(message: AnyMessage, content: str) -> AnyMessage:
-    if isinstance(message, ToolMessage):
-        return message._replace(content=content)
-    return message[0], content
-
-
-def _inline_thoughts(content: str, tags: ThinkTags) -> tuple[str, str] | None:
-    """The thoughts that a reply begins with, and what follows them."""
-    for opening, closing in tags:
-        head, closed, answer = content.partition(closing)
-        if closed and head.lstrip().startswith(opening):
-            return head.strip().removeprefix(opening).strip(), answer.lstrip()
-    return None
-
-
-def _thoughts_of(message: AnyMessage, opened: tuple[str, str] | None, tags: ThinkTags) -> str:
-    """The thoughts of a reply: `reasoning_content`, or what its content has between tags."""
-    if isinstance(message, ToolMessage) and message.thoughts:
-        return message.thoughts.strip()
-    for opening, closing in tags:
-        head, closed, _ = message[1].partition(closing)
-        if closed and (opened or head.lstrip().startswith(opening)):
-            return head.strip().removeprefix(opening).strip()
-    return ""
 
 
 def _after_reply(rendered: str) -> str | None:

@@ -653,3 +653,35 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
             with suppress(NotJsonError):
                 call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}")
     return shaped
+
+
+def without_thoughts(message: AnyMessage) -> AnyMessage:
+    """The message without its `reasoning_content`."""
+    return message._replace(thoughts="") if isinstance(message, ToolMessage) else message
+
+
+def with_content(message: AnyMessage, content: str) -> AnyMessage:
+    """The message with another content."""
+    if isinstance(message, ToolMessage):
+        return message._replace(content=content)
+    return message[0], content
+
+
+def inline_thoughts(content: str, tags: ThinkTags) -> tuple[str, str] | None:
+    """The thoughts that a reply begins with, and what follows them."""
+    for opening, closing in tags:
+        head, closed, answer = content.partition(closing)
+        if closed and head.lstrip().startswith(opening):
+            return head.strip().removeprefix(opening).strip(), answer.lstrip()
+    return None
+
+
+def thoughts_of(message: AnyMessage, opened: tuple[str, str] | None, tags: ThinkTags) -> str:
+    """The thoughts of a reply: `reasoning_content`, or what its content has between tags."""
+    if isinstance(message, ToolMessage) and message.thoughts:
+        return message.thoughts.strip()
+    for opening, closing in tags:
+        head, closed, _ = message[1].partition(closing)
+        if closed and (opened or head.lstrip().startswith(opening)):
+            return head.strip().removeprefix(opening).strip()
+    return ""
