@@ -279,7 +279,9 @@ async def test_an_old_release_gets_its_turns_aborted_and_continued(tmp_path: Pat
         await stage.update(1, 1)
         for i, answer in enumerate(await asyncio.gather(*tasks)):
             assert len(answer.token_ids) == 200
-            assert [span.version for span in answer.versions] == [0, 1]
+            # An old release does not say which version drew a token: what it returns only after
+            # the update, as on a busy machine, is drawn again.
+            assert [span.version for span in answer.versions] in ([0, 1], [1])
             for span in answer.versions:
                 expected = reference_logprobs(models[span.version], [i + 1], answer.token_ids)
                 got = answer.logprobs[span.start : span.end]
