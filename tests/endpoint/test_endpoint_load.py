@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.endpoint.stage import until
+from tests.support.waiting import until
 from tests.workflow.test_long_texts import LONG, Gate, agents_of, says
 from troupe.endpoint.app import create_app
 from troupe.endpoint.server import EndpointServer
