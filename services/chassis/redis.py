@@ -380,7 +380,7 @@ class RedisWatch:
             "1 while Redis is away, is full, takes no writes or may delete keys.",
         )
         self.trouble: TroupeError | None = None
-        """What was wrong at the last look."""
+        """The error that the last look found; None: Redis is fit."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, changed: Callable[[TroupeError | None], Awaitable[None]] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What calls leave behind in a worker process that serves further calls: restored, or reported.
+"""Restores a worker process after each call, or reports why it cannot serve another one.
 
 `sandbox: process` runs calls of several functions in one process. What one call changed there must
 not reach the next. The environment, the working directory, the umask, signal handlers, timers and
@@ -162,7 +162,7 @@ class StateKeeper:
         return why
 
     def _changed(self) -> str:
-        """What a call has changed that cannot be restored."""
+        """Name a change of the call that cannot be restored; empty: there is none."""
         for number, file in self._descriptors.items():
             if self._file_of(number) != file:
                 return f"descriptor {number} was closed or replaced"
@@ -219,7 +219,7 @@ class StateKeeper:
         self._threads = {*threading.enumerate()}  # this one among them
 
     def _running(self, keeps_running: bool) -> str:
-        """What a call has left running."""
+        """Name a process or thread that the call left running; empty: there is none."""
         if keeps_running:
             self._take_running()
             return ""

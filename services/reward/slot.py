@@ -533,10 +533,10 @@ class WorkerProcess:
 
 
 class AnswerReader:
-    """What a worker process, and none that it started, has written into its answer channel.
+    """Reads from an answer channel the bytes of the worker process, and of no process it started.
 
     The worker is the first process that writes into it: its answer to `ready` precedes all code of
-    the user's. Reads when it is asked to: what nobody waits for stays in the kernel.
+    the user's. Reads on demand: bytes that no caller waits for stay in the kernel.
     """
 
     def __init__(self, channel: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""One chat template: compiled and rendered within bounds."""
+"""Compiles and renders one chat template within bounds."""
 
 from __future__ import annotations
 

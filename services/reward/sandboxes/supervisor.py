@@ -75,7 +75,7 @@ def answer_channel() -> tuple[socket.socket, socket.socket]:
 
 
 def received(channel: socket.socket) -> tuple[bytes, int]:
-    """What one process sent, as far as it has arrived, and the id of that process.
+    """Receive the bytes that one process has sent so far, with the id of that process.
 
     The kernel attests the id (unix(7), SCM_CREDENTIALS). Only CAP_SYS_ADMIN, which no sandbox has,
     lets a process name another one: a forked child has all that its parent knows and has open, but
@@ -100,7 +100,7 @@ class ChildCall:
         self.foreign = 0
 
     def read_answer(self) -> bytes:
-        """What there is in the channel; of that the answer keeps what the call's process sent.
+        """Read the channel, and keep for the answer the bytes that the call's own process sent.
         Raises BlockingIOError."""
         part, sender = received(self.channel)
         if sender == self.pid:
