@@ -150,7 +150,13 @@ async def open_stage(
     changes = {
         "agents": {name: {"sampling": {"max_new_tokens": 200}} for name in ("solver", "checker")},
         "policies": {
-            "big": {"model": {"tokenizer": tokenizer_path()}, "engine": {"max_context": context}}
+            "big": {
+                "model": {
+                    "tokenizer": tokenizer_path(),
+                    "config": {"max_position_embeddings": context},
+                },
+                "engine": {"max_context": context},
+            }
         },
         "limits": options.pop("limits", {}),
         "tools": options.pop("tools", {}),

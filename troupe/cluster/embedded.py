@@ -292,7 +292,9 @@ class EmbeddedCluster:
     def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
         """Record the services' addresses, by which this user's programs find the token."""
         addresses = [spec.address for spec in specs if TOKEN_VARIABLE in spec.environment]
-        if is_wildcard_host(self.settings.host):  # this machine may call them at loopback, too
+        host = self.settings.host
+        if is_wildcard_host(host) or host.lower() == "localhost":
+            # This machine may call them at either address of loopback, too.
             ports = [split_address(address)[1] for address in addresses]
             addresses += [join_address(host, port) for host in LOOPBACKS for port in ports]
         try:
