@@ -53,7 +53,7 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class _Holding:
-    """What one body holds of the memory."""
+    """The share of the memory that one body holds."""
 
     owner: Hashable
     size: int = 0

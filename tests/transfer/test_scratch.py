@@ -70,6 +70,8 @@ def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Si
         stderr=subprocess.DEVNULL,
         text=True,
         env=environment,
+        # A suite that nohup started ignores SIGHUP, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())

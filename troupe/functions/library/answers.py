@@ -424,7 +424,7 @@ def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
 
 
 def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str]:
-    """Those of `files` that are tests: by pytest's names, else all Python modules."""
+    """Select the tests among `files`: by pytest's names, else all Python modules."""
     modules = {
         name: PurePosixPath(name).name
         for name in sorted(files)

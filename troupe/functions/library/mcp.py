@@ -293,7 +293,7 @@ def _text_of(part: ContentBlock) -> str:
 
 
 def _placeholder(part: ContentBlock) -> str:
-    """What stands for a part that is not text."""
+    """Name a part that is not text."""
     match part.type:
         case "resource":
             blob = getattr(part.resource, "blob", "")
