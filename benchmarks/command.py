@@ -41,8 +41,8 @@ def options_of(
     return parser.parse_args(arguments)
 
 
-def run_program(main: Callable[[], object]) -> NoReturn:
-    """Run a benchmark's `main` as this process' program; exit with what it returns.
+def run_program(main: Callable[[], None]) -> NoReturn:
+    """Run a benchmark's `main` as this process' program, and exit with 0 when it returns.
 
     SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that the services and the Redis that it
     started end with it.
@@ -62,9 +62,10 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         if signal.getsignal(one) != signal.SIG_IGN:  # as nohup has it
             signal.signal(one, interrupt)
     try:
-        raise SystemExit(main())
+        main()
     except KeyboardInterrupt:
         raise SystemExit(128 + (received or [signal.SIGINT])[0]) from None
+    raise SystemExit(0)
 
 
 def machine() -> dict[str, str]:

@@ -41,7 +41,7 @@ def summary(task: Task, curves: Sequence[Curve]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is asked for and print it."""
     options = options_of(__doc__, arguments, parts=list(TASKS))
     torch.set_num_threads(1)
@@ -64,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 f"{name:8} {TASKS[name].environment:14} {seeds:>26} {row['mean']:9.2f} {stated:>16}"
             )
     finish(found, quiet=options.json)
-    return found
 
 
 def _keep(task: Task, curves: Sequence[Curve], row: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.command import finish, options_of, run_program
 from benchmarks.psro.theirs import iterations, progress
@@ -73,7 +73,7 @@ def row(name: str, side: str, level: float, point: Point | None) -> str:
     return f"{name:12} {side:10} {level:>9g} {point.iteration:>10} {point.seconds:>13.2f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run both, print a table and the JSON object."""
     flags = {
         "learned": "best responses that a DQN learns on both sides, too",
@@ -119,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not options.json:
         print("\n".join(lines))
     finish(result, quiet=options.json)
-    return result
 
 
 if __name__ == "__main__":

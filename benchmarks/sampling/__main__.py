@@ -132,7 +132,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run all sides, print a table and the JSON object."""
     options = options_of(__doc__, arguments, parts=("peers", "workers"))
     plan = Plan(cores(), (1, 2, 4, 8, 16), 1.5, 3)
@@ -155,7 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not options.json:
         print("\n".join(lines))
     finish(found, quiet=options.json)
-    return found
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def row(name: str, curve: Curve) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train, print a table and the JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
@@ -107,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         }
         (options.out / "selfplay.json").write_text(json.dumps(told) + "\n")
     finish(result, quiet=options.json)
-    return result
 
 
 if __name__ == "__main__":

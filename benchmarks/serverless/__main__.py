@@ -208,13 +208,12 @@ async def measure(plan: Plan, console: Console) -> dict[str, float]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return the exit status."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     options = options_of(__doc__, arguments)
     console = Console(quiet=options.json)
     found = asyncio.run(measure(QUICK if options.quick else FULL, console))
     finish(found, quiet=options.json)
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ def quick_run(
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return figures(done.stdout)
+
+
+def figures(printed: str) -> Any:
+    """The object in a benchmark's last line, but for the machine."""
+    found = json.loads(printed.splitlines()[-1])
     # Figures of another instruction set are no figures of this one: every benchmark says which.
     assert {name: found.pop(name) for name in machine()} == machine()
     return found

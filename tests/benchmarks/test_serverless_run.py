@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.serverless.__main__ import main
+from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_it_runs() -> None:
+    found = quick_run("serverless")
     assert {
         *("utilization", "dedicated_utilization", "overhead_p50_ms"),
         *("batched_overhead_p50_ms", "cold_start_p50_ms"),

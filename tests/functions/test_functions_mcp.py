@@ -68,7 +68,9 @@ async def stage(
     neighbours = {"store": store_process.address, "reward": reward_process.address}
     limits = {"turn_seconds": 20, "trajectory_seconds": 100}
     directory = tmp_path_factory.mktemp("mcp")
-    async with open_stage(directory, tools=tools, limits=limits, **neighbours) as stage:
+    async with open_stage(
+        directory, context=4096, tools=tools, limits=limits, **neighbours
+    ) as stage:
         yield stage
 
 
@@ -93,9 +95,10 @@ async def test_an_agent_calls_what_the_servers_offer(stage: Stage) -> None:
         await agents["solver"].chat(messages, tools=tools.definitions)
         return {"solver": 1.0}
 
-    event, [first, second] = await stage.train(act)
+    event, turns = await stage.train(act)
 
     assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    [first, second] = turns
     own = ["add", "process", "variable", "fail", "crash", "hang", "content", "unlike_its_schema"]
     assert sorted(seen["names"]) == sorted([*own, "web_add", "web_fail"])
     assert '"description": "Add two integers."' in text_of(first.prompt)

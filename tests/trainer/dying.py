@@ -114,7 +114,7 @@ POINTS: Mapping[str, Callable[[], None]] = {
 SUSPENDING: Mapping[str, Callable[[], None]] = {
     "before the state is stored": lambda: _before(Suspension, "store"),
     "after the state is stored": lambda: _after(Suspension, "store"),
-    "after the device is free": lambda: _after(Learner, "leave"),
+    "after the device is free": lambda: _after(Learner, "release"),
 }
 RESUMING: Mapping[str, Callable[[], None]] = {
     "before the state is fetched": lambda: _before(Suspension, "fetch"),
