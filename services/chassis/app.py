@@ -23,6 +23,7 @@ from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.process import bind, server_options, watch_parent
 from services.chassis.settings import ServiceSettings, read_settings
 from services.chassis.telemetry import LoopWatch, Telemetry, configure_tracing
+from services.chassis.watchdog import start_watchdog
 from troupe.disks import replace_file
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
@@ -314,6 +315,7 @@ async def _live(make_service: Factory[S], settings: S) -> None:
     if settings.parent_pid is not None:
         watch_parent(settings.parent_pid, lambda: _set_from_thread(loop, stop))
 
+    start_watchdog(_program_name(), settings.stall_exit_seconds)
     server = RunningServer(make_service, settings)
     await server.open()
     stopping = asyncio.ensure_future(stop.wait())

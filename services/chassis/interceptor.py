@@ -284,6 +284,13 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return cut.code, cut
         if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
+        if isinstance(raised, MemoryError):
+            # The caller repeats the call; a process that gets no memory at all ends meanwhile
+            # (`watchdog`), and another takes its place.
+            starved = Unavailable(
+                f"{self._telemetry.service} has no memory for this call", kind="out_of_memory"
+            )
+            return starved.code, starved
         if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:
             # The base class that gRPC generates for a contract has set this code.
             missing = Unimplemented(

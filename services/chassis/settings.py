@@ -73,6 +73,8 @@ class ServiceSettings(BaseSettings):
     """How long calls in flight may go on after SIGTERM."""
     stream_drain_seconds: float = Field(default=1, ge=0)
     """The same for streams, which a client takes up again elsewhere."""
+    stall_exit_seconds: float = Field(default=300, ge=0)
+    """The process ends when its event loop has stood still this long; 0: never."""
     threads: int = Field(default=1, gt=0)
     """Thread budget of numerical libraries in this process."""
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -70,8 +71,12 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
         try:
             if verb == "sleep":
                 await asyncio.sleep(float(argument))
+            elif verb == "block":
+                time.sleep(float(argument))  # noqa: ASYNC251 - the fault that is tested
             elif verb == "raise":
                 raise ValueError(argument)
+            elif verb == "starve":
+                raise MemoryError
             elif verb == "exit":
                 sys.exit(argument)
             elif verb == "group":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -128,6 +129,22 @@ async def test_redis_comes_back(cluster: Standing) -> None:
         handle = await client.submit(cluster.yaml(**{"pipeline.steps": 20}))
         await until(handle, lambda job: job.step >= 2)
         cluster.kill("redis")
+        end = await ended(handle)
+    assert (end.job.state, end.job.problem) == (JobState.SUCCEEDED, None)
+    assert end.job.versions == {"solver": 20, "checker": 20}
+
+
+@pytest.mark.parametrize(
+    "service", ["rollout-0", "trainer-0", "reward", "experience_store", "orchestrator"]
+)
+async def test_a_service_that_gets_no_more_memory_costs_nothing(
+    cluster: Standing, service: str
+) -> None:
+    async with cluster.client() as client:
+        handle = await client.submit(cluster.yaml(**{"pipeline.steps": 20}))
+        await until(handle, lambda job: job.step >= 2)
+        # Less than it has: each further mapping fails.
+        resource.prlimit(cluster.pid(service), resource.RLIMIT_AS, (1 << 20, 1 << 20))
         end = await ended(handle)
     assert (end.job.state, end.job.problem) == (JobState.SUCCEEDED, None)
     assert end.job.versions == {"solver": 20, "checker": 20}

@@ -1,0 +1,88 @@
+"""Ends a service's process that can no longer do its work and cannot find out by itself.
+
+Two conditions leave a process alive and useless. Its event loop stands still for good: a thread
+that gets no memory for its first frame makes `Thread.start` wait for ever. Or the process gets no
+more memory (a limit on its address space, a host without overcommit), so that every call fails.
+Whoever started the process starts it again, and the others repeat their calls meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import mmap
+import os
+import threading
+import time
+from typing import Final
+
+PERIOD_SECONDS: Final = 1.0
+MEMORY_SECONDS: Final = 10.0
+"""How long a process gets no memory before it ends; a neighbour may need it for less."""
+EXIT_STATUS: Final = 70  # EX_SOFTWARE of sysexits.h
+# A thread's stack: without it, no blocking call can begin.
+_PROBE_BYTES: Final = 8 * 2**20
+
+
+def start_watchdog(name: str, stall_seconds: float) -> None:
+    """Watch this process, and the event loop of the calling thread until the loop is closed.
+
+    A daemon thread looks once a second and ends the process with `EXIT_STATUS`. `stall_seconds`:
+    how long the loop may stand still; 0 is without a limit. Only time in which the thread itself
+    runs counts: a process that was stopped (SIGSTOP, a suspended host) lives on.
+    """
+    loop = asyncio.get_running_loop()
+    # Written out now: later there may be no memory for it.
+    no_memory = (
+        f"{name}: the process gets no more memory and ends; raise its limit (ulimit -v, a "
+        "container's limit), or give it less to do. Its threads:\n"
+    ).encode()
+    no_progress = (
+        f"{name}: the event loop has stood still for {stall_seconds:g} s "
+        "(TROUPE_STALL_EXIT_SECONDS) and the process ends. Its threads:\n"
+    ).encode()
+
+    def watch() -> None:
+        advanced = threading.Event()  # set by the loop once it comes to what is asked of it
+        asked = False
+        stalled = starved = 0.0
+        woke = time.monotonic()
+        while True:
+            time.sleep(PERIOD_SECONDS)
+            now = time.monotonic()
+            passed, woke = min(now - woke, 2 * PERIOD_SECONDS), now
+            starved = 0.0 if _has_memory() else starved + passed
+            if starved >= MEMORY_SECONDS:
+                _end(no_memory)
+            if asked and not advanced.is_set():
+                stalled += passed
+                if 0 < stall_seconds <= stalled:
+                    _end(no_progress)
+                continue
+            stalled, asked = 0.0, False
+            advanced.clear()
+            with contextlib.suppress(MemoryError):
+                try:
+                    loop.call_soon_threadsafe(advanced.set)
+                except RuntimeError:  # the loop is closed: the process is ending
+                    return
+                asked = True
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+def _end(line: bytes) -> None:
+    # Logging would need the memory and the locks that are missing.
+    with contextlib.suppress(MemoryError, OSError):
+        os.write(2, line)
+        faulthandler.dump_traceback(2)
+    os._exit(EXIT_STATUS)
+
+
+def _has_memory() -> bool:
+    try:
+        mmap.mmap(-1, _PROBE_BYTES).close()
+    except (MemoryError, OSError):
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""A process whose event loop stands still ends; one that was stopped, or that is slow, does not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.chassis.watchdog import EXIT_STATUS
+from tests.chassis.echo_process import Launch, wait_for
+from tests.support.waiting import PATIENCE
+from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect_sync
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+ONCE = ClientSettings(retry=NO_RETRY)
+
+
+# Not so short that a busy machine makes a loop stand still as long.
+@pytest.mark.slow
+def test_a_process_whose_loop_stands_still_ends_and_shows_its_threads(
+    launch: Launch, tmp_path: Path
+) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=10)
+    port, _ = wait_for(port_file, process)
+    with connect_sync(f"127.0.0.1:{port}", ONCE) as channel, pytest.raises(Unavailable):
+        OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="block 600"), timeout=PATIENCE)
+    assert process.wait(PATIENCE) == EXIT_STATUS
+    _, said = process.communicate()
+    assert "the event loop has stood still for 10 s (TROUPE_STALL_EXIT_SECONDS)" in said
+    assert "in _obey" in said  # where it stands
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_goes_on(launch: Launch, tmp_path: Path) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=20)
+    port, _ = wait_for(port_file, process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(25)
+    process.send_signal(signal.SIGCONT)
+    with connect_sync(f"127.0.0.1:{port}", ONCE) as channel:
+        reply = OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="x"), timeout=PATIENCE)
+    assert reply.job.name == "x"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0
+
+
+def test_a_process_without_a_limit_waits_for_its_loop(launch: Launch, tmp_path: Path) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=0)
+    port, _ = wait_for(port_file, process)
+    with connect_sync(f"127.0.0.1:{port}", ONCE) as channel, ThreadPoolExecutor(1) as threads:
+        order = pb.GetJobRequest(job_id="block 1")
+        reply = threads.submit(OrchestratorStub(channel).GetJob, order, timeout=PATIENCE)
+        assert reply.result().job.name == "block 1"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0
+
+
+def test_a_call_that_gets_no_memory_is_unavailable(launch: Launch, tmp_path: Path) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file)
+    port, _ = wait_for(port_file, process)
+    with (
+        connect_sync(f"127.0.0.1:{port}", ONCE) as channel,
+        pytest.raises(Unavailable, match="has no memory for this call") as caught,
+    ):
+        OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="starve"), timeout=PATIENCE)
+    assert caught.value.kind == "out_of_memory"
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
