@@ -86,7 +86,8 @@ class FakeCuda(TorchDispatchMode):
             if args[0].numel() <= LARGE:
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
-            self.waits[f"copy: {_place()}"] += 1
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                self.waits[f"copy: {_place()}"] += 1
             return args[0]
         if func is aten.equal.default:
             self.waits[f"equal: {_place()}"] += 1

@@ -39,6 +39,7 @@ WAITS = {
     "services/trainer/learning/ranks.py:_settle",
     "services/trainer/learning/pass_budget.py:<listcomp>",
     "troupe/algorithms/expert_load.py:load_metrics",
+    "troupe/algorithms/statistics.py:_routing_metrics",
     "troupe/algorithms/statistics.py:metrics",
 }
 
