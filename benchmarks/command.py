@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from troupe.disks import Scratch
+from troupe.processes.ending import stop_process
 
 _END_SECONDS: Final = 20.0
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
@@ -119,10 +120,5 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ask it to end, and kill it when it does not in time."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Stop a process that the benchmark has started."""
+    stop_process(process, _END_SECONDS)

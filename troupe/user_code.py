@@ -188,15 +188,3 @@ def _started(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="blocking-call", daemon=True).start()
     return future
-
-
-def close_output(process: asyncio.subprocess.Process) -> None:
-    """Close this end of a killed process' standard output, so that `process.wait()` returns.
-
-    asyncio reports the end of a process once its pipes have ended, and reads nothing of a pipe
-    while twice its buffer (128 KiB) waits to be taken (python/cpython#119710).
-    """
-    transport = getattr(process, "_transport", None)
-    pipe = None if transport is None else transport.get_pipe_transport(1)
-    if pipe is not None:
-        pipe.close()

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from troupe.processes.ending import signal_group
+
 _START_SECONDS: Final = 180.0
 _END_SECONDS: Final = 20.0
 # Beyond the window itself: what is under way is taken to its end.
@@ -138,12 +140,10 @@ class Running:
     def _signal(self, number: signal.Signals) -> None:
         # Ray's processes miss each other's heartbeats; they wait by themselves.
         if self.side.module != "rllib":
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, number)
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

@@ -22,6 +22,8 @@ from typing import Any, Final
 import psutil
 import structlog
 
+from troupe.processes.ending import descendants
+
 log = structlog.get_logger("troupe.reward")
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -347,63 +349,10 @@ def _end_all(group: Path) -> None:
             write(group / "freezer.state", "THAWED")
 
 
-def descendants(pid: int) -> list[int]:
-    """Ids of the processes below `pid`; empty when it has ended.
-
-    By the kernel's own lists where it keeps them: psutil looks at all processes of the machine.
-    """
-    found: list[int] = []
-    ahead = [pid]
-    while ahead:
-        try:
-            below = _children(ahead.pop())
-        except FileNotFoundError:
-            return _slowly(pid)
-        found += below
-        ahead += below
-    return found
-
-
 def family(pid: int) -> list[int]:
     """`pid` and its `descendants`; empty when it has ended."""
     below = descendants(pid)
     return [pid, *below] if psutil.pid_exists(pid) else []
-
-
-def kill_with_children(pid: int) -> None:
-    """Kill a process, its process group and all that descends from it, in whatever session. (The
-    first process of a sandbox is of another user and session than bubblewrap, its parent.)"""
-    below = descendants(pid)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    for child in below:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(child, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    """Ids of the children of `pid`. Raises FileNotFoundError where the kernel keeps no lists."""
-    found: list[int] = []
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    except (FileNotFoundError, ProcessLookupError):
-        return found  # it has ended
-    for task in tasks:
-        try:
-            found += map(int, (task / "children").read_text().split())
-        except ProcessLookupError:
-            continue
-        except FileNotFoundError:
-            if task.exists():
-                raise
-    return found
-
-
-def _slowly(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 # Nice value of a worker without a call: its children run behind everything else.

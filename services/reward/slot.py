@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -27,19 +26,17 @@ from services.reward.cgroups import (
     CoreLease,
     CoreManager,
     family,
-    kill_with_children,
 )
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
 from services.reward.sandboxes.supervisor import FOREIGN, answer_channel, received
-from troupe.user_code import close_output
+from troupe.processes.ending import close_output, exit_text, kill_tree, signal_group
+from troupe.processes.frames import frame, read_frame
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
 _Kind = pb.InvocationError
-# Of a frame to or from a worker: the length of its JSON.
-HEADER: Final = struct.Struct(">I")
 # An answer is a result of at most 16 MiB, or an error.
 _MAX_FRAME_BYTES: Final = 20 * 2**20
 # The last of what functions print that is kept.
@@ -438,10 +435,7 @@ class WorkerProcess:
     def send(self, *requests: Mapping[str, Any]) -> None:
         """Send requests; the answers come in the same order."""
         assert self._process.stdin is not None
-        frames: list[bytes] = []
-        for request in requests:
-            body = json.dumps(request).encode()
-            frames += (HEADER.pack(len(body)), body)
+        frames = [frame(json.dumps(request).encode()) for request in requests]
         # That the worker has ended, or does not read, shows when its answer is waited for.
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"".join(frames))
@@ -449,8 +443,8 @@ class WorkerProcess:
     async def answer(self) -> worker.CallAnswer:
         """The next answer; what was printed before it has been read. Raises `WorkerDied`."""
         try:
-            frame = await read_frame(self._answers, _MAX_FRAME_BYTES)
-            answer = worker.CallAnswer.of_frame(frame)
+            body = await read_frame(self._answers, _MAX_FRAME_BYTES)
+            answer = worker.CallAnswer.of_frame(json.loads(body))
         except (OSError, EOFError) as error:
             raise WorkerDied(await self._how_it_died()) from error
         except (ValueError, RecursionError) as error:
@@ -479,10 +473,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and all that it started."""
         if self.alive:
-            kill_with_children(self._process.pid)
+            kill_tree(self._process.pid)
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it left in its group
+        signal_group(self._process.pid, signal.SIGKILL)  # what it left in its group
 
     async def end(self) -> None:
         """Kill the process and wait until it has ended."""
@@ -594,23 +587,12 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        kill_with_children((await starting).pid)
+        kill_tree((await starting).pid)
         raise
 
 
-async def read_frame(stream: asyncio.StreamReader | AnswerReader, most_bytes: int) -> Any:
-    """The JSON of one frame. Raises EOFError at the end, ValueError for what is too long or no
-    JSON, RecursionError."""
-    (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
-    if size > most_bytes:
-        raise ValueError(f"it announced {size:,} bytes")
-    return json.loads(await stream.readexactly(size))
-
-
 def how_it_ended(status: int) -> str:
-    """An exit status in words: "was killed by SIGKILL", "exited with status 1"."""
-    if status < 0 or status > 128:  # bubblewrap reports its child's signal like a shell
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-status if status < 0 else status - 128).name
-            return f"was killed by {name}"
-    return f"exited with status {status}"
+    """Return the exit status of a worker or its sandbox in words, as `exit_text`."""
+    # bubblewrap reports its child's signal like a shell.
+    by_signal = 128 < status <= 128 + max(signal.valid_signals())
+    return exit_text(128 - status if by_signal else status)

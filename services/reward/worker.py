@@ -19,7 +19,6 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -52,12 +51,11 @@ _TRACEBACK_LINES: Final = 30
 _TEXT_CHARS: Final = 2000
 _TRACEBACK_CHARS: Final = 16 * 2**10
 _MAX_RESULT_BYTES: Final = 16 * 2**20
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
-_HEADER: Final = struct.Struct(">I")
+_HEADER_BYTES: Final = 4
 
 _functions: dict[str, Callable[..., Any]] = {}
 _mtimes: dict[str, int] = {}
@@ -91,9 +89,8 @@ def initialize(service_pid: int) -> None:
     if not service_pid:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != service_pid:  # it has died already
-        _exit(1)
+    tether = load_file("../../troupe/processes/tether.py")
+    tether.end_with_parent(service_pid, signal.SIGKILL)
 
 
 def confine(limits: list[str]) -> None:
@@ -155,8 +152,8 @@ def serve(keeper: Any = None) -> None:
     me, channel = getpid(), file_of(answers.fileno())
     if keeper is not None:
         keeper.begin([requests.fileno(), answers.fileno()])
-    while header := requests.read(_HEADER.size):
-        request = json.loads(requests.read(*_HEADER.unpack(header)))
+    while header := requests.read(_HEADER_BYTES):
+        request = json.loads(requests.read(int.from_bytes(header, "big")))
         call = request.pop("call")
         answer = _CALLS[call](**request)
         if getpid() != me:  # a child that a function forked, and that came back from its code
@@ -171,11 +168,25 @@ def serve(keeper: Any = None) -> None:
                 answer = answer._replace(unfit=keeper.restore(_keeps_running(request)))
         if file_of(answers.fileno()) != channel:
             _exit(1)  # else the answer would go into some file of the function
-        body = json.dumps(answer).encode()
-        answers.write(_HEADER.pack(len(body)) + body)
+        answers.write(frame(json.dumps(answer).encode()))
         answers.flush()
         if answer.unfit:
             _exit(0)
+
+
+def frame(body: bytes) -> bytes:
+    """Return the frame with this body, in the format of troupe/processes/frames.py."""
+    return len(body).to_bytes(_HEADER_BYTES, "big") + body
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Remove the first frame from `buffer` and return its body; None until all of it is there."""
+    end = _HEADER_BYTES + int.from_bytes(buffer[:_HEADER_BYTES], "big")
+    if len(buffer) < max(end, _HEADER_BYTES):
+        return None
+    body = bytes(buffer[_HEADER_BYTES:end])
+    del buffer[:end]
+    return body
 
 
 def file_of(descriptor: int) -> tuple[int, int]:

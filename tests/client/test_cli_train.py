@@ -275,7 +275,7 @@ def test_a_service_that_cannot_start_is_one_line_and_status_1(project: Project) 
 
     assert status == 1
     assert err.count("\n") == 1
-    assert "service = rollout-0: ended with status 3" in err
+    assert "service = rollout-0: exited with status 3" in err
     assert "rollout-0.log" in err
 
 

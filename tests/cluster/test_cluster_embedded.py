@@ -334,7 +334,7 @@ def test_a_detached_cluster_that_cannot_start_says_why(settings: ClusterSettings
     (settings.data_dir / "broken-reward").touch()
     with pytest.raises(ClusterNotStarted) as caught:
         start_detached(settings)
-    assert str(caught.value).startswith("service = reward: ended with status 3")
+    assert str(caught.value).startswith("service = reward: exited with status 3")
     assert "the stub is broken: on purpose" in str(caught.value)
 
 

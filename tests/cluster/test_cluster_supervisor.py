@@ -145,7 +145,7 @@ async def test_a_child_that_does_not_start_stops_the_rest_and_says_why(run) -> N
     with pytest.raises(ChildFailed) as caught:
         await supervisor.start()
 
-    assert "ended with status 3 before it was ready" in str(caught.value)
+    assert "exited with status 3 before it was ready" in str(caught.value)
     assert "no module named magic" in str(caught.value)
     assert "b.log" in str(caught.value)
     assert supervisor.children["a"].state == ChildState.STOPPED
@@ -310,6 +310,6 @@ async def test_what_may_end_at_first_is_started_again_so_often(
         await supervisor.start()
         assert recorder.events == ["a ended before it was ready; starting it again"] * 3
     else:
-        with pytest.raises(ChildFailed, match="ended with status 9 before it was ready"):
+        with pytest.raises(ChildFailed, match="exited with status 9 before it was ready"):
             await supervisor.start()
     assert (tmp_path / "starts").stat().st_size == attempts

@@ -91,7 +91,7 @@ async def test_redis_waits_for_room_and_has_lost_nothing(disk: Path) -> None:
                     kept += 1
             await until(lambda: child.state == ChildState.WAITING)
             assert f"the disk of {disk}/logs is full (0 of 32 MiB are free)" in told[-1]
-            assert "redis ended with status" in told[-1]
+            assert "redis exited with status" in told[-1]
             await asyncio.sleep(2.5)  # it is not started in vain
             assert (child.restarts, failure.done()) == (kept and len(told) // 3, False)
             filler.unlink()

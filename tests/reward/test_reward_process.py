@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.reward.cgroups import descendants, family
+from services.reward.cgroups import family
+from troupe.processes.ending import descendants
 from troupe.rpc import Unavailable, connect_sync, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub

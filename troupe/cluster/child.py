@@ -13,7 +13,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from troupe.cluster.errors import ChildFailed, ChildNotReady, DiskFull
 from troupe.cluster.layout import ChildSpec
 from troupe.devices import pin
 from troupe.disks import SLOWEST_BYTES_PER_SECOND, shortage
+from troupe.processes.ending import exit_text, signal_group, stop_process_async
+from troupe.processes.tether import tethered
 
-TETHER = Path(__file__).with_name("tether.py")
 # Seconds before the first restart: short, so that callers' retries bridge the gap.
 FIRST_BACKOFF = 0.2
 # A child that dies more than `max_restarts` times within so many seconds is given up.
@@ -107,7 +107,7 @@ class Child:
         while True:
             assert self._process is not None  # start() has returned
             status = await self._process.wait()
-            await self._back_off(f"{self.spec.name} {_describe_exit(status)}")
+            await self._back_off(f"{self.spec.name} {exit_text(status)}")
             self._sweep()
             self.restarts += 1
             self._move(ChildState.STARTING)
@@ -128,14 +128,7 @@ class Child:
             return
         self._move(ChildState.STOPPING)
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-            try:
-                async with asyncio.timeout(self.spec.stop_seconds):
-                    await self._process.wait()
-            except TimeoutError:
-                self._kill()
-                await self._process.wait()
+            await stop_process_async(self._process, self.spec.stop_seconds)
         await self._await_group_exit()
         self._sweep()
         self.pid = None
@@ -176,12 +169,7 @@ class Child:
     async def _spawn(self) -> asyncio.subprocess.Process:
         with logs.open_log(self.log, f"{self.spec.name} start {self._launches}") as log:
             return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-S",
-                "-E",
-                str(TETHER),
-                str(os.getpid()),
-                *self.spec.command,
+                *tethered(self.spec.command),
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -215,7 +203,7 @@ class Child:
                 self._sweep()
                 raise ChildFailed(
                     self.spec.name,
-                    f"{_describe_exit(ended.result())} before it was ready",
+                    f"{exit_text(ended.result())} before it was ready",
                     self.log,
                     logs.last_line(self.log),
                 )
@@ -281,8 +269,7 @@ class Child:
     def _sweep(self) -> None:
         """Kill the processes that the dead one left in its group."""
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid, signal.SIGKILL)
 
     async def _await_group_exit(self) -> None:
         """Wait a moment for the rest of an ended process's group to exit by itself.
@@ -300,12 +287,3 @@ class Child:
     def _move(self, state: ChildState, event: str = "") -> None:
         self.state = state
         self._changed(self, event)
-
-
-def _describe_exit(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

@@ -7,9 +7,7 @@ ARL-Tangram, section 3).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.chassis.telemetry import Telemetry
 from troupe.disks import Scratch
+from troupe.processes.ending import stop_process_async
+from troupe.processes.tether import tethered
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import (
     SIZES,
@@ -334,15 +334,7 @@ class ModelService:
         if process is None:
             return
         self.url, self.cell = "", None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        await stop_process_async(process, _END_SECONDS, group=True)
         self._copy.unlink(missing_ok=True)
 
     @property
@@ -357,7 +349,7 @@ class ModelService:
             command = [
                 *(sys.executable, "-m", "services.reward.gpu.resident"),
                 *("--entrypoint", self.settings.entrypoint, "--port", str(port)),
-                *("--copy", str(self._copy), "--parent", str(os.getpid())),
+                *("--copy", str(self._copy)),
             ]
             imports = [entry for entry in sys.path if entry]
             environment["PYTHONPATH"] = os.pathsep.join(imports)
@@ -368,7 +360,11 @@ class ModelService:
             environment[_DEVICES] = ",".join(devices_of(cell, environment.get(_DEVICES)))
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                # An orphaned model would hold its devices for ever.
+                *tethered(command),
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
             raise ModelUnavailable(f"{self.name} was not started: {error}") from error

@@ -2,7 +2,7 @@
 
 Started as `python -m services.reward.gpu.resident` with
 
-    --entrypoint my_models:make_judge --port 8000 --copy /dev/shm/x/judge.safetensors --parent PID
+    --entrypoint my_models:make_judge --port 8000 --copy /dev/shm/x/judge.safetensors
 
 The object that the entrypoint makes is a torch module or has some as attributes. Their weights are
 copied once to a file in shared memory and dropped; from there they are restored to the devices that
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import threading
 import time
 import traceback
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import torch
 
-_LOOK_SECONDS: Final = 1.0
 _MAX_BODY: Final = 64 * 2**20
 
 
@@ -203,25 +201,17 @@ def load(entrypoint: str) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Load the model and serve it until the parent process ends."""
+    """Load the model and serve it until SIGTERM."""
     parser = argparse.ArgumentParser(prog="services.reward.gpu.resident")
     parser.add_argument("--entrypoint", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--copy", type=Path, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
-    threading.Thread(target=_end_with, args=(arguments.parent,), daemon=True).start()
     resident = ResidentModel(load(arguments.entrypoint)(), arguments.copy)
     handler = type("Handler", (_Handler,), {"resident": resident})
     # Health is answered from here on.
     with ThreadingHTTPServer(("127.0.0.1", arguments.port), handler) as server:
         server.serve_forever()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import json
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +18,7 @@ from services.reward.cgroups import BASE_MIB, CoreLease
 from services.reward.sandboxes import supervisor
 from services.reward.sandboxes.profile import HANDED_OUT, SandboxProfile, find_engine
 from services.reward.sandboxes.sandbox import SandboxBackend
+from troupe.processes.frames import frame
 
 _COMMAND_SECONDS: Final = 30.0
 _USER: Final = "65534:65534"
@@ -124,7 +124,7 @@ def _first_input(limits: Mapping[str, int], source: str) -> bytes:
             },
         }
     ).encode()
-    return struct.pack(">I", len(body)) + body
+    return frame(body)
 
 
 async def _engine(*arguments: str) -> None:

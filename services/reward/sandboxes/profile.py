@@ -259,7 +259,7 @@ def unprivileged_user() -> SandboxUser:
             *("--unshare-cgroup-try", "--cap-drop", "ALL"),
             *(w for cap in ("SETUID", "SETGID", "SETPCAP") for w in ("--cap-add", f"CAP_{cap}")),
         ),
-        # `kill_with_children` ends the first process of a sandbox, bubblewrap's own first process
+        # `kill_tree` ends the first process of a sandbox, bubblewrap's own first process
         # the others: bubblewrap outside may not kill processes of another user.
         after=become,
         shared=user == _NOBODY,

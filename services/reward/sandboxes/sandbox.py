@@ -23,11 +23,12 @@ from services.reward.cgroups import (
     CoreLease,
     CoreManager,
     family,
-    kill_with_children,
 )
 from services.reward.sandboxes import supervisor
 from services.reward.sandboxes.profile import SandboxProfile
-from services.reward.slot import HEADER, how_it_ended, read_frame, start_process
+from services.reward.slot import how_it_ended, start_process
+from troupe.processes.ending import kill_tree
+from troupe.processes.frames import frame, read_frame
 from troupe.rpc import TroupeError
 
 log = structlog.get_logger("troupe.reward")
@@ -163,7 +164,7 @@ class Sandbox:
         if process is not None:
             with contextlib.suppress(Exception):
                 await self._backend.thaw()  # a frozen process is not killed by every kernel
-            kill_with_children(process.pid)
+            kill_tree(process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
@@ -289,12 +290,11 @@ class Sandbox:
             return output
         return ""
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        body = json.dumps(frame).encode()
         with contextlib.suppress(OSError):  # it has ended: `_read` reports that
-            self._process.stdin.write(HEADER.pack(len(body)) + body)
+            self._process.stdin.write(frame(json.dumps(request).encode()))
 
     async def _read(self) -> None:
         assert self._process is not None
@@ -302,7 +302,8 @@ class Sandbox:
         why = "its supervisor ended"
         try:
             while True:
-                self._receive(await read_frame(self._process.stdout, _MAX_FRAME_BYTES))
+                body = await read_frame(self._process.stdout, _MAX_FRAME_BYTES)
+                self._receive(json.loads(body))
         except (OSError, EOFError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
@@ -315,8 +316,8 @@ class Sandbox:
             why = f"its answer makes no sense: {error}"
         self._fail(why)
 
-    def _receive(self, frame: Any) -> None:
-        call_id, fields, output = frame["id"], frame["answer"], frame["output"]
+    def _receive(self, found: Any) -> None:
+        call_id, fields, output = found["id"], found["answer"], found["output"]
         answer = worker.CallAnswer.of_frame(fields)
         if not isinstance(output, str):
             raise ValueError("that is not an answer")
@@ -333,7 +334,7 @@ class Sandbox:
                 future.set_exception(SandboxEnded(self.gone))
                 future.exception()  # marks it as seen: the caller may have left
         if self._process is not None:
-            kill_with_children(self._process.pid)
+            kill_tree(self._process.pid)
         if first:
             self._ended(why)
 

@@ -42,7 +42,6 @@ WORK: Final = "/tmp/work"
 # Home directory of calls; this process has none, so that it imports nothing that a call wrote.
 HOME: Final = "/tmp"
 
-_HEADER: Final = struct.Struct(">I")
 # Process, user and group that sent something (SCM_CREDENTIALS).
 _SENDER: Final = struct.Struct("3i")
 _READ_BYTES: Final = 1 << 16
@@ -109,14 +108,6 @@ class ChildCall:
             self.foreign += len(part)
         return part
 
-    def complete(self) -> bytes | None:
-        """The answer's JSON once all of it has been read, else None."""
-        if len(self.answer) < _HEADER.size:
-            return None
-        (size,) = _HEADER.unpack(self.answer[: _HEADER.size])
-        end = _HEADER.size + size
-        return bytes(self.answer[_HEADER.size : end]) if len(self.answer) >= end else None
-
 
 class SandboxSupervisor:
     """Reads requests, runs them in child processes, and writes the answers; single-threaded."""
@@ -174,14 +165,8 @@ class SandboxSupervisor:
     def _receive(self) -> bool:
         part = os.read(self._requests, _READ_BYTES)
         self._buffer += part
-        while len(self._buffer) >= _HEADER.size:
-            (size,) = _HEADER.unpack(self._buffer[: _HEADER.size])
-            end = _HEADER.size + size
-            if len(self._buffer) < end:
-                break
-            frame = json.loads(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            self._handle(frame)
+        while (body := self._worker.take_frame(self._buffer)) is not None:
+            self._handle(json.loads(body))
         return bool(part)
 
     def _handle(self, frame: dict[str, Any]) -> None:
@@ -270,8 +255,7 @@ class SandboxSupervisor:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # closed or replaced: they are the function's
                     stream.flush()
-            body = json.dumps(answer).encode()
-            answers.sendall(_HEADER.pack(len(body)) + body)
+            answers.sendall(self._worker.frame(json.dumps(answer).encode()))
         finally:
             os._exit(0)
 
@@ -290,7 +274,7 @@ class SandboxSupervisor:
         elif not answers:
             call.output += part
             del call.output[:-_OUTPUT_BYTES]
-        elif (body := call.complete()) is not None:
+        elif (body := self._worker.take_frame(call.answer)) is not None:
             self._end(call, body)
         elif len(call.answer) > _ANSWER_BYTES:
             self._end(call, b"")
@@ -341,7 +325,7 @@ class SandboxSupervisor:
     def _answer(self, call_id: int, *fields: str, output: str = "") -> None:
         answer = self._worker.CallAnswer(*fields)
         body = json.dumps({"id": call_id, "answer": answer, "output": output}).encode()
-        view = memoryview(_HEADER.pack(len(body)) + body)
+        view = memoryview(self._worker.frame(body))
         while view:
             view = view[os.write(self._answers, view) :]
 

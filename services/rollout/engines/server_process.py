@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Final
 from services.rollout.engines.errors import EngineStartFailed
 from troupe.devices import Device, pin, visible
 from troupe.job.policy import server_of
+from troupe.processes.ending import stop_process_async
+from troupe.processes.tether import tethered
 from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, plan
 
 # For a server to end its own children; then the whole process group is killed.
@@ -23,18 +23,6 @@ TERM_SECONDS: Final = 10.0
 _TAIL_BYTES: Final = 4096
 # A log lies in host memory: a server that runs for weeks must not fill it.
 _LOG_BYTES: Final = 16 << 20
-# Asks the kernel for SIGTERM when the rollout process dies, however it dies, then becomes the
-# server: an orphaned server would hold its memory and its port for ever.
-_STUB: Final = """
-import ctypes, os, sys
-try:
-    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
-except Exception:
-    pass
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the rollout process is gone")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 # The plan of a worker knows one host, whatever its name.
 _HERE = "here"
 # Attached servers of this worker's engines, by address.
@@ -141,11 +129,8 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                _STUB,
-                str(os.getpid()),
-                *self.command,
+                # An orphaned server would hold its memory and its port for ever.
+                *tethered(self.command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -193,20 +178,9 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """SIGTERM to the group, SIGKILL if it is still there after `TERM_SECONDS`. Repeatable."""
-        process = self._process
-        if process is None:
-            return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_SECONDS)
-        # Its children are in the group and may have outlived it.
-        self._signal(signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), TERM_SECONDS)
-
-    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            # Its children are in the group and may outlive it.
+            await stop_process_async(self._process, TERM_SECONDS, group=True)
 
 
 def claim_url(url: str, holder: Hashable) -> bool:

@@ -21,8 +21,9 @@ from services.chassis.process import keep_freed_memory
 from services.chassis.settings import read_settings
 from services.trainer.__main__ import make_service
 from services.trainer.gang.allocation import allocation
-from services.trainer.gang.gang import RankSettings, launch, ranks_here
+from services.trainer.gang.gang import GRACE_SECONDS, RankSettings, launch, ranks_here
 from services.trainer.settings import TrainerSettings
+from troupe.processes.ending import stop_process
 from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger("troupe.gang")
@@ -59,9 +60,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
         )
         while agent.poll() is None and not stop.wait(_PAUSE_SECONDS):
             pass
-        if agent.poll() is None:
-            agent.send_signal(signal.SIGTERM)
-        log.info("ranks have ended", status=agent.wait())
+        log.info("ranks have ended", status=stop_process(agent, GRACE_SECONDS))
         stop.wait(_PAUSE_SECONDS)
 
 

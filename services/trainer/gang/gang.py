@@ -9,7 +9,6 @@ that ranks end with the worker.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -40,6 +39,8 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.devices import find_devices
 from troupe.disks import Scratch
+from troupe.processes.ending import stop_process
+from troupe.processes.tether import end_with_parent
 from troupe.rpc import (
     NO_RETRY,
     Aborted,
@@ -61,7 +62,6 @@ _LENGTH_BYTES = 8
 _POLL_SECONDS = 0.2
 # Seconds between SIGTERM and SIGKILL.
 GRACE_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
 # How long another worker may take to end earlier ranks and start those of a gang.
 _LEND_SECONDS = 30.0
 # Deadline of the call that holds them; a gang that is older is lost, and formed again.
@@ -373,11 +373,10 @@ class Gang:
                 else:
                     channel.close()
             if not (orderly and channel is not None and self._ended()):
-                self.end()
-                if not self._ended() and self._agent is not None:
-                    log.error("ranks did not end, they are killed")
-                    self._agent.kill()  # torchrun, and with it its ranks
-                    self._agent.wait()
+                # torchrun; its ranks end with it.
+                status = 0 if self._agent is None else stop_process(self._agent, GRACE_SECONDS)
+                if status == -signal.SIGKILL:
+                    log.error("ranks did not end, they were killed")
             for member in self._members:
                 member.close()
             if channel is not None:
@@ -722,17 +721,10 @@ class Gangs:
             gang.close()
 
 
-def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process `number` when its parent, `parent`, has ended."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # the parent has ended already
-        os.kill(os.getpid(), number)
-
-
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
-        end_with_parent(int(parent), signal.SIGTERM)
+        end_with_parent(int(parent))
     # Ranks are children of this process: they are to end with it, as it ends with the worker.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -8,8 +8,6 @@ runs ranks of one gang at a time, of the one that the orchestrator formed last.
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
 from collections.abc import AsyncIterator
 
 import structlog
@@ -17,6 +15,7 @@ import structlog
 from services.trainer.gang.gang import GRACE_SECONDS, RankSettings, launch
 from services.trainer.settings import TrainerSettings
 from troupe.functions.validation import MAX_SECONDS, is_seconds
+from troupe.processes.ending import stop_process
 from troupe.rpc import Aborted, InvalidArgument
 from troupe.rpc.addresses import split_address
 from troupe.v1 import trainer_pb2
@@ -142,7 +141,7 @@ class LentDevices:
                     await asyncio.sleep(_POLL_SECONDS)
                 status = agent.poll()
             finally:
-                await _end(agent)
+                await asyncio.to_thread(stop_process, agent, GRACE_SECONDS)
                 log.info("devices are back", leader=request.leader, status=agent.returncode)
         raise self._ended(request, "given up" if status is None else f"exit status {status}")
 
@@ -152,14 +151,3 @@ class LentDevices:
             kind="gang_lost",
             remedy="The log of this worker says which rank ended and why.",
         )
-
-
-async def _end(agent: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks, by force after a while."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if agent.poll() is None:
-            agent.send_signal(number)
-        for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
-            if agent.poll() is not None:
-                return
-            await asyncio.sleep(_POLL_SECONDS)

@@ -31,7 +31,6 @@ from services.trainer.gang.gang import (
     RankConversation,
     RankSettings,
     decode_rows,
-    end_with_parent,
 )
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
@@ -44,6 +43,7 @@ from services.trainer.state.durability import HostCopy, step_back
 from services.trainer.state.training_state import reported
 from troupe.checkpoints.adapters import Tensors
 from troupe.job import JobSpec
+from troupe.processes.tether import end_with_parent
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
 from troupe.rpc.addresses import split_address
 from troupe.v1.trainer_pb2 import WantedWeights

@@ -32,7 +32,7 @@ from troupe.workflow.environments import (
     [
         ("raise", "raised", "a bug of its author"),
         pytest.param("exit", "raised", "SystemExit", marks=pytest.mark.slow),
-        ("die", "died", "exit status 7; last words"),
+        ("die", "died", "exited with status 7; last words"),
         ("hang", "deadline", "within 0.3 s and was killed"),
         pytest.param("spin", "deadline", "and was killed", marks=pytest.mark.slow),
     ],

@@ -136,7 +136,7 @@ def test_a_program_that_is_no_interpreter_is_a_fault_with_its_last_words(tmp_pat
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('not today')\n")
     program.chmod(0o755)
-    with pytest.raises(WorkflowError, match="exit status 1; not today") as caught:
+    with pytest.raises(WorkflowError, match="exited with status 1; not today") as caught:
         opened(python=str(program))
     assert caught.value.kind == "environment"
 

@@ -192,7 +192,7 @@ async def test_what_an_environment_refuses_is_said(rubrics: str, tasksets: str) 
         ("raise", "the relay broke", "raised"),
         ("hang", "within 4 s", "deadline"),
         ("block", "within 4 s", "deadline"),
-        ("die", "exit status 7", "died"),
+        ("die", "exited with status 7", "died"),
     ],
 )
 async def test_an_episode_that_fails_is_a_fault_and_the_next_one_is_played(

@@ -30,6 +30,7 @@ from typing import Any, Final, TypedDict
 from xml.etree import ElementTree
 
 from troupe.functions.declaration import tool
+from troupe.processes.ending import signal_group
 
 # Failures in a report, characters of each, and bytes of a report file.
 _MOST_FAILURES: Final = 20
@@ -155,8 +156,7 @@ class Program:
 
     def kill(self) -> None:
         """Kill it and its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        signal_group(self.process.pid, signal.SIGKILL)
 
     def _write(self) -> bool:
         assert self.process.stdin is not None

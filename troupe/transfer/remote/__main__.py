@@ -6,7 +6,6 @@ one line why it cannot. It ends on SIGTERM, and when its parent does.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import logging
@@ -15,23 +14,22 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import torch
 from pydantic import SecretStr
 
+from troupe.processes.tether import end_with_parent
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer import Transfer
 from troupe.transfer.remote.owner import TransferOwner
 
-_PR_SET_PDEATHSIG: Final = 1
-
 
 def main() -> None:
     """Serve until SIGTERM, or the end of the parent."""
-    _die_with(int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]))
     # A crash of UCX leaves a stack trace in the log.
     faulthandler.enable()
     config: dict[str, Any] = json.loads(sys.stdin.readline())
@@ -90,15 +88,6 @@ def _credentials(config: dict[str, Any], settings: ClientSettings) -> grpc.Serve
         root_certificates=settings.tls_ca.read_bytes() if ask and settings.tls_ca else None,
         require_client_auth=ask,
     )
-
-
-def _die_with(parent: int) -> None:
-    """SIGTERM when the parent ends, however it does."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        # It may have died before the call above: no signal would ever come.
-        if os.getppid() != parent:
-            raise SystemExit(143)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from troupe.processes.ending import stop_process
 from troupe.rpc.addresses import join_address, local_host, reachable_host
 from troupe.rpc.channel import connect_sync
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
@@ -194,12 +194,7 @@ class OwnerProcess:
         with self._lock:
             process = self._process
         assert process is not None
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop_process(process, _STOP_SECONDS)
         if process.stdin is not None:
             process.stdin.close()
         self._keeper.join(_STOP_SECONDS)

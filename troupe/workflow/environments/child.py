@@ -1,15 +1,13 @@
 """The child process of a hosted environment, and the messages between it and its parent.
 
 `python -m troupe.workflow.environments.child PARENT_PID` reads requests (`open`, `reset`, `step`)
-from stdin and writes one answer to each to stdout; both are frames: a length of four bytes, big
-endian, and a JSON object.
+from stdin and writes one answer to each to stdout; both are frames of JSON objects.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -21,13 +19,14 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from troupe.outcomes import NotJsonError, json_text
+from troupe.processes.frames import frame, read_frame_from
+from troupe.processes.tether import end_with_parent
 from troupe.workflow import errors
 from troupe.workflow.environments.contract import is_reset, is_step
 from troupe.workflow.environments.host import open_environment, raised_fault
 from troupe.workflow.environments.interface import Environment, Observation, Properties, Reset, Step
 from troupe.workflow.errors import EntrypointError, WorkflowError
 
-HEADER_BYTES: Final = 4
 MAX_FRAME_BYTES: Final = 16 * 2**20
 
 # Errors whose class the parent restores; others become `EnvironmentFault`.
@@ -47,7 +46,8 @@ _TYPED: Final[dict[str, type[WorkflowError]]] = {
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """Encode a frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
+    """Encode the body of a frame. Raises `EnvironmentContractError` when it is too large or not
+    JSON."""
     try:
         # A NaN reward is reported by the contract, with the seat's name.
         body = json_text(message, allow_nan=True).encode()
@@ -64,7 +64,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
             field="environment",
             remedy="Observe less.",
         )
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
+    return body
 
 
 def unpack(body: bytes) -> dict[str, Any]:
@@ -182,17 +182,6 @@ def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": array.shape, "data": data}
 
 
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends: native code may never return to Python."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the call above
-        os._exit(1)
-
-
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """The request and answer pipes, moved away from stdin and stdout, which games may use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -237,18 +226,18 @@ class EnvironmentChild:
 
 def main() -> None:
     """Serve requests until the pipe ends; `argv[1]` is the parent's process id."""
-    die_with(int(sys.argv[1]))
+    # SIGKILL: native code of a game may never return to Python.
+    end_with_parent(int(sys.argv[1]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     requests, answers = take_pipes()
     child = EnvironmentChild()
-    while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
-        body = requests.read(int.from_bytes(header, "big"))
+    while (body := read_frame_from(requests)) is not None:
         answer = child.answer(unpack(body))
         try:
-            frame = pack(answer)
+            packed = pack(answer)
         except WorkflowError as error:
-            frame = pack({"error": from_error(error)})
-        answers.write(frame)
+            packed = pack({"error": from_error(error)})
+        answers.write(frame(packed))
         answers.flush()
     child.close()
 

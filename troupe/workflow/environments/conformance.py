@@ -360,7 +360,7 @@ def _compare(record: EpisodeRecord, environment: Environment, where: str) -> Non
 
 def _travelled(message: dict[str, Any]) -> dict[str, Any]:
     """`message` after serialisation and parsing."""
-    return child.unpack(child.pack(message)[child.HEADER_BYTES :])
+    return child.unpack(child.pack(message))
 
 
 # A move that no game has.

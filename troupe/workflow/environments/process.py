@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import psutil
-
-from troupe.user_code import close_output
+from troupe.processes.ending import close_output, exit_text, kill_tree
+from troupe.processes.frames import FrameTooLarge, frame, read_frame
 from troupe.workflow import shipped
 from troupe.workflow.environments.child import (
-    HEADER_BYTES,
     MAX_FRAME_BYTES,
     pack,
     to_error,
@@ -109,18 +106,14 @@ class EnvironmentProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        frame = pack(request)
+        packed = pack(request)
         what = str(request["op"])
         answered = False
         try:
             async with asyncio.timeout(seconds):
-                process.stdin.write(frame)
+                process.stdin.write(frame(packed))
                 await process.stdin.drain()
-                header = await process.stdout.readexactly(HEADER_BYTES)
-                length = int.from_bytes(header, "big")
-                if length > MAX_FRAME_BYTES:
-                    raise self._fault("too_large", f"answered {what} with {length:,} bytes")
-                answer = unpack(await process.stdout.readexactly(length))
+                answer = unpack(await read_frame(process.stdout, MAX_FRAME_BYTES))
             answered = True
         except TimeoutError:
             COUNTERS.count("kills", self.name)
@@ -131,6 +124,9 @@ class EnvironmentProcess:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._died(what) from error
+        except FrameTooLarge as error:
+            message = f"answered {what} with {error.size:,} bytes"
+            raise self._fault("too_large", message) from error
         except ValueError as error:
             raise self._fault("too_large", f"answered {what} with no JSON: {error}") from error
         finally:
@@ -146,14 +142,14 @@ class EnvironmentProcess:
         process = self._process
         if process is None or self._reaping is not None:
             return
-        kill_group(process.pid)
+        kill_tree(process.pid)
         self._reaping = asyncio.create_task(self._reap(process))
 
     def abandon(self) -> None:
         """Kill and reap the process when the event loop that it was started in has ended."""
         process, self._process = self._process, None
         if process is not None:
-            kill_group(process.pid)
+            kill_tree(process.pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, 0)
 
@@ -180,7 +176,7 @@ class EnvironmentProcess:
             await asyncio.wait_for(process.wait(), 1.0)
         if self._draining is not None:  # to have the end of stderr
             await asyncio.wait({self._draining}, timeout=1.0)
-        how = how_it_died(process.returncode)
+        how = "it hangs" if process.returncode is None else exit_text(process.returncode)
         last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
         return self._fault("died", f"died during {what}: {how}" + "".join(f"; {s}" for s in last))
 
@@ -204,25 +200,6 @@ class EnvironmentProcess:
 
 
 _LIMITS: Final = {"open": "start_seconds", "reset": "reset_seconds", "step": "step_seconds"}
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process and its descendants, also those in other sessions."""
-    started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        started = psutil.Process(pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    for process in started:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-def how_it_died(status: int | None) -> str:
-    if status is not None and status < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"
 
 
 # An idle process costs memory; starting one costs an import of the user's libraries.

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from troupe.job.data import VerifiersSpec
+from troupe.processes.ending import exit_text, kill_tree
 from troupe.user_code import call_in_thread
 from troupe.workflow import shipped
 from troupe.workflow.environments.host import COUNTERS
-from troupe.workflow.environments.process import THREADS, how_it_died, kill_group
+from troupe.workflow.environments.process import THREADS
 from troupe.workflow.errors import EntrypointError, EnvironmentFault, FaultReason, TurnError
 
 _HOST: Final = Path(__file__).with_name("verifiers_host.py")
@@ -148,7 +149,7 @@ class VerifiersProcess:
         """Kill the process and all that it started; what is asked of it fails. Repeatable."""
         process = self._process
         if process is not None and process.poll() is None:
-            kill_group(process.pid)
+            kill_tree(process.pid)
         self._requests.put(None)
 
     def _cancel(self, number: int, answer: Future[Any]) -> None:
@@ -223,9 +224,10 @@ class VerifiersProcess:
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
     def _died(self) -> EnvironmentFault:
-        how = how_it_died(self._process.returncode if self._process is not None else None)
+        status = None if self._process is None else self._process.returncode
+        how = "ended" if status is None else exit_text(status)
         last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
-        return self._fault("died", f"ended: {how}" + "".join(f"; {line}" for line in last))
+        return self._fault("died", how + "".join(f"; {line}" for line in last))
 
     def _fault(
         self, reason: FaultReason, message: str, remedy: str | None = None, trace: str = ""

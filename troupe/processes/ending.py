@@ -1,0 +1,150 @@
+"""Ending processes: in order or by force; one process, its group, or all that descend from it.
+
+Functions in sandboxes import this module by way of Troupe's tools: what takes long to import is
+imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import asyncio
+
+# How long a killed process may take to end: one that waits for a disk or a device is not gone yet.
+_KILLED_SECONDS: Final = 30.0
+
+
+def stop_process(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> int:
+    """Stop a process: SIGTERM, and SIGKILL if it still runs after `seconds`. Repeatable.
+
+    `group`: the process leads a process group; the whole group is signalled, and what the process
+    leaves in it is killed. Returns the exit status, negative for a signal. Raises
+    `subprocess.TimeoutExpired` for a process that does not end even when killed.
+    """
+    if group:
+        signal_group(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    if group:
+        signal_group(process.pid, signal.SIGKILL)
+    return process.wait(_KILLED_SECONDS)
+
+
+async def stop_process_async(
+    process: asyncio.subprocess.Process, seconds: float, *, group: bool = False
+) -> int:
+    """Stop a process of asyncio's, as `stop_process`. Raises TimeoutError for one that does not end
+    even when killed."""
+    import asyncio
+
+    with contextlib.suppress(ProcessLookupError):
+        if group:
+            signal_group(process.pid, signal.SIGTERM)
+        else:
+            process.terminate()
+    try:
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    if group:
+        signal_group(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(_KILLED_SECONDS):
+        return await process.wait()
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal the process group that `pid` leads or led; without effect when nothing is left of it.
+
+    Processes of other users in the group are not signalled.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, its process group and all that descends from it, in whatever session."""
+    below = descendants(pid)
+    signal_group(pid, signal.SIGKILL)
+    for child in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of the processes below `pid`; none when it has ended.
+
+    They come from the kernel's own lists where it keeps them: psutil looks at all processes of the
+    machine.
+    """
+    found: list[int] = []
+    ahead = [pid]
+    while ahead:
+        try:
+            below = _children(ahead.pop())
+        except FileNotFoundError:
+            return _search(pid)
+        found += below
+        ahead += below
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ids of the children of `pid`. Raises FileNotFoundError where the kernel keeps no
+    lists."""
+    found: list[int] = []
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return found  # it has ended
+    for task in tasks:
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except ProcessLookupError:
+            continue
+        except FileNotFoundError:
+            if task.exists():
+                raise
+    return found
+
+
+def _search(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def close_output(process: asyncio.subprocess.Process) -> None:
+    """Close this end of a killed process' standard output, so that `process.wait()` returns.
+
+    asyncio reports the end of a process once its pipes have ended, and reads nothing of a pipe
+    while twice its buffer (128 KiB) waits to be taken (python/cpython#119710).
+    """
+    transport = getattr(process, "_transport", None)
+    pipe = None if transport is None else transport.get_pipe_transport(1)
+    if pipe is not None:
+        pipe.close()
+
+
+def exit_text(status: int) -> str:
+    """Return an exit status in words: "was killed by SIGKILL", "exited with status 1"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
