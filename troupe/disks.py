@@ -140,8 +140,24 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace the content of `path` all at once. Raises OSError.
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes to the disk (fsync)."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
+    """Replace the content of `path` all at once; with `sync`, on the disk when this returns. Raises
+    OSError.
 
     The draft beside it has a random name and is never an existing file, so that nobody can plant a
     link in its place where every user may write.
@@ -150,7 +166,11 @@ def replace_file(path: Path, text: str) -> None:
     try:
         with draft.open("x", encoding="utf-8") as file:
             file.write(text)
+        if sync:
+            sync_file(draft)
         draft.replace(path)
+        if sync:
+            sync_directory(path.parent)
     except OSError:
         draft.unlink(missing_ok=True)
         raise

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 import xxhash
 
+from troupe.disks import sync_directory
 from troupe.rpc import DataLoss
 
 T = TypeVar("T")
@@ -94,8 +95,4 @@ def _publish(draft: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():  # else another process has published it first
             raise
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_directory(target.parent)

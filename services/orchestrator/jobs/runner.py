@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -45,6 +44,7 @@ from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE
+from troupe.disks import replace_file
 from troupe.job import JobSpec
 from troupe.job.compatibility import advice
 from troupe.job.spec import evaluation_prefix
@@ -741,18 +741,7 @@ def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Pa
     folder = directory / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"manifest-step{content['step']}.json"
-    draft = folder / f".{path.name}.new"
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_file(path, json.dumps(content, indent=2) + "\n", sync=True)
     named = ((_MANIFEST_NAME.fullmatch(one.name), one) for one in folder.iterdir())
     there = {int(match[1]): one for match, one in named if match}
     for old in sorted(there)[:-keep]:

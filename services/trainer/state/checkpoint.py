@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 
 from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import with_dtype
-from services.trainer.state.training_state import StateStore, reported, sync_directory, sync_file
+from services.trainer.state.training_state import StateStore, reported
 from services.trainer.versions import Versions
 from troupe.checkpoints.format import CheckpointFormat, is_transformers
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import prune
 from troupe.checkpoints.verifying import Lineage, digests
 from troupe.checkpoints.writing import write_checkpoint
+from troupe.disks import sync_directory, sync_file
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.transfer import DeferredTensors

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -31,7 +30,7 @@ from services.trainer.learning.optimizer import is_moment
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import remove
 from troupe.checkpoints.writing import safetensors_file
-from troupe.disks import is_full, system_error
+from troupe.disks import is_full, sync_directory, sync_file, system_error
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.transfer import checksum_of
 
@@ -91,21 +90,6 @@ def reported(directory: Path, what: str) -> Iterator[None]:
             value=directory,
             remedy="Make the directory writable for the trainer, or set TROUPE_DATA_DIR.",
         ) from error
-
-
-def sync_file(path: Path) -> None:
-    """Flush the file's bytes to disk (fsync)."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Flush the directory entries of `path` to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
