@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.server_process import free_port
 from services.rollout.engines.sglang import server
 from tests.rollout.engines.models import make_model, policy_spec
+from troupe.processes.ending import stop_process
 
 START_SECONDS = 240.0
 # SGLang's LoRA and routed experts ask for pinned memory, which there is none of without a GPU.
@@ -122,12 +123,7 @@ def running(
         yield RealServer(url, python, process.pid)
     finally:
         os.killpg(process.pid, signal.SIGCONT)
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(15)
+        stop_process(process, 15, group=True)
 
 
 def _serves(url: str) -> bool:
