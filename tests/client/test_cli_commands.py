@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import re
+import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tests.client.conftest import Run, Stage
@@ -77,6 +79,26 @@ def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
     status, _, err = run("export", "mine", str(target), "--policy", "solver")
     assert status == 1
     assert "is not empty" in err
+
+
+def test_an_export_to_a_url_is_uploaded(run: Run, cluster: Stage) -> None:
+    cluster.fake.files = {"config.json": b"{}", "deep/a.bin": b"1"}
+    url = f"memory://{uuid.uuid4().hex}/out"
+    arguments = ("export", "mine", url, "--policy", "solver")
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert f"exported solver to {url}" in out
+    system, root = fsspec.core.url_to_fs(url)
+    assert {found.removeprefix(root) for found in system.find(root)} == {
+        "/config.json",
+        "/deep/a.bin",
+    }
+    status, _, err = run(*arguments)
+    assert status == 1
+    assert f"DIR = {url}: the target exists" in err
+    status, _, err = run(*arguments, "--push-to-hub", "me/model")
+    assert status == 2
+    assert "must be a directory of this host" in err
 
 
 def test_an_export_that_fails_leaves_nothing_in_the_way(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 
+import fsspec
 import pyarrow.parquet
 import pytest
 
@@ -71,6 +73,22 @@ def test_export(run: Run, cluster: Stage, tmp_path: Path, suffix: str) -> None:
     status, _, err = run("samples", "export", "mine", str(tmp_path / "no" / f"rows.{suffix}"))
     assert status == 2
     assert "does not exist" in err
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_an_export_to_a_url_is_uploaded(run: Run, cluster: Stage, suffix: str) -> None:
+    url = f"memory://{uuid.uuid4().hex}/rows.{suffix}"
+    status, out, err = run("samples", "export", "mine", url)
+    assert (status, err) == (0, "")
+    assert f"wrote 5 samples to {url}" in out
+    with fsspec.open(url) as file:
+        rows = (
+            pyarrow.parquet.read_table(file).to_pylist()
+            if suffix == "parquet"
+            else [json.loads(line) for line in file]
+        )
+    assert [row["id"] for row in rows] == [f"q{n}_0_t0" for n in range(5)]
+    assert run("samples", "export", "mine", url)[0] == 1  # it exists
 
 
 def test_an_export_that_breaks_leaves_no_file(run: Run, cluster: Stage, tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ import contextlib
 import re
 import secrets
 import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from troupe.checkpoints.verifying import verify
-from troupe.disks import is_full
-from troupe.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, TroupeError
+from troupe.rpc.errors import NotFound, TroupeError
+from troupe.storage import LocalPlace
 
 BEST: Final = "best"
 """Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
@@ -134,82 +133,21 @@ def copy_checkpoint(
     Raises `FailedPrecondition` if `to` exists or cannot be written, `ResourceExhausted` if its disk
     is full, `DataLoss` if the checkpoint is damaged.
     """
-    target = target_path(to)
-    scratch = scratch_beside(target)
-    try:
-        with exporting(target):
-            for file in sorted(one for one in checkpoint.rglob("*") if one.is_file()):
-                copy = scratch / file.relative_to(checkpoint)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                # File modes are not copied: services write files that only their user can read.
-                shutil.copyfile(file, copy)
-                progress(copy.stat().st_size)
-        verify(scratch, called=str(checkpoint))
-        publish(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    place = LocalPlace(Path(to))
+    with place.new_folder() as draft:
+        copy_files(checkpoint, draft, progress)
+    return place.path
 
 
-@contextlib.contextmanager
-def exporting(to: Path) -> Iterator[None]:
-    """Context that turns a failed write below `to` into ResourceExhausted of kind "storage_full",
-    or FailedPrecondition of kind "target_not_writable"."""
-    try:
-        yield
-    except FileNotFoundError:  # what is copied is gone
-        raise
-    except OSError as error:
-        if is_full(error):
-            raise ResourceExhausted(
-                "there is no room on its disk; nothing was left there",
-                kind="storage_full",
-                field="to",
-                value=to,
-                remedy="Free space, or choose a directory on another disk.",
-            ) from error
-        raise _not_writable(to, error) from error
+def copy_files(checkpoint: Path, folder: Path, progress: Callable[[int], None]) -> None:
+    """Copy the files of a checkpoint into an empty folder, and check the copies.
 
-
-def target_path(to: str | Path) -> Path:
-    """`to` as an absolute path."""
-    return Path(to).expanduser().absolute()
-
-
-def scratch_beside(to: Path) -> Path:
-    """A new directory beside `to`, to be renamed to it. Raises `FailedPrecondition` when `to`
-    exists and is not empty, or its parent is not writable."""
-    require_vacant(to)
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    except OSError as error:
-        raise _not_writable(to, error) from error
-
-
-def _not_writable(to: Path, error: OSError) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"nothing can be written there: {error.strerror or error}.",
-        kind="target_not_writable",
-        field="to",
-        value=to,
-        remedy="Choose another directory.",
-    )
-
-
-def publish(scratch: Path, to: Path) -> None:
-    """Rename the filled directory of `scratch_beside` to `to`."""
-    # mkdtemp makes a directory that only its user can read.
-    scratch.chmod(0o755)
-    scratch.replace(to)
-
-
-def require_vacant(to: Path) -> None:
-    """Raise `FailedPrecondition` unless `to` is free to be written."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise FailedPrecondition(
-            "the target exists and is not empty.",
-            field="to",
-            value=to,
-            remedy="Choose a directory that does not exist yet, or remove this one.",
-        )
+    Raises OSError, and `DataLoss` if the checkpoint is damaged.
+    """
+    for file in sorted(one for one in checkpoint.rglob("*") if one.is_file()):
+        copy = folder / file.relative_to(checkpoint)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        # File modes are not copied: services write files that only their user can read.
+        shutil.copyfile(file, copy)
+        progress(copy.stat().st_size)
+    verify(folder, called=str(checkpoint))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import xxhash
 
-from troupe.checkpoints.retention import exporting, publish, scratch_beside, target_path
 from troupe.checkpoints.verifying import verify
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
@@ -47,6 +45,7 @@ from troupe.rpc.errors import (
 from troupe.rpc.ids import new_id
 from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings
+from troupe.storage import LocalPlace
 from troupe.v1 import common_pb2
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
@@ -474,17 +473,11 @@ async def receive(
     checksums are right. Raises `FailedPrecondition`, `ResourceExhausted`, `DataLoss`,
     `DeadlineExceeded`, or what the stream raises.
     """
-    to = target_path(to)
-    scratch = scratch_beside(to)
-    try:
-        with exporting(to):
-            await _receive_into(chunks, scratch, progress)
-        await asyncio.to_thread(verify, scratch, called="that the cluster sent")
-        publish(scratch, to)
-    except BaseException:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-        raise
-    return to
+    place = LocalPlace(Path(to))
+    with place.new_folder() as draft:
+        await _receive_into(chunks, draft, progress)
+        await asyncio.to_thread(verify, draft, called="that the cluster sent")
+    return place.path
 
 
 async def _receive_into(

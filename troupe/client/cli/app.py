@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,8 @@ from rich.table import Table
 from troupe import __version__
 from troupe.checkpoints.hub import HubRepository, is_export, rewards_in, rewards_of, write_card
 from troupe.checkpoints.merging import ByteBar, is_adapter_folder, merge_in_place
-from troupe.checkpoints.retention import (
-    choose,
-    copy_checkpoint,
-    exporting,
-    only_policy,
-    target_path,
-)
-from troupe.checkpoints.verifying import Lineage
+from troupe.checkpoints.retention import choose, copy_files, only_policy
+from troupe.checkpoints.verifying import LINEAGE, Lineage
 from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, check_address, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
@@ -59,6 +52,7 @@ from troupe.demo.command import examples as examples_app
 from troupe.job.spec import policy_of
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
+from troupe.storage import LocalPlace, Place, place_at
 from troupe.yaml_input import read_value
 
 environment_app = typer.Typer(
@@ -137,9 +131,7 @@ def _arguments(given: list[str]) -> dict[str, Any]:
 
 def export(
     job_id: options.JobId,
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
-    ],
+    directory: options.ExportTarget,
     policy: Annotated[
         str | None,
         typer.Option(help="Which policy, or that of which agent; default: the only one."),
@@ -175,6 +167,7 @@ def export(
     From the cluster that runs, or else from the data directory of one that has stopped. An upload
     that failed goes on when the command is repeated: what is in DIR is not copied again.
     """
+    place = place_at(directory, "DIR")
     if base is not None and not merged:
         raise InvalidArgument(
             "is of use with --merged only.",
@@ -182,40 +175,52 @@ def export(
             value=base,
             remedy="Add --merged, or leave --base out.",
         )
-    repository = None if push_to_hub is None else HubRepository(push_to_hub)
-    if repository is None or not is_export(directory, job_id, policy, version):
-        _export(job_id, directory, policy, version, merged, base, cluster, data_dir)
-    lineage = Lineage.read(directory)
+    repository, lineage = None, None
+    if push_to_hub is not None:
+        if not isinstance(place, LocalPlace):
+            raise InvalidArgument(
+                "must be a directory of this host, from which the upload is repeated if it fails",
+                field="DIR",
+                value=directory,
+                remedy="Name a directory, or leave --push-to-hub out.",
+            )
+        repository = HubRepository(push_to_hub)
+        if is_export(place.path, job_id, policy, version):
+            lineage = Lineage.read(place.path)
+    if lineage is None:
+        lineage = _export(job_id, place, policy, version, merged, base, cluster, data_dir)
     name = lineage.policy if lineage is not None else policy or job_id
     say = Console().print
-    say(f"exported {name} to {target_path(directory)}", highlight=False, soft_wrap=True)
+    say(f"exported {name} to {place.name}", highlight=False, soft_wrap=True)
     if repository is not None:
         label = name if lineage is None else f"{lineage.job}: {name} @ {lineage.version}"
-        address = repository.upload(target_path(directory), label)
+        address = repository.upload(Path(place.name), label)
         say(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
 
 def _export(
     job_id: str,
-    directory: Path,
+    place: Place,
     policy: str | None,
     version: int | None,
     merged: bool | None,
     base: Path | None,
     cluster: str | None,
     data_dir: Path | None,
-) -> None:
-    """Write the export into `directory`, or leave nothing there."""
+) -> Lineage | None:
+    """Write the export to `place`, or leave nothing there; returns its lineage."""
     root = data_directory(data_dir)
-    with byte_bar() as progress:
+    # An incomplete export is useless, and its directory would refuse the next attempt.
+    with place.new_folder(last=LINEAGE) as draft, byte_bar() as progress:
         if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
-            found = _from_cluster(job_id, directory, policy, version, cluster, data_dir, progress)
-            target, rewards = found
+            rewards = _from_cluster(job_id, draft, policy, version, cluster, data_dir, progress)
         else:
             checkpoint = choose(root, job_id, policy, version)
             add = progress("copying", sum(one.stat().st_size for one in checkpoint.rglob("*")))
-            target, rewards = copy_checkpoint(checkpoint, directory, add), {}
-        _finish(target, rewards, root, job_id, merged, base, progress)
+            copy_files(checkpoint, draft, add)
+            rewards = {}
+        _finish(draft, rewards, root, job_id, merged, base, progress)
+        return Lineage.read(draft)
 
 
 def _finish(
@@ -234,22 +239,16 @@ def _finish(
         beside = root / job_id / "checkpoints" / ".base" / lineage.base_checksum
         if base is None and lineage.base_checksum and beside.is_dir():
             base = beside
-    try:
-        if merged and is_adapter_folder(target):
-            with exporting(target):
-                merge_in_place(target, base, progress)
-        elif merged is False and not is_adapter_folder(target):
-            raise FailedPrecondition(
-                "the policy trained all weights, it has no adapter",
-                kind="no_adapter",
-                field="--adapter",
-                remedy="Leave --adapter out: the export is the whole model.",
-            )
-        write_card(target, rewards)
-    except BaseException:
-        # An incomplete export is useless, and its directory would refuse the next attempt.
-        shutil.rmtree(target, ignore_errors=True)
-        raise
+    if merged and is_adapter_folder(target):
+        merge_in_place(target, base, progress)
+    elif merged is False and not is_adapter_folder(target):
+        raise FailedPrecondition(
+            "the policy trained all weights, it has no adapter",
+            kind="no_adapter",
+            field="--adapter",
+            remedy="Leave --adapter out: the export is the whole model.",
+        )
+    write_card(target, rewards)
 
 
 def _from_cluster(
@@ -260,10 +259,10 @@ def _from_cluster(
     cluster: str | None,
     data_dir: Path | None,
     progress: ByteBar,
-) -> tuple[Path, dict[str, float]]:
-    """Export from a running cluster: the new directory, and the rewards of its step."""
+) -> dict[str, float]:
+    """Export from a running cluster into `directory`; returns the rewards of the version's step."""
 
-    async def export(client: AsyncClient) -> tuple[Path, dict[str, float]]:
+    async def export(client: AsyncClient) -> dict[str, float]:
         job = client.job(job_id)
         listed = await job.checkpoints()
         wanted = policy
@@ -276,11 +275,9 @@ def _from_cluster(
         target = await job.export(wanted, directory, version, progress=add)
         lineage = await asyncio.to_thread(Lineage.read, target)
         if lineage is None or lineage.step < 0:
-            return target, {}
+            return {}
         rows = await job.metrics(after_step=lineage.step)
-        return target, next(
-            (rewards_of(row.values) for row in rows if row.step == lineage.step + 1), {}
-        )
+        return next((rewards_of(row.values) for row in rows if row.step == lineage.step + 1), {})
 
     return call(cluster, data_dir, export)
 

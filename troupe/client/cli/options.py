@@ -42,6 +42,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
+ExportTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        show_default=False,
+        help="New directory: a path, or a URL such as s3://BUCKET/FOLDER.",
+    ),
+]
 ClusterAddress = Annotated[
     str | None,
     typer.Option(

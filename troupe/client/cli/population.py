@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from troupe.checkpoints.verifying import LINEAGE
 from troupe.client.cli import options
 from troupe.client.cli.options import call, duration, make_table, number, size, sparkline
 from troupe.client.population_records import MetaStrategy, Pool, Population
+from troupe.storage import place_at
 
 app = typer.Typer(help="Look at pools of policies and their matches.", no_args_is_help=True)
 # Rows and columns of the payoff matrix on a terminal; the panel and --json have all.
@@ -83,18 +84,16 @@ def export(
     member: Annotated[
         str, typer.Argument(metavar="MEMBER", show_default=False, help="As `show` names it.")
     ],
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
-    ],
+    directory: options.ExportTarget,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Copy the weights of one member into DIR, where transformers and SGLang load them; a small
     network's, `troupe.networks.exported`."""
-    target = call(
-        cluster, data_dir, lambda client: client.job(job_id).export_member(member, directory)
-    )
-    Console().print(f"exported {member} to {target}", highlight=False, soft_wrap=True)
+    place = place_at(directory, "DIR")
+    with place.new_folder(last=LINEAGE) as draft:
+        call(cluster, data_dir, lambda client: client.job(job_id).export_member(member, draft))
+    Console().print(f"exported {member} to {place.name}", highlight=False, soft_wrap=True)
 
 
 def _facts(found: Population) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Annotated, Any, Final, Self
 
 import typer
@@ -19,6 +19,7 @@ from troupe.client.cli.options import call, duration, make_table, score, size
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.records import Sample
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.storage import place_at
 
 # Rows per Parquet row group: enough to compress well, few enough to hold in memory.
 _GROUP_ROWS: Final = 1000
@@ -124,8 +125,12 @@ def list_samples(
 def export(
     job_id: options.JobId,
     file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", show_default=False, help="New FILE.parquet or FILE.jsonl."),
+        str,
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help="New FILE.parquet or FILE.jsonl: a path, or a URL such as s3://BUCKET/FILE.jsonl.",
+        ),
     ],
     policy: Policy = None,
     step: Step = None,
@@ -137,18 +142,18 @@ def export(
 
     Rows of committed steps come without token ids and log-probs, which are freed by then.
     """
-    writer = writer_for(file)
+    kind, place = writer_of(file), place_at(file, "FILE")
 
     async def fetch(client: AsyncClient) -> int:
         number = 0
-        with writer:
-            async for sample in _slice(client.job(job_id), policy, step, state):
-                writer.add(sample)
-                number += 1
+        async for sample in _slice(client.job(job_id), policy, step, state):
+            writer.add(sample)
+            number += 1
         return number
 
-    number = call(cluster, data_dir, fetch)
-    Console().print(f"wrote {number:,} samples to {file}", highlight=False, soft_wrap=True)
+    with place.new_file() as draft, kind(draft) as writer:
+        number = call(cluster, data_dir, fetch)
+    Console().print(f"wrote {number:,} samples to {place.name}", highlight=False, soft_wrap=True)
 
 
 async def _slice(
@@ -160,63 +165,45 @@ async def _slice(
             yield sample
 
 
-def writer_for(path: Path) -> SampleWriter:
-    """A writer by the file's suffix. Raises `InvalidArgument`, `FailedPrecondition`."""
-    kinds: dict[str, type[_Jsonl] | type[_Parquet]] = {".jsonl": _Jsonl, ".parquet": _Parquet}
-    kind = kinds.get(path.suffix)
+def writer_of(file: str) -> type[SampleWriter]:
+    """Return the class that writes files of this suffix. Raises `InvalidArgument`."""
+    kinds: dict[str, type[SampleWriter]] = {".jsonl": _Jsonl, ".parquet": _Parquet}
+    kind = kinds.get(PurePath(file).suffix)
     if kind is None:
         raise InvalidArgument(
             "is neither Parquet nor JSON Lines.",
             field="FILE",
-            value=path,
+            value=file,
             remedy="Name it FILE.parquet or FILE.jsonl.",
         )
-    if path.exists():
-        raise FailedPrecondition(
-            "the file exists.", field="FILE", value=path, remedy="Choose another or remove it."
-        )
-    if not path.absolute().parent.is_dir():
-        raise InvalidArgument(
-            "its directory does not exist.",
-            field="FILE",
-            value=path,
-            remedy=f"Make {path.absolute().parent} first.",
-        )
-    return kind(path)
+    return kind
 
 
-class SampleWriter:
-    """Writes samples to a file beside the target, which replaces the target when all went well.
+class SampleWriter(ABC):
+    """Writes samples to a new file. A context manager."""
 
-    A context manager.
-    """
-
+    @abstractmethod
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        """Open the file. Raises `FailedPrecondition` where a package is missing."""
 
+    @abstractmethod
     def add(self, sample: Sample) -> None:
         """Write one row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _close(self) -> None:
-        raise NotImplementedError
+        """Write what is left, and close the file."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
-        if kind is None:
-            self._scratch.replace(self._path)
-        else:
-            self._scratch.unlink(missing_ok=True)
 
 
 class _Jsonl(SampleWriter):
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._file: IO[str] = self._scratch.open("x")
+        self._file: IO[str] = path.open("x")
 
     def add(self, sample: Sample) -> None:
         self._file.write(json.dumps(dataclasses.asdict(sample)) + "\n")
@@ -229,7 +216,6 @@ class _Parquet(SampleWriter):
     """One column per field; user-defined columns as one column of JSON."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
         try:
             import pyarrow
             import pyarrow.parquet
@@ -237,7 +223,7 @@ class _Parquet(SampleWriter):
             raise FailedPrecondition(
                 "Parquet needs the package pyarrow, which is not installed.",
                 field="FILE",
-                value=path,
+                value=path.name,
                 remedy="`pip install 'troupe-rl[parquet]'`, or export to FILE.jsonl.",
             ) from error
         self._arrow = pyarrow
@@ -258,7 +244,7 @@ class _Parquet(SampleWriter):
                 ("columns", text),
             ]
         )
-        self._writer = pyarrow.parquet.ParquetWriter(self._scratch, self._schema)
+        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
         self._rows: list[dict[str, Any]] = []
 
     def add(self, sample: Sample) -> None:

@@ -1,0 +1,237 @@
+"""Where the files go that a user asks for: to a path of this host, or to a URL.
+
+A command that writes a folder or a file writes a draft on this host, which is published when it is
+whole (`Place`). URLs are those of the file systems that fsspec knows (`s3://`, `gs://`, `abfs://`,
+`sftp://`, `file://`, ...); most of them need a package of their own, which fsspec names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from troupe.disks import is_full
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, TroupeError
+
+# A scheme of one letter would be a drive.
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+# User and password in a URL, which are not printed.
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/@]+@")
+
+
+class Place(ABC):
+    """A path or URL at which there is nothing yet.
+
+    Errors are of the kinds "target_not_vacant", "target_not_writable" and "storage_full", and have
+    the field that the place was given as.
+    """
+
+    def __init__(self, name: str, field: str) -> None:
+        self.name = name
+        """The place as users see it: the absolute path, or the URL without a password."""
+        self.field = field
+
+    @abstractmethod
+    def new_folder(self, last: str = "") -> contextlib.AbstractContextManager[Path]:
+        """Yield an empty folder of this host, whose files are at the place when the context ends.
+
+        When the context ends with an error, nothing is left there. `last`: the file that tells
+        readers of the folder that it is whole; where files appear one by one, it is the last.
+        Raises `FailedPrecondition` where there is something or nothing can be written, and
+        `ResourceExhausted`.
+        """
+
+    @abstractmethod
+    def new_file(self) -> contextlib.AbstractContextManager[Path]:
+        """Yield the path of a file of this host to write, which is at the place when the context
+        ends. Otherwise as `new_folder`."""
+
+    @contextlib.contextmanager
+    def draft(self, parent: Path) -> Iterator[Path]:
+        """Yield a new folder in `parent`, which is removed at the end. Errors of the disk become
+        those of this place."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f".{os.path.basename(self.name)}-", dir=parent))
+        except OSError as error:
+            raise self.not_writable(error) from error
+        try:
+            yield folder
+        except FileNotFoundError:  # what is copied is gone
+            raise
+        except OSError as error:
+            if is_full(error):
+                raise ResourceExhausted(
+                    f"there is no room on the disk of {parent}; nothing was left there",
+                    kind="storage_full",
+                    field=self.field,
+                    value=self.name,
+                    remedy="Free space, or choose a place on another disk.",
+                ) from error
+            raise self.not_writable(error) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def occupied(self, what: str) -> FailedPrecondition:
+        """Return the error for a place where there is something."""
+        return FailedPrecondition(
+            f"the target {what}.",
+            kind="target_not_vacant",
+            field=self.field,
+            value=self.name,
+            remedy="Choose a place where there is nothing yet, or remove what is there.",
+        )
+
+    def not_writable(self, error: BaseException) -> FailedPrecondition:
+        """Return the error for a place at which nothing can be written."""
+        text = (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
+        return FailedPrecondition(
+            f"nothing can be written there: {text}.",
+            kind="target_not_writable",
+            field=self.field,
+            value=self.name,
+            remedy="Choose another place, or check the rights to this one.",
+        )
+
+
+def place_at(where: str | Path, field: str = "to") -> Place:
+    """Return the place that a user names by a path or URL; `field`: its name in errors.
+
+    Raises `InvalidArgument` for a URL of a file system that is not known, and `FailedPrecondition`
+    where its package is not installed.
+    """
+    if isinstance(where, str) and _URL.match(where):
+        return UrlPlace(where, field)
+    return LocalPlace(Path(where), field)
+
+
+class LocalPlace(Place):
+    """A path of this host. Drafts lie beside it, and are published by renaming them."""
+
+    def __init__(self, path: Path, field: str = "to") -> None:
+        self.path = path.expanduser().absolute()
+        super().__init__(str(self.path), field)
+
+    @contextlib.contextmanager
+    def new_folder(self, last: str = "") -> Iterator[Path]:
+        """Yield the draft of a folder; missing folders above it are made."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise self.occupied("exists and is not empty")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self.not_writable(error) from error
+        with self.draft(self.path.parent) as draft:
+            yield draft
+            # mkdtemp makes a directory that only its user can read.
+            draft.chmod(0o755)
+            draft.replace(self.path)
+
+    @contextlib.contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """Yield the path of the draft; the folder of the file must exist."""
+        if self.path.exists():
+            raise self.occupied("exists")
+        if not self.path.parent.is_dir():
+            raise InvalidArgument(
+                "its directory does not exist.",
+                field=self.field,
+                value=self.name,
+                remedy=f"Make {self.path.parent} first.",
+            )
+        with self.draft(self.path.parent) as draft:
+            yield draft / self.path.name
+            (draft / self.path.name).replace(self.path)
+
+
+class UrlPlace(Place):
+    """A URL. Drafts lie in this host's directory for temporary files, and are uploaded.
+
+    Most object stores cannot rename: the files of a folder appear one by one.
+    """
+
+    def __init__(self, url: str, field: str = "to") -> None:
+        super().__init__(_CREDENTIALS.sub("", url), field)
+        # Here, as it takes long to import and paths do not need it.
+        import fsspec
+
+        try:
+            found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise FailedPrecondition(
+                f"the file system of this URL needs a package: {error}",
+                kind="file_system_missing",
+                field=field,
+                value=self.name,
+                remedy="Install the package where the command runs.",
+            ) from error
+        except ValueError as error:
+            raise InvalidArgument(
+                f"is no URL of a file system that is known: {error}",
+                field=field,
+                value=self.name,
+                remedy="Name a path, or a URL such as s3://BUCKET/FOLDER.",
+            ) from error
+        self._system, self._root = found
+
+    @contextlib.contextmanager
+    def new_folder(self, last: str = "") -> Iterator[Path]:
+        """Yield the draft of a folder."""
+        self._require_vacant()
+        with self.draft(Path(tempfile.gettempdir())) as draft:
+            yield draft
+            files = sorted(path for path in draft.rglob("*") if path.is_file())
+            files.sort(key=lambda path: path.name == last)
+            self._upload([(p, f"{self._root}/{p.relative_to(draft).as_posix()}") for p in files])
+
+    @contextlib.contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """Yield the path of the draft."""
+        self._require_vacant()
+        with self.draft(Path(tempfile.gettempdir())) as draft:
+            file = draft / os.path.basename(self._root)
+            yield file
+            self._upload([(file, self._root)])
+
+    def _require_vacant(self) -> None:
+        try:
+            # A store may have found nothing here before the last change.
+            self._system.invalidate_cache()
+            occupied = bool(self._system.find(self._root))
+        except FileNotFoundError:
+            occupied = False
+        except Exception as error:  # every file system raises its own
+            raise self.not_writable(error) from error
+        if occupied:
+            raise self.occupied("exists and is not empty")
+
+    def _put(self, path: Path, target: str) -> None:
+        try:
+            self._system.put_file(str(path), target)
+        except FileNotFoundError:
+            # The folder may be missing. A missing bucket is not made: its name may be a mistake.
+            if not self._system.exists(target[: target.find("/", 1)]):
+                raise
+            self._system.makedirs(os.path.dirname(target), exist_ok=True)
+            self._system.put_file(str(path), target)
+
+    def _upload(self, files: list[tuple[Path, str]]) -> None:
+        """Upload the files in this order; when one fails, those before it are deleted."""
+        sent = []
+        try:
+            for path, target in files:
+                sent.append(target)
+                self._put(path, target)
+        except BaseException as error:
+            for target in sent:
+                with contextlib.suppress(Exception):
+                    self._system.rm_file(target)
+            if isinstance(error, TroupeError) or not isinstance(error, Exception):
+                raise
+            raise self.not_writable(error) from error
