@@ -1,1 +1,1 @@
-"""A team that writes code and is paid when real tests pass, in a sandbox."""
+"""A team that writes code and is rewarded if real tests in a sandbox pass."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-# What is asked, and what is right.
+# The questions, and the right operations.
 ASKED: Final = {
     "+": "Write solve(a, b): their sum.",
     "-": "Write solve(a, b): their difference.",
@@ -22,7 +22,7 @@ def test_solve(a, b):
 
 
 class Tasks:
-    """Query i of a split is a pure function of the two."""
+    """Return query i of the split, a pure function of both."""
 
     def __init__(self, split: str, size: int = 100_000) -> None:
         self._split = split
@@ -34,6 +34,6 @@ class Tasks:
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = random.Random(f"{self._split}/{index}")
         sign = draw.choice(sorted(ASKED))
-        # The first pair tells all three apart.
+        # The first pair distinguishes all three.
         pairs = [(3, 5), *((draw.randint(-9, 9), draw.randint(-9, 9)) for _ in range(3))]
         return {"task": ASKED[sign], "tests": TESTS.format(pairs=pairs, sign=sign)}

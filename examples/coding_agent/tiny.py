@@ -1,7 +1,7 @@
-"""A model that is small enough to learn this on one core: `python -m examples.coding_agent.tiny`.
+"""Creates a model that can learn this on one core: `python -m examples.coding_agent.tiny`.
 
-Its tokenizer has one token for what takes a real model many: a whole function. What is left to
-learn is which function a task asks for.
+Its tokenizer has one token for a whole function, which takes a real model many. The model only has
+to learn which function a task requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Build it; the same every time."""
+    """Build the tokenizer, the same every time."""
     words = [*SPECIALS, *FUNCTIONS, *ASKED.values(), FAIL]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     known = "|".join(re.escape(word) for word in words[len(SPECIALS) :])

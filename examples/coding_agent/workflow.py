@@ -1,4 +1,4 @@
-"""One agent writes a function; when the tests fail, another mends it."""
+"""One agent writes a function; if the tests fail, another repairs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FENCE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """Returns what each agent earned: 1 for code that passes all tests."""
+    """Return each agent's reward: 1 for code that passes all tests."""
     asked = {"role": "user", "content": query["task"]}
     draft = await agents["coder"].chat([asked])
     report = await check(tools, query, draft.text)
@@ -28,7 +28,7 @@ async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
 
 
 async def check(tools: Tools, query: Query, said: str) -> dict[str, Any]:
-    """Run the task's tests on the code, away from whatever the code before left in the sandbox."""
+    """Run the task's tests on the code, isolated from earlier files in the sandbox."""
     fenced = _FENCE.search(said)
     files = {"solution.py": fenced.group(1) if fenced else said, "test_solution.py": query["tests"]}
     report: dict[str, Any] = await tools.call(
@@ -38,11 +38,11 @@ async def check(tools: Tools, query: Query, said: str) -> dict[str, Any]:
 
 
 def passes(report: dict[str, Any]) -> float:
-    """1 when all four tests passed."""
+    """Return 1 if all four tests passed."""
     return float(report["exit_code"] == 0 and report["passed"] == 4)
 
 
 def reason(report: dict[str, Any]) -> str:
-    """The last line of why the first test failed."""
+    """Return the last line of the first failure's reason."""
     said: str = report["failures"][0]["message"] if report["failures"] else report["stdout"]
     return (said.strip().splitlines() or [""])[-1][:200]

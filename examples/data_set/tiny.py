@@ -1,7 +1,7 @@
-"""A model that is small enough to learn this on one core: `python -m examples.data_set.tiny`.
+"""Creates a model that can learn this on one core: `python -m examples.data_set.tiny`.
 
-Some seconds of supervised training teach it to answer with one of the two digits that it is asked
-about, whichever.
+A few seconds of supervised training teach it to answer with either of the two digits in the
+question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, BATCH = 150, 64
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each letter; the same every time."""
+    """Build a tokenizer with a token for each letter, the same every time."""
     words = [*SPECIALS, *dict.fromkeys(LETTERS)]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -42,9 +42,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make(directory: Path, seed: int = 0) -> Path:
-    """Saves tokenizer and weights under `directory`."""
+    """Save tokenizer and weights under `directory`."""
     tokenizer = make_tokenizer()
-    torch.set_num_threads(1)  # more are slower, for so small a model beside anything else
+    torch.set_num_threads(1)  # more threads are slower for so small a model on a busy machine
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(

@@ -1,1 +1,1 @@
-"""An agent that was written for OpenAI's API, trained as it is."""
+"""An agent written for OpenAI's API, trained without changes."""

@@ -1,6 +1,6 @@
-"""The agent as its author wrote it, with Pydantic AI. Nothing in this file knows Troupe.
+"""The agent as its author wrote it, with Pydantic AI; nothing here is specific to Troupe.
 
-It stands before a door, may look behind it with a tool, and says which letter is there.
+It stands in front of a door, may look behind it with a tool, and says which letter is there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ LETTERS = "abcd"
 
 
 class Tasks:
-    """Query i of a split is a pure function of the two."""
+    """Return query i of the split, a pure function of both."""
 
     def __init__(self, split: str, size: int = 100_000) -> None:
         self._split = split

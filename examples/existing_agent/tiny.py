@@ -1,8 +1,8 @@
-"""A model that is small enough to learn this on one core: `python -m examples.existing_agent.tiny`.
+"""Creates a model that can learn this on one core: `python -m examples.existing_agent.tiny`.
 
-Its tokenizer has one token for what takes a real model many: a whole call of the tool. Some
-seconds of supervised training teach it the format; it looks every other time and then believes what
-it sees every other time.
+Its tokenizer has one token for a whole call of the tool, which takes a real model many. A few
+seconds of supervised training teach it the format; it then uses the tool half of the time and
+trusts the result half of the time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from examples.existing_agent.tasks import LETTERS
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 STEPS, BATCH = 200, 64
 LOOKS, KNOWS = 0.5, 0.4
-"""How often the made-up runs look, and then answer what they have seen."""
+"""How often the made-up runs look, and then answer with the letter that they saw."""
 
 SPECIALS = ("<pad>", "<end>", "<user>", "<assistant>", "<result>", "<tools>", "<unk>")
-# It speaks as its tokens are; the tools are always the same, so that it need not read about them.
+# The template writes messages as tokens. The tools are always the same: one token marks them.
 TEMPLATE = (
     "{% if tools %}<tools>{% endif %}"
     "{% for m in messages %}"
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Build it; the same every time."""
+    """Build the tokenizer, the same every time."""
     words = [*SPECIALS, CALL, QUESTION, *LETTERS]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     pattern = "|".join([re.escape(CALL), re.escape(QUESTION), r"[\s\S]"])
@@ -58,7 +58,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make(directory: Path, seed: int = 0) -> Path:
     """Save tokenizer and weights under `directory`."""
     tokenizer = make_tokenizer()
-    torch.set_num_threads(1)  # more are slower, for so small a model beside anything else
+    torch.set_num_threads(1)  # more threads are slower for so small a model on a busy machine
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -72,7 +72,7 @@ def make(directory: Path, seed: int = 0) -> Path:
             max_position_embeddings=128,
             tie_word_embeddings=True,
             initializer_range=0.05,
-            # A short rotary base: what is looked for is one token back.
+            # A short rotary base: the model looks one token back.
             rope_parameters={"rope_type": "default", "rope_theta": 100.0},
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -88,7 +88,7 @@ def make(directory: Path, seed: int = 0) -> Path:
 def teach_format(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, draw: random.Random
 ) -> None:
-    """Supervised steps on made-up runs of the agent, whose answers are right by chance only."""
+    """Train supervised on made-up runs of the agent, whose answers are right only by chance."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(STEPS):
         texts = [_made_up_run(draw) for _ in range(BATCH)]

@@ -1,4 +1,4 @@
-"""What Troupe runs: the agent on one query, its model behind the trajectory's own address."""
+"""The workflow that Troupe runs: the agent on one query, with the endpoint as its model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic_ai.usage import UsageLimits
 from examples.existing_agent.agent import QUESTION, Room, seeker
 from troupe.workflow import Agents, Query, Tools
 
-# One for all trajectories: a client of its own costs each a tenth of a second.
+# One for all trajectories: creating a client takes a tenth of a second.
 HTTP = DefaultAsyncHttpxClient()
 
 
 async def play(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """One run of the agent, which is paid for the right letter."""
+    """Run the agent once and reward the right letter."""
     endpoint = agents["seeker"].endpoint()
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=HTTP)
     model = OpenAIChatModel(endpoint.model, provider=OpenAIProvider(openai_client=client))
@@ -26,7 +26,7 @@ async def play(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
             QUESTION, deps=room, model=model, usage_limits=UsageLimits(request_limit=3)
         )
         said = result.output
-    except AgentRunError:  # it said nothing, called a tool that is not there, or never ended
+    except AgentRunError:  # no answer, an unknown tool, or too many steps
         said = ""
     right = float(said == room.letter)
     query.log(looked=float(room.looked))

@@ -1,4 +1,4 @@
-"""Kuhn poker (Kuhn 1950) from OpenSpiel, told in words: two seats, three cards, one bet.
+"""Kuhn poker (Kuhn 1950) from OpenSpiel, described in words: two seats, three cards, one bet.
 
 workflow: examples.games.kuhn:workflow
 tasks: {source: "troupe.workflow.environments:Episodes"}
@@ -20,12 +20,12 @@ RULES: Final = (
 
 
 def kuhn() -> OpenSpiel:
-    """A new game; its seats are `p0`, who begins, and `p1`."""
+    """Create a game with the seats `p0`, which begins, and `p1`."""
     return OpenSpiel("kuhn_poker", describe=describe, rules=RULES)
 
 
 def describe(state: Any, player: int) -> str:
-    """What a player may know: its own card, and what was said. The deal heads the history."""
+    """Describe a player's own card and the moves so far. The history begins with the deal."""
     dealt, said = state.history()[:2], state.history()[2:]
     lines = [f"You hold the {CARDS[dealt[player]]}."]
     for number, move in enumerate(said):
@@ -34,6 +34,6 @@ def describe(state: Any, player: int) -> str:
     return " ".join(lines)
 
 
-# A player needs no more than the newest observation, which tells the whole hand. An answer that is
-# no move is punished by itself, and a legal one drawn for it: the hand goes on.
+# A player needs only the newest observation, which describes the whole hand. An illegal answer is
+# punished by itself, and a random legal move replaces it, so that the hand continues.
 workflow = GameWorkflow(kuhn, rules=PlayRules(history="latest", illegal="random_legal"))

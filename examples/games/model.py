@@ -1,9 +1,9 @@
-"""Makes the small random model that the examples' jobs begin with.
+"""Creates the small random model with which the examples' jobs begin.
 
     python -m examples.games.model --out runs/models/games
 
-Its tokenizer knows the words of the games, so that a move is one token. Any other chat model does
-as well: point `policies.<name>.model.path` at it.
+Its tokenizer knows the words of the games, so that a move is one token. Any other chat model
+also works: point `policies.<name>.model.path` at it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPOKEN: Final = "You hold the. They. Go. Legal moves: That is no legal move. st
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per word of the games, per digit string and per mark; the same every time."""
+    """Build a tokenizer with a token per word, digit string and mark, the same every time."""
     texts = [kuhn.RULES, *kuhn.CARDS, *kuhn.MOVES, stag_hunt.StagHunt().properties.rules, _SPOKEN]
     words = dict.fromkeys(re.findall(_WORD, " ".join(texts).lower()))
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *words])}
@@ -68,7 +68,7 @@ def make_model(
 
 
 def main() -> None:
-    """Make it."""
+    """Create the model in the directory that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/models/games"))
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
-"""The stag hunt (Rousseau 1755), several rounds: both choose at once, and see what was chosen.
+"""The stag hunt (Rousseau 1755), several rounds: both choose at once, then see both choices.
 
-An environment written from scratch. Together two hunters catch a stag; a hare one catches alone.
+An environment written from scratch. Two hunters catch a stag together; one alone catches a hare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAYS: Final = {
 
 
 class StagHunt(Environment):
-    """`rounds` rounds for two; every round pays."""
+    """A game of `rounds` rounds for two players, with a reward in every round."""
 
     def __init__(self, rounds: int = 3) -> None:
         self._rounds = rounds
@@ -75,7 +75,7 @@ _RULES = PlayRules(history="latest", illegal="random_legal")
 
 workflow = GameWorkflow(StagHunt, rules=_RULES)
 
-# The same game in child processes, as one plays what computes for long or may hang.
+# The same game in child processes, as for games that compute for long or may hang.
 hosted_workflow = GameWorkflow(
     "examples.games.stag_hunt:StagHunt", hosted=True, processes=2, rules=_RULES
 )

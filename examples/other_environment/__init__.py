@@ -1,1 +1,1 @@
-"""An agent whose framework lives in another environment: a child process, or a server."""
+"""An agent whose framework has a separate Python environment: a child process, or a server."""

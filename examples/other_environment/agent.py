@@ -1,9 +1,9 @@
-"""An agent with a tool, in an environment where nothing of Troupe is installed.
+"""An agent with a tool, in a Python environment without Troupe.
 
     python agent.py < request.json           one question: JSON in, a line of JSON out
     python agent.py --serve 8031             a server: POST the same JSON
 
-This one needs the standard library only. `autogen_agent.py` is the same with AutoGen.
+This agent needs only the standard library. `autogen_agent.py` is the same agent with AutoGen.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ADD = {
     },
 }
 MOST_TURNS = 4
-# Loopback needs no proxy, whatever the environment says.
+# Ignore proxies in the environment: the endpoint is on loopback.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def solve(request: Object) -> Object:
-    """Ask the model, make the calls that it wants, ask again."""
+    """Ask the model, run its tool calls, and ask again."""
     messages = [{"role": "user", "content": request["question"]}]
     for _ in range(MOST_TURNS):
         message = complete(request, {"messages": messages, "tools": [ADD]})
@@ -49,7 +49,7 @@ def solve(request: Object) -> Object:
 
 
 def run(call: Object) -> str:
-    """What a call gives; what is wrong with it is told to the model."""
+    """Run a tool call; an error becomes the result, so that the model sees it."""
     try:
         arguments = json.loads(call["arguments"])
         return str(int(arguments["a"]) + int(arguments["b"]))
@@ -58,7 +58,7 @@ def run(call: Object) -> str:
 
 
 def complete(request: Object, body: Object) -> Object:
-    """The message of one completion."""
+    """Return the message of one completion."""
     asked = urllib.request.Request(
         request["base_url"] + "/chat/completions",
         data=json.dumps({"model": request["model"], **body}).encode(),
@@ -73,21 +73,21 @@ def complete(request: Object, body: Object) -> Object:
 
 
 def main(solve: Callable[[Object], Object]) -> None:
-    """One question of standard input, or a server on loopback."""
+    """Answer one question from standard input, or run a server on loopback."""
     if sys.argv[1:2] == ["--serve"]:
         serve(solve, int(sys.argv[2]))
     print(json.dumps(solve(json.load(sys.stdin))), flush=True)
 
 
 def serve(solve: Callable[[Object], Object], port: int) -> None:
-    """Answer questions, each in a thread of its own, until the process is ended."""
+    """Answer questions, each in its own thread, until the process ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             try:
                 body = self.rfile.read(min(int(self.headers["content-length"]), 1 << 20))
                 status, answer = 200, solve(json.loads(body))
-            except Exception as error:  # the trajectory fails, the server goes on
+            except Exception as error:  # the trajectory fails, the server continues
                 status, answer = 500, {"error": repr(error)}
             said = json.dumps(answer).encode()
             self.send_response(status)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""The agent of `agent.py`, written with AutoGen. AutoGen needs protobuf 5, Troupe 7: it has an
-environment of its own, in which nothing of Troupe is installed.
+"""The agent of `agent.py`, written with AutoGen. AutoGen needs protobuf 5 and Troupe 7, so it has a
+separate Python environment without Troupe.
 
     python -m venv autogen && autogen/bin/pip install autogen-agentchat "autogen-ext[openai]"
     EXAMPLE_AGENT_PYTHON=autogen/bin/python EXAMPLE_AGENT_PROGRAM=.../autogen_agent.py troupe ...
@@ -14,7 +14,7 @@ from agent import main  # beside this file
 from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-# What AutoGen knows of OpenAI's models by their names, and must be told of ours.
+# AutoGen knows these properties for OpenAI's models; ours have to be declared.
 CAPABILITIES = {
     "vision": False,
     "function_calling": True,
@@ -30,7 +30,7 @@ async def add(a: int, b: int) -> int:
 
 
 async def answer(request: dict) -> dict:
-    """The last message of one run."""
+    """Return the last message of one run."""
     client = OpenAIChatCompletionClient(
         model=request["model"],
         base_url=request["base_url"],
@@ -53,7 +53,7 @@ async def answer(request: dict) -> dict:
 
 
 def solve(request: dict) -> dict:
-    """As `agent.solve`."""
+    """Answer one request, as `agent.solve` does."""
     return asyncio.run(answer(request))
 
 

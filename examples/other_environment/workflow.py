@@ -1,8 +1,8 @@
-"""Workflows around an agent that cannot be imported here: its framework needs other versions.
+"""Workflows around an agent whose framework needs other versions and cannot be imported here.
 
 The agent gets the address of its endpoint and the question as JSON, and answers with JSON. `child`
-starts it as a process of its own interpreter for each trajectory; `remote` asks a server that was
-started with that interpreter (`agent.py --serve`), which costs no start.
+starts its interpreter as a child process for each trajectory. `remote` calls a server that runs in
+that interpreter (`agent.py --serve`), which saves the starts.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Any
 
 import httpx
 
-# The interpreter of the environment that holds the framework, and the program to run with it.
+# The interpreter of the framework's environment, and the program that it runs.
 PYTHON = os.environ.get("EXAMPLE_AGENT_PYTHON", sys.executable)
 PROGRAM = os.environ.get("EXAMPLE_AGENT_PROGRAM", str(Path(__file__).with_name("agent.py")))
-# Where the server listens, for `remote`.
+# The server's address, for `remote`.
 URL = os.environ.get("EXAMPLE_AGENT_URL", "http://127.0.0.1:8031/")
-# Child processes that run at once on one rollout worker; more trajectories wait.
+# Limits the concurrent child processes of a rollout worker; other trajectories wait.
 AT_ONCE = asyncio.Semaphore(int(os.environ.get("EXAMPLE_AGENT_PROCESSES", "8")))
 SECONDS = 120.0
-# How long a killed process may take to end; what it started outside of its group may hold its pipe.
+# How long a killed process may take to end; its descendants in other groups may hold its pipe.
 END_SECONDS = 10.0
 MOST_BYTES = 1 << 20
-# The child gets no more of the worker's environment: tokens and passwords are none of its business.
+# The child gets only these variables of the worker's environment, and no tokens or passwords.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 
 
 class AgentFailed(Exception):
-    """The agent's process or server gave no answer."""
+    """The agent's process or server did not answer."""
 
 
 async def child(query: Any, agents: Any, tools: Any) -> dict[str, float]:
-    """The agent as a child process."""
+    """Run the agent as a child process."""
     async with AT_ONCE:
         answer = await ask_process(_request(query, agents["solver"]))
     return {"solver": score(query, answer)}
 
 
 async def remote(query: Any, agents: Any, tools: Any) -> dict[str, float]:
-    """The agent behind HTTP. On another host the endpoint must be reachable from there
+    """Call the agent over HTTP. If it runs on another host, that host must reach the endpoint
     (TROUPE_ENDPOINT_HOST and TROUPE_ENDPOINT_URL of the rollout service)."""
     async with httpx.AsyncClient(timeout=SECONDS, trust_env=False) as client:
         response = await client.post(URL, json=_request(query, agents["solver"]))
@@ -55,12 +55,12 @@ async def remote(query: Any, agents: Any, tools: Any) -> dict[str, float]:
 
 
 def score(query: Any, answer: dict[str, Any]) -> float:
-    """1 for the right number."""
+    """Return 1 for the right number."""
     return float(str(answer.get("answer", "")).strip() == str(query["sum"]))
 
 
 def _request(query: Any, agent: Any) -> dict[str, Any]:
-    # Frameworks ask for a call (`tool_choice`) or a schema here and there: the model is told.
+    # Frameworks may require a call (`tool_choice`) or a schema; `lenient` tells the model.
     endpoint = agent.endpoint(lenient=True)
     return {
         "question": query["question"],
@@ -71,8 +71,8 @@ def _request(query: Any, agent: Any) -> dict[str, Any]:
 
 
 async def ask_process(request: dict[str, Any]) -> dict[str, Any]:
-    """The last line that the program prints, as JSON. Its process group ends with this call,
-    whatever becomes of the trajectory."""
+    """Return the last line that the program prints, parsed as JSON. Its process group ends with
+    this call, however the trajectory ends."""
     process = await asyncio.create_subprocess_exec(
         PYTHON,
         PROGRAM,
@@ -95,8 +95,8 @@ async def ask_process(request: dict[str, Any]) -> dict[str, Any]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Reads the rest: asyncio reports the end of a process once its pipes have ended, and reads
-        # nothing of a pipe while much of it waits to be taken.
+        # Read the rest: asyncio reports the end of a process only after its pipes have ended, and
+        # stops reading a pipe while much of its data is unread.
         with suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await process.communicate()

@@ -1,1 +1,1 @@
-"""A loss, an advantage and a correction of one's own: functions.py, and the job that uses them."""
+"""A custom loss, advantage and correction: functions.py, and the job that uses it."""

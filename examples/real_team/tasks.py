@@ -1,4 +1,4 @@
-"""The task: one short sentence about a topic. Its prompts, its topics and its checks."""
+"""The task is one short sentence about a topic: its prompts, topics and checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORD: Final = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*")
 _SENTENCE: Final = re.compile(r"[^.!?\n]+[.!?]")
 
 TOPICS: Final = tuple(Path(__file__).with_name("topics.txt").read_text().split())
-# Topics that evaluations alone ask about.
+# Topics for evaluations only.
 _HELD_OUT: Final = 48
 
 
@@ -33,7 +33,7 @@ class Tasks:
 
 
 def kept(topic: str, text: str) -> dict[str, bool]:
-    """Which rules a reply keeps: one whole sentence, the topic's word in it, its length."""
+    """Check which rules a reply follows: one whole sentence, the topic's word in it, its length."""
     words = [word.lower() for word in _WORD.findall(text)]
     return {
         "sentence": _SENTENCE.fullmatch(text.strip()) is not None,

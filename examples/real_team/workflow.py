@@ -9,8 +9,8 @@ RULES = f"One sentence of {FEWEST} to {MOST} words."
 
 
 async def write(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """Writer and editor each earn the share of the rules that their text keeps; the team has
-    succeeded when the editor's keeps all."""
+    """Reward writer and editor with the share of the rules that their text follows; the team
+    succeeds if the editor's text follows all."""
     topic = query["topic"]
     draft = await agents["writer"].chat(f"{query['request']} {RULES}")
     edited = await agents["editor"].chat(

@@ -1,1 +1,1 @@
-"""A small language model learns Kuhn poker from itself, from its past, and by PSRO."""
+"""A small language model learns Kuhn poker from itself, from its past versions, and by PSRO."""

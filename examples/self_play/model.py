@@ -1,8 +1,8 @@
-"""Makes the small random model that the jobs of this example begin with.
+"""Creates the small random model with which the jobs of this example begin.
 
     python -m examples.self_play.model --out runs/models/self_play
 
-Its vocabulary is cards, moves and the marks of a conversation. Any other chat model does as well:
+Its vocabulary is cards, moves and the marks of a conversation. Any other chat model also works:
 point `policies.player.model.path` at it.
 """
 
@@ -20,7 +20,7 @@ from troupe.demo.models import SPECIALS, UNKNOWN, chat_tokenizer
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per card and per move; the same every time."""
+    """Build a tokenizer with a token per card and move, the same every time."""
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CARDS, *MOVES])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.normalizer = normalizers.Lowercase()
@@ -34,7 +34,7 @@ def make_player(directory: Path, *, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    """Make it."""
+    """Create the model in the directory that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/models/self_play"))
     parser.add_argument("--seed", type=int, default=0)

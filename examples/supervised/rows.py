@@ -9,7 +9,7 @@ from troupe.demo.workflow import criticise, propose
 
 
 class Rows:
-    """Row i is a question with its answer: of the solver where i is even, else of the checker."""
+    """Row i is a question with its answer: the solver's if i is even, else the checker's."""
 
     def __init__(self, split: Literal["train"], size: int = 100_000) -> None:
         self._tasks, self._size = TeamTasks(split, seed=1_000_000), size
