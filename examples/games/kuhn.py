@@ -35,5 +35,5 @@ def describe(state: Any, player: int) -> str:
 
 
 # A player needs only the newest observation, which describes the whole hand. An illegal answer is
-# punished by itself, and a random legal move replaces it, so that the hand continues.
+# itself punished, and a random legal move replaces it, so that the hand continues.
 workflow = GameWorkflow(kuhn, rules=PlayRules(history="latest", illegal="random_legal"))
