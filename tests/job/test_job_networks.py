@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,13 @@ def test_the_reference_has_every_paradigm_and_is_what_the_docs_show() -> None:
     assert shown.read_text(encoding="utf-8") == page, "write it anew: make docs"
     for paradigms in ("ppo, mappo", "dqn, vdn, qmix", "maddpg"):
         assert f"## `policies.<name>.network.learning ({paradigms})`" in page
+
+
+def test_the_reference_describes_each_section_once_and_its_links_lead_to_headings() -> None:
+    page = reference()
+    headings = re.findall(r"(?m)^## (.+)$", page)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+    assert len(anchors) == len(headings)
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= anchors
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", page)
+    assert len(tables) == len(set(tables))
