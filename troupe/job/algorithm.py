@@ -169,7 +169,7 @@ class AlgorithmSpec(Section):
     correction_cap: float = Field(default=2.0, ge=1, le=1e9)
     """The correction's cap on pi/mu."""
     distillation: DistillationSpec | None = None
-    """Frozen policies as teachers, alone or beside rewards. Default: none."""
+    """Frozen policies as teachers, alone or in addition to rewards. Default: none."""
     router_aux_loss: Coefficient = 0.0
     """Mixtures of experts: weight of the loss that evens out the experts' load (Fedus et al. 2021,
     equation 4, over each sample's response; 1e-3 is usual). Without effect on dense policies."""

@@ -45,30 +45,30 @@ class RowsSpec(Section):
     """Rows of a data set: of the Hugging Face hub, or of local files."""
 
     dataset: str = Field(default="", max_length=4096)
-    """Id on the Hugging Face hub (`openai/gsm8k`), a local folder of one, or a local file:
+    """Id on the Hugging Face hub (`openai/gsm8k`), a local folder with a data set, or a local file:
     `.parquet`, `.arrow`, `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, also compressed (`.gz`,
-    `.bz2`, `.xz`, `.zst`); `*` matches several. Paths are those of the hosts that read it. Needs
+    `.bz2`, `.xz`, `.zst`); `*` matches several. Paths are resolved on the hosts that read it. Needs
     `pip install "troupe-rl[data]"`."""
     config: str | None = Field(default=None, min_length=1, max_length=256)
     """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""
     revision: str | None = Field(default=None, min_length=1, max_length=256)
     """Commit, branch or tag on the hub. Default: its newest."""
     split: str | None = Field(default=None, min_length=1, max_length=256)
-    """Split of the data set; a part of one: `train[:90%]`. A file has none. Default: train."""
+    """Split of the data set, or a part of it: `train[:90%]`. A file has no splits. Default:
+    train."""
     columns: dict[FieldName, FieldName] = Field(default={}, max_length=256)
-    """Columns by field of a row: `{question: problem}`; a dot leads into one that has parts:
-    `{answer: reward_model.ground_truth}`. A row that lacks one of them, or has an empty text in it,
-    is dropped. Default: all columns by their own names."""
+    """Column for each field of a row: `{question: problem}`; a dot selects a part of a column:
+    `{answer: reward_model.ground_truth}`. Rows in which such a column is missing or an empty text
+    are dropped. Default: all columns under their own names."""
     max_characters: dict[FieldName, Tokens] = Field(default={}, max_length=256)
-    """Rows with more characters in a field are dropped; of messages their contents count."""
+    """Longest text by field, in characters; longer rows are dropped. For messages their contents
+    count."""
     max_tokens: dict[FieldName, Tokens] = Field(default={}, max_length=256)
-    """As `max_characters`, in tokens; where policies have several tokenizers, of the one that
-    needs most."""
+    """As `max_characters`, in tokens, by the tokenizer that needs most if policies have several."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """What happens to rows that are equal to an earlier one."""
+    """Drop or keep rows that equal an earlier one."""
     shuffle: bool = True
-    """Take rows in an order drawn from the job's seed, another in each pass over them. False: in
-    their own order."""
+    """Shuffle the rows by the job's seed, in a new order for each pass. False: keep their order."""
 
     @field_validator("dataset")
     @classmethod
@@ -96,8 +96,8 @@ class RowsSpec(Section):
 
 
 class VerifiersSpec(Section):
-    """An environment of the `verifiers` library (docs/environments.md): its tasks, what happens in
-    an episode, and its rewards. The job needs no `workflow`."""
+    """An environment of the `verifiers` library (docs/environments.md): its tasks, its episodes and
+    its rewards. The job needs no `workflow`."""
 
     environment: str = Field(pattern=r"^[\w@./-]+$", max_length=256)
     """Id of an installed environment or taskset (`wordle`, `owner/name`), or its module."""
@@ -106,7 +106,7 @@ class VerifiersSpec(Section):
     `id` pairs the taskset with another environment. verifiers 0.1: arguments of
     `load_environment`."""
     held_out_args: dict[str, Any] | None = None
-    """What replaces `args` for evaluations, section by section. Default: nothing; see
+    """Replaces `args` in evaluations, section by section. Default: no replacement; see
     `held_out`."""
     python: str | None = Field(default=None, min_length=1, max_length=4096)
     """Interpreter of the environment in which `verifiers` is installed, on rollout workers.
@@ -118,7 +118,7 @@ class VerifiersSpec(Section):
     """Weights of rewards and metrics by name, instead of the environment's own. 0: only a
     metric."""
     processes: int = Field(default=2, ge=1, le=1024)
-    """Processes per rollout worker at most; each plays many episodes at once."""
+    """Maximum number of processes per rollout worker; each plays many episodes at once."""
     start_seconds: Seconds = 300
     """Time limit of loading the environment."""
     episode_seconds: Seconds = 600
@@ -144,9 +144,9 @@ class TasksSpec(RowsSpec):
     verifiers: VerifiersSpec | None = None
     """An environment of the `verifiers` library."""
     held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """`dataset`: what evaluations ask. A split of the data set; another file, where `dataset` is
-    one; or the fraction of the rows that is set aside (0.05), the same for every seed. `verifiers`:
-    the fraction of its tasks. Default of an environment that has tasks for evaluations: these."""
+    """`dataset`: rows for evaluations: a split of the data set, another file if `dataset` is a
+    file, or a fraction of the rows (0.05), the same rows for every seed. `verifiers`: a fraction of
+    its tasks; default: the environment's own tasks for evaluations, if it has some."""
 
     _json = field_validator("args")(check_json)
 
@@ -237,8 +237,8 @@ class JobTasksSpec(TasksSpec):
     `verifiers`, an environment of that library; or a `mix` of these."""
 
     mix: dict[FieldName, MixedTasksSpec] = Field(default={}, max_length=256)
-    """Several sources by name, in proportion to their weights. Evaluations ask the held-out queries
-    of all that have some, each once."""
+    """Several sources by name, in proportion to their weights. Evaluations ask every held-out query
+    of all sources once."""
 
     @property
     def mixed(self) -> Mapping[str, MixedTasksSpec]:

@@ -54,8 +54,8 @@ class ReadyArguments(Section):
     """Arguments of every reward that is ready to use, but `judge`."""
 
     agent: str = ""
-    """Whose last reply is scored, and who gets the reward. Default: the last reply of the
-    trajectory, for all agents."""
+    """Agent whose last reply is scored and that gets the reward. Default: the trajectory's last
+    reply is scored, for all agents."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """Factor of the score, which is from 0 to 1."""
 
@@ -67,10 +67,10 @@ class ExactArguments(ReadyArguments):
     answer: str = Field(default="answer", min_length=1)
     """Field of the query that is compared."""
     answer_pattern: str = ""
-    """Regular expression that cuts the compared part out of the field: its first group, else all of
-    what it matches, where it matches last."""
+    """Regular expression that cuts the compared part out of the field: the first group of its last
+    match, or the whole match."""
     reply_pattern: str = ""
-    """As `answer_pattern`, of the reply; one in which it is not found is wrong."""
+    """As `answer_pattern`, for the reply; a reply without a match is wrong."""
     ignore_case: bool = False
     """Compare without regard to upper and lower case."""
 
@@ -87,7 +87,7 @@ class MathArguments(ReadyArguments):
     boxed: bool = False
     """Only an answer in `\\boxed{}` counts."""
     digits: int = Field(default=6, ge=0, le=15)
-    """Decimals to which numbers have to agree; below 0.1 counted after the leading zeros."""
+    """Decimals to which numbers must agree; below 0.1 they are counted after the leading zeros."""
 
     _patterns = field_validator("answer_pattern")(check_pattern)
 
@@ -98,7 +98,7 @@ class RegexArguments(ReadyArguments):
     pattern: str = Field(min_length=1)
     """The regular expression (Python's)."""
     whole: bool = False
-    """The reply has to match from its beginning to its end."""
+    """The whole reply must match."""
 
     _patterns = field_validator("pattern")(check_pattern)
 
@@ -107,7 +107,7 @@ class JsonSchemaArguments(ReadyArguments):
     """`json_schema`: the reply is JSON that follows a JSON schema."""
 
     json_schema: dict[str, Any] | None = None
-    """The schema; its `$schema` says which draft, by default the newest."""
+    """The schema; its `$schema` names the draft. Default: the newest draft."""
     field: str = ""
     """Field of the query that has the schema, as an object or as JSON text, instead of
     `json_schema`."""
@@ -133,7 +133,7 @@ class TagsArguments(ReadyArguments):
     tags: list[str] = Field(min_length=1, max_length=64)
     """The tags: `[think, answer]`."""
     opened: bool = False
-    """The prompt ends with the first opening tag, so that the reply begins inside of it."""
+    """The prompt ends with the first opening tag, so that the reply begins inside it."""
 
     @field_validator("tags")
     @classmethod
@@ -191,12 +191,12 @@ class TestsArguments(ReadyArguments):
 
 
 class PuzzleArguments(ReadyArguments):
-    """`reasoning_gym`: what the scorer of the query's puzzle says, for tasks of
+    """`reasoning_gym`: the score of the query's puzzle, for tasks of
     `troupe.data.reasoning_gym`."""
 
     reply_pattern: str = ""
-    """Regular expression that cuts the answer out of the reply: its first group, where it matches
-    last. Default: all of it. For answers of several lines: `"(?s)<answer>(.*?)</answer>"`."""
+    """Regular expression that cuts the answer out of the reply: the first group of its last match.
+    Default: all of it. For answers of several lines: `"(?s)<answer>(.*?)</answer>"`."""
 
     _patterns = field_validator("reply_pattern")(check_pattern)
 
@@ -209,15 +209,15 @@ class JudgeArguments(Section):
     model: str = Field(min_length=1)
     """Name of the model there."""
     rubric: str | None = None
-    """What is judged. Default: how correct, complete and to the point the answer is."""
+    """Criteria of the score. Default: how correct, complete and to the point the answer is."""
     prompt: str | None = None
     """The whole prompt, instead of `rubric`: a `string.Template` of $task, $answer, $conversation,
     $rubric, $lowest, $highest and $tag. It shows $answer or $conversation; `$$` is a dollar."""
     task: str = ""
     """Field of the query that is the task. Default: all of its data."""
     agent: str = ""
-    """Whose last reply is judged, and who gets the reward. Default: the last reply of the
-    trajectory, for all agents."""
+    """Agent whose last reply is judged and that gets the reward. Default: the trajectory's last
+    reply is judged, for all agents."""
     lowest: float = 0.0
     """The worst score; scores are scaled to 0 .. 1."""
     highest: float = 1.0
@@ -225,7 +225,8 @@ class JudgeArguments(Section):
     api_key_env: str = ""
     """Environment variable of the reward service with the key (TROUPE_REWARD_ENVIRONMENT)."""
     attempts: int = Field(default=4, ge=1, le=100)
-    """Requests in all, after refusals and replies without a score."""
+    """Maximum number of requests per score, retries after refusals and replies without a score
+    included."""
     seconds: float = Field(default=150.0, gt=0, le=3600)
     """Time for all requests of one score."""
     temperature: float = Field(default=0.0, ge=0, le=1000)
@@ -258,7 +259,7 @@ class RewardModelArguments(Section):
 
     model: str = Field(min_length=1)
     """Directory or hub id, as `AutoModelForSequenceClassification` loads it; its tokenizer has a
-    chat template. Paths are those of the hosts that run rewards."""
+    chat template. Paths are resolved on the hosts that run rewards."""
     revision: str | None = Field(default=None, min_length=1)
     """Commit, branch or tag on the hub. Default: its newest."""
     squash: bool = False
@@ -266,8 +267,8 @@ class RewardModelArguments(Section):
     max_tokens: TokensOrNone = 0
     """Longest conversation that is read, by its last tokens; 0: all of it."""
     agent: str = ""
-    """Whose last reply is scored, and who gets the reward. Default: the last reply of the
-    trajectory, for all agents."""
+    """Agent whose last reply is scored and that gets the reward. Default: the trajectory's last
+    reply is scored, for all agents."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """Factor of the score, which has no bounds."""
 
@@ -321,8 +322,8 @@ class FunctionSpec(Section):
     ) = None
     """A reward that is ready to use (docs/rewards.md); `arguments` are its own, below."""
     function: str | None = None
-    """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
-    deployed with; only `arguments` may be set, too."""
+    """`name@version` of a deployed function (`troupe functions deploy`), with the costs of its
+    deployment; only `arguments` may be set in addition."""
     arguments: dict[str, Any] = Field(default={}, validate_default=True)
     """Further keyword arguments of every call; not shown to models."""
     version: str | None = Field(default=None, min_length=1)
@@ -362,7 +363,7 @@ class FunctionSpec(Section):
     model_service: str | None = None
     """Model that must be resident on those GPUs. Default: none."""
     quota: str | None = None
-    """External quota that a call uses `quota_units` of. Default: none."""
+    """External quota from which a call takes `quota_units`. Default: none."""
     quota_units: PositiveCount | None = None
     """Units of `quota` per call. Default: 1."""
     sandbox: Literal["process", "bubblewrap", "container"] | None = None
@@ -379,12 +380,12 @@ class FunctionSpec(Section):
     image: str | None = None
     """`container`: image of the container."""
     processes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """In a sandbox: maximum of concurrent processes and threads. Default: 64."""
+    """In a sandbox: maximum number of concurrent processes and threads. Default: 64."""
     disk_mib: PositiveCount | None = None
     """In a sandbox: size of its private /tmp in MiB. Default: 256."""
     reads: list[str] | None = Field(default=None, max_length=MAX_PATHS)
-    """`process`, where the kernel has Landlock: files and folders that may be read besides the
-    interpreter, the packages and a temporary folder. Default: all that the service may read."""
+    """`process`, where the kernel has Landlock: files and folders that may be read, in addition to
+    the interpreter, the packages and a temporary folder. Default: all that the service may read."""
     writes: list[str] | None = Field(default=None, max_length=MAX_PATHS)
     """As `reads`, for reading and writing."""
     idle_seconds: SecondsOrNone | None = None

@@ -84,8 +84,9 @@ class TrainerSpec(Section):
     `auto`: off; measured gain 5 % on a CPU after half a minute of compilation, none on an H100."""
     kernels: Literal["auto", "off"] = "auto"
     """Whether the trainer replaces RMSNorm and rotary embedding by fused functions. `auto`: by its
-    own on CPUs, where it is faster, by Liger Kernel's on GPUs, where it is installed; if values and
-    gradients agree with the model's in a trial on the device. `off`: never."""
+    own on CPUs, if they are faster, and by Liger Kernel's on GPUs, if it is installed; in both
+    cases only if values and gradients agree with the model's in a trial on the device. `off`:
+    never."""
     forward_tokens: Tokens | None = None
     """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is cut into
     pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU (512 for
@@ -96,7 +97,7 @@ class TrainerSpec(Section):
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
     `pipeline.deterministic`. May change when a job is resumed."""
     offload: Offload = "none"
-    """What is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
+    """State that is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
     training state, which a step brings to the device in parts while it computes others. `all`: the
     weights, too, between steps. Each rank of a `gang` does so with its shards. The results are the
     same."""
@@ -104,12 +105,12 @@ class TrainerSpec(Section):
     """Devices of the gang that divide the tokens of each forward pass, for sequences whose
     activations one does not hold; divides `gang`. A pass has `forward_tokens` on each of them."""
     quantum_seconds: SecondsOrNone = 1.0
-    """With more policies than trainer slots: the least time that a policy with work keeps its
-    device before one with older work replaces it, and at least twice what its last suspension and
-    resumption cost. Larger: fewer swaps, longer waits."""
+    """With more policies than trainer slots: minimum time for which a policy with work keeps its
+    device before a policy with older work replaces it, and at least twice the cost of its last
+    suspension and resumption. Larger: fewer swaps, longer waits."""
     idle_seconds: Seconds = 600
-    """A policy without a step to train for so long releases its device and memory, so that trainers
-    can be scaled to zero; the next step loads it again."""
+    """Time without a step to train after which a policy releases its device and memory, so that
+    trainers can scale to zero; the next step loads it again."""
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -136,21 +137,21 @@ class ModelSpec(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    """Floating-point type of the weights in trainer and engines. `auto`: that of the checkpoint
+    """Floating-point type of the weights in trainer and engines. `auto`: the checkpoint's type
     (float16 becomes bfloat16), float32 if it names none. Default: `auto` with `engine.kind: sglang`
     and `path`; else float32, since the embedded engine serves CPUs, where bfloat16 may be slow."""
     tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
-    """Syntax of tool calls of the model. `hermes`: JSON between `<tool_call>` tags (Hermes,
-    Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1);
-    `mistral`: a list behind `[TOOL_CALLS]`."""
+    """Syntax of the model's tool calls. `hermes`: JSON between `<tool_call>` tags (Hermes, Qwen2.5,
+    Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1); `mistral`:
+    a list behind `[TOOL_CALLS]`."""
 
     reasoning_parser: Literal["think", "mistral", "none"] | None = None
-    """Tags of the model's thoughts, which are no part of a reply's content. `think`: `<think>` and
-    `</think>`; `mistral`: also `[THINK]` and `[/THINK]`; `none`: tags are text. Default: `mistral`
-    with that `tool_parser`, else `think`."""
+    """Tags around the model's thoughts, which do not belong to a reply's content. `think`:
+    `<think>` and `</think>`; `mistral`: also `[THINK]` and `[/THINK]`; `none`: tags are text.
+    Default: `mistral` with that `tool_parser`, else `think`."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the chat template in every prompt, such as `{enable_thinking: false}` (Qwen3).
-    A workflow's call and a request of the endpoint may set them otherwise."""
+    """Arguments of the chat template in every prompt, such as `{enable_thinking: false}` (Qwen3). A
+    workflow's call or a request to the endpoint may override them."""
 
     _json = field_validator("config", "chat_template_kwargs")(check_json)
     _home = field_validator("path", "tokenizer")(expand_home)
@@ -281,16 +282,15 @@ class EngineSpec(Section):
     a CPU, 64 to 512 on a GPU, by its memory (docs/training.md)."""
     max_context: int | None = Field(default=None, ge=16, le=MAX_TOKENS)
     """Context length in tokens, prompt and response together; not above the model's positions.
-    Default: these, at most 32768; with `embedded` at most what its cache has room for, but 2048
-    (docs/engines.md)."""
+    Default: all of them, at most 32768; with `embedded` as many as its cache has room for, at least
+    2048 (docs/engines.md)."""
     urls: list[str] = Field(default=[], max_length=1024)
     """`sglang`: attach to these servers instead of launching servers."""
     launch: list[str] = Field(default=[], max_length=1024)
     """`sglang`: extra arguments of the launched server, as on its command line; `{replica}` is
     replaced by the number of the replica, `{port}` by its port."""
     python: str | None = None
-    """`sglang`: Python interpreter of the environment that has SGLang. Default: that of the
-    worker."""
+    """`sglang`: Python interpreter of the environment that has SGLang. Default: the worker's."""
     update: Literal["auto", "tensor", "disk", "ipc", "broadcast"] = "auto"
     """`sglang`: how new weights are sent to a server. From the trainer's devices, `ipc`: by handles
     of their memory, on one host; `broadcast`: in a process group (NCCL, on a CPU gloo). From host
@@ -300,11 +300,12 @@ class EngineSpec(Section):
     published file in place, or `tensor`; only what the SGLang release supports."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue; each token records its
-    version. `restart`: abort and repeat, so that every turn is of one version."""
+    version. `restart`: abort and repeat, so that every turn has one version."""
     cache: Literal["recompute", "keep"] = "recompute"
-    """Keys and values of turns that continue. `recompute`: with the new weights. `keep`: they go on
-    at once with those of the former weights; prompts of later turns are read by the new ones. Only
-    in mode `async`, whose correction weighs what the engine drew with (docs/engines.md)."""
+    """Keys and values of turns that continue. `recompute`: with the new weights. `keep`: continue
+    at once with the keys and values of the old weights; later turns read their prompts with the new
+    ones. Only in mode `async`, whose correction accounts for the weights that the engine sampled
+    with (docs/engines.md)."""
     own_process: bool = False
     """`embedded`: run each engine's model in a process of its own. Otherwise engines and the
     rollout process compete for one interpreter lock. Pays for small models with many concurrent

@@ -69,9 +69,9 @@ class MatchesSpec(Section):
     """Matches between members, which estimate payoffs and are not trained on."""
 
     least: int = Field(default=16, ge=0, le=MAX_QUERIES)
-    """Minimum of matches per cell of the payoff table, at least 2; 0: no matches."""
+    """Minimum number of matches per cell of the payoff table, at least 2; 0: no matches."""
     most: int = Field(default=256, ge=2, le=MAX_QUERIES)
-    """Maximum of matches per cell."""
+    """Maximum number of matches per cell."""
     half_width: Rate | None = None
     """Play further matches of a cell while half of its 95 % confidence interval is wider than this.
     Default: only `least` matches."""
@@ -93,8 +93,8 @@ class LeagueSpec(Section):
 
 
 class StopSpec(Section):
-    """Stopping criteria of a population, besides `pipeline.steps`, checked after every iteration;
-    the first that holds ends the job."""
+    """Stopping criteria of a population, in addition to `pipeline.steps`, checked after every
+    iteration; the first that holds ends the job."""
 
     nash_conv: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """NashConv of the meta-strategy over all members is at most this: the sum of the agents' gains
@@ -105,7 +105,7 @@ class StopSpec(Section):
     patience: Steps = 2
     """See `improvement`."""
     iterations: Steps | None = None
-    """Maximum of iterations."""
+    """Maximum number of iterations."""
     seconds: Seconds | None = None
     """Maximum time since the job began."""
 

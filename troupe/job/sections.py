@@ -103,12 +103,12 @@ class RoutingSpec(Section):
 
 
 class SamplingSpec(Section):
-    """How an agent's tokens are drawn."""
+    """Sampling of an agent's tokens."""
 
     temperature: Annotated[
         float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(engine_temperature)
     ] = 1.0
-    """Sampling temperature; 0, and less than 1e-5: greedy."""
+    """Sampling temperature; below 1e-5: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus: the smallest set of tokens with at least this probability."""
     top_k: Annotated[int, Field(ge=ALL_TOKENS, le=MAX_INT), AfterValidator(engine_top_k)] = (
@@ -118,7 +118,7 @@ class SamplingSpec(Section):
     max_new_tokens: Tokens = 256
     """Longest response, in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=64)
-    """Strings that end a response besides end-of-sequence; each must be one token."""
+    """Strings that end a response, in addition to end-of-sequence; each must be one token."""
 
 
 class EndpointSpec(Section):
@@ -136,9 +136,9 @@ class AgentSpec(Section):
     """A role in the workflow."""
 
     policy: str
-    """Name of the policy that plays it; several agents may share one."""
+    """Name of the policy that plays the agent; several agents may share one."""
     sampling: SamplingSpec = SamplingSpec()
-    """How its tokens are drawn."""
+    """Sampling of its tokens."""
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
     endpoint: EndpointSpec = EndpointSpec()
@@ -147,18 +147,18 @@ class AgentSpec(Section):
 
 class CodeSpec(Section):
     """Files of the job's own code, sent with it at submission. Workers import the workflow, tasks,
-    environment, tools and rewards from them before anything that is installed there."""
+    environment, tools and rewards from them in preference to installed modules."""
 
     include: list[str] = Field(min_length=1, max_length=256)
     """Files, folders and patterns (`conf/*.yaml`) below `root`. At most 1,000 files of 16 MiB."""
     exclude: list[str] = Field(default=[], max_length=256)
     """Patterns of paths below `root` that are left out: `my_team/data`, `*.csv`."""
     root: str = Field(default=".", min_length=1)
-    """The folder that modules are imported from, seen from where the job is submitted: `src` for
+    """Folder from which modules are imported, relative to the directory of submission: `src` for
     `src/my_team/flow.py` as `my_team.flow`."""
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Hash of the files, filled in at submission. With a hash that is given nothing is sent: the
-    cluster has the files."""
+    """Hash of the files, filled in at submission. If given, nothing is sent: the cluster already
+    has the files."""
 
     @field_validator("include", "exclude")
     @classmethod
@@ -177,18 +177,18 @@ class OfflineSpec(Section):
     tasks: TasksSpec
     """The rows, of the split "train"."""
     steps: Steps
-    """Steps of this kind, of those in `pipeline.steps`. As many: the job only does this, and
-    without evaluations needs no `workflow` and no `tasks`."""
+    """Steps of this kind, a part of `pipeline.steps`. If they are all of them, the job does nothing
+    else and, without evaluations, needs neither `workflow` nor `tasks`."""
     rows_per_step: int = Field(default=0, ge=0, le=MAX_QUERIES)
     """Rows per step; 0: `queries_per_step` times `group_size`."""
     agent: str | None = None
     """The agent whose policy learns rows without `agent`. Default: the only agent."""
     template: bool = True
-    """Texts in rows are a user's message and the replies, in the tokenizer's chat template; false:
-    they are joined as they are."""
+    """Format texts as a user's message and replies with the tokenizer's chat template; false: join
+    them unchanged."""
     max_tokens: TokensOrNone = 0
-    """Longer samples are cut off at the end, and left out if the prompt alone is as long; 0: the
-    model's positions."""
+    """Longest sample, in tokens; longer ones are cut off at the end, or left out if the prompt
+    alone is as long. 0: the model's positions."""
     lr: Rate | None = None
     """Learning rate of these steps, with the schedule of the policy's `optimizer` over them.
     Default: the policy's."""
@@ -209,23 +209,23 @@ class SupervisedSpec(OfflineSpec):
     cross-entropy of the assistant's tokens, in the same trainer. Reinforcement learning follows."""
 
     tasks: TasksSpec
-    """Demonstrations, one a row of the split "train": `messages` (a conversation), or `prompt` and
-    `completion` (texts, or messages); and `agent`, where several learn."""
+    """Demonstrations, one per row of the split "train": `messages` (a conversation), or `prompt`
+    and `completion` (texts, or messages); and `agent`, if several agents learn."""
     turns: Literal["all", "last"] = "all"
-    """Which of the assistant's messages in `messages` are learned; each is a sample."""
+    """Assistant messages of `messages` to learn; each is a sample."""
 
 
 class PreferencesSpec(OfflineSpec):
-    """Direct preference optimization: the job's first steps learn from pairs of replies of which
-    one was preferred, in the same trainer. Reinforcement learning follows. The reference is the
+    """Direct preference optimization: the job's first steps learn from pairs of a preferred and a
+    rejected reply, in the same trainer. Reinforcement learning follows. The reference is the
     policy's first version."""
 
     tasks: TasksSpec
-    """Pairs, one a row of the split "train": `prompt`, `chosen` and `rejected` (texts, or
-    messages), or `chosen` and `rejected` (whole conversations); and `agent`, where several
+    """Pairs, one per row of the split "train": `prompt`, `chosen` and `rejected` (texts, or
+    messages), or `chosen` and `rejected` (whole conversations); and `agent`, if several agents
     learn."""
     loss: Literal["dpo", "ipo"] = "dpo"
-    """With m the log-ratio log pi/pi_ref of the preferred reply less that of the other: `dpo`,
+    """With m the log-ratio log pi/pi_ref of the preferred reply minus the rejected reply's: `dpo`,
     -log sigmoid(`beta` m) (Rafailov et al. 2023, equation 7); `ipo`, (m - 1/(2 `beta`))^2, the
     log-ratios averaged over a reply's tokens (Azar et al. 2024, equation 17)."""
     beta: float = Field(default=0.1, gt=0, le=MAX_COEFFICIENT)
@@ -281,13 +281,13 @@ class PipelineSpec(Section):
     """Drop groups whose rewards are all equal, and replace each query without remaining samples by
     a further one (DAPO, section 3.2)."""
     max_refills: Queries = 0
-    """`dynamic_sampling`: maximum of further queries per step; 0: `queries_per_step`."""
+    """`dynamic_sampling`: maximum number of further queries per step; 0: `queries_per_step`."""
     max_uses: int = Field(default=1, ge=1, le=16)
     """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
     `alpha`."""
     required_columns: list[str] = Field(default=[], max_length=64)
-    """Columns, besides the reward, that must be filled before a sample is trained. Workflows and
-    other services fill them."""
+    """Columns, in addition to the reward, that must be filled before a sample is trained. Workflows
+    and other services fill them."""
 
     @field_validator("required_columns")
     @classmethod
@@ -307,31 +307,33 @@ class SuccessSpec(Section):
     """What counts as success in a task."""
 
     success: str | None = Field(default=None, min_length=1, max_length=256)
-    """What says whether a trajectory solves its query: `team`, an agent's reward, or one of
-    `rewards`, by name. Default: `team` where the workflow returns it, else the mean reward of the
-    agents."""
+    """Value that decides whether a trajectory solves its query: `team`, an agent's reward, or one
+    of `rewards`, by name. Default: `team` if the workflow returns it, otherwise the agents' mean
+    reward."""
     threshold: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
-    """The least value of `success` that counts as solved."""
+    """Lowest value of `success` that counts as solved."""
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class CurriculumSpec(SuccessSpec):
-    """Tasks by difficulty: most queries ask tasks that are solved sometimes, few ask those that are
-    failed or solved nearly always. The experience store keeps each task's success rate."""
+    """Tasks by difficulty: most queries ask tasks that are solved sometimes, few ask tasks that
+    nearly always fail or nearly always succeed. The experience store keeps each task's success
+    rate."""
 
     band: tuple[Share, Share] = (0.1, 0.9)
     """Lowest and highest success rate of the tasks that teach."""
     explore: Share = 0.25
-    """Share of queries that ask tasks which were never asked, while there are any."""
+    """Share of queries that ask new tasks, while there are any."""
     replay: Share = 0.1
-    """Share of queries that ask tasks below the band again, longest not asked first."""
+    """Share of queries that repeat tasks below the band, least recently asked first."""
     review: Share = 0.05
-    """Share of queries that ask tasks above the band again, longest not asked first. The remaining
-    queries ask tasks within the band; where one kind is lacking, the next one takes its place."""
+    """Share of queries that repeat tasks above the band, least recently asked first. The remaining
+    queries ask tasks within the band; if one kind of task is lacking, the next kind takes its
+    place."""
     memory: Share = 0.5
-    """Weight of a task's earlier outcomes each time that it is asked again; 0: only the last ones
+    """Weight of a task's earlier outcomes each time it is asked again; 0: only the last outcomes
     count, 1: all count alike."""
 
     @model_validator(mode="after")
@@ -386,10 +388,10 @@ class EvaluationSpec(SuccessSpec):
 
 
 class EvaluationSetSpec(EvaluationSpec):
-    """A named evaluation, of tasks of its own or of the job's held-out ones."""
+    """A named evaluation, on its own tasks or on the job's held-out tasks."""
 
     tasks: TasksSpec | None = None
-    """What it asks: all rows of a data set's `split`, or the split "held_out" of a class of yours.
+    """Its queries: all rows of a data set's `split`, or the split "held_out" of a class of yours.
     Default: the held-out queries of the job's own `tasks`."""
     queries: Queries = 0
     """Queries per evaluation, at most as many as there are; 0: all."""
@@ -403,7 +405,7 @@ class EvaluationSetSpec(EvaluationSpec):
 
 
 class BestSpec(Section):
-    """The metric of evaluations by which a checkpoint is the best."""
+    """The evaluation metric that selects the best checkpoint."""
 
     metric: str = Field(min_length=1, max_length=256)
     """A metric of an evaluation: `evaluation/team/mean`, `evaluations/gsm8k/pass@1`."""
@@ -437,8 +439,8 @@ class StateSpec(Section):
     (docs/guarantees.md). Steps since then are computed again after a crash."""
 
     every: int | None = Field(default=None, ge=1, le=64)
-    """Steps between durable states. Default: by the measured time of writing: 1, before the commit,
-    where that is short; else as many steps as the writing takes, in the background."""
+    """Steps between durable states. Default: from the measured writing time: 1, before the commit,
+    if writing is short; otherwise as many steps as writing takes, in the background."""
     background: bool = True
     """Write while the next steps run, from a copy in the host's memory; `false`: before the step is
     committed."""
@@ -457,7 +459,7 @@ class LimitsSpec(Section):
     """Time limit of one step, rollout and training together."""
     trajectory_retries: int = Field(default=0, ge=0, le=100)
     """Retries of a trajectory whose environment or tool failed, with the same seed and within
-    `trajectory_seconds`. Nothing is kept of a failed attempt."""
+    `trajectory_seconds`. A failed attempt leaves nothing behind."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
     """The job fails when more than this fraction of a step's trajectories fail."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1, le=MAX_TRAJECTORIES)
@@ -473,11 +475,11 @@ class LimitsSpec(Section):
 
 
 class LoggingSpec(Section):
-    """Where metrics go besides `metrics.jsonl`, and which conversations are kept."""
+    """Metric sinks in addition to `metrics.jsonl`, and the conversations to keep."""
 
     trajectories: int = Field(default=64, ge=0, le=MAX_TRAJECTORIES)
-    """Trajectories of a step, and of an evaluation, whose conversations are kept for people to
-    read: drawn at random, and as many failed ones besides. Of the others numbers are kept."""
+    """Trajectories per step and per evaluation whose conversations are kept for people to read:
+    drawn at random, plus as many failed ones. For the others only numbers are kept."""
 
     tensorboard: bool = True
     """Write TensorBoard events."""

@@ -59,12 +59,12 @@ class JobSpec(Section):
     seed: Seed = 0
     """Root of all randomness of the job."""
     workflow: str | None = None
-    """`package.module:attribute`: an async function of (query, agents, tools). Needed by
-    language models, but where all tasks are `verifiers`: they bring their own."""
+    """`package.module:attribute`: an async function of (query, agents, tools). Required for
+    language models, unless all tasks are `verifiers`, which bring their own."""
     tasks: JobTasksSpec | None = None
-    """Source of queries. Needed by language models."""
+    """Source of queries. Required for language models."""
     curriculum: CurriculumSpec | None = None
-    """Choice of tasks by how often they were solved (docs/data.md). Default: all in turn."""
+    """Choose tasks by their success rate (docs/data.md). Default: all tasks in turn."""
     code: CodeSpec | None = None
     """Files of the job's own code that are sent with it. Default: its modules are importable
     wherever workers run."""
@@ -83,7 +83,7 @@ class JobSpec(Section):
     """Functions, and MCP servers, that the workflow may call: `await tools.call(name, ...)`."""
     rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
     """Functions that are called with each finished trajectory. Their rewards per agent are added to
-    those that the workflow returns."""
+    the workflow's."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Policy optimization."""
     pipeline: PipelineSpec
@@ -95,13 +95,13 @@ class JobSpec(Section):
     routing: RoutingSpec = RoutingSpec()
     """Routing of turns to engines."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """Held-out evaluation, of the job's own tasks: the short form of one without a name."""
+    """Held-out evaluation on the job's own tasks, without a name."""
     evaluations: dict[str, EvaluationSetSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Evaluations by name; the metrics of one are `evaluations/<name>/...`."""
+    """Evaluations by name; their metrics are `evaluations/<name>/...`."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Checkpoints."""
     state: StateSpec = StateSpec()
-    """Durable training state, from which a job goes on after a crash."""
+    """Durable training state, from which a job continues after a crash."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and bounds."""
     logging: LoggingSpec = LoggingSpec()
