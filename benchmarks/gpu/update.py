@@ -164,7 +164,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     cuda = device.type == "cuda"
     large = cuda and not options.quick
     config = model_config(options.model) if large else TINY
-    if options.plain:  # what `services.trainer.learning.gpu_kernels` looks for
+    if options.plain:  # what `services.trainer.learning.kernels.gpu` looks for
         sys.modules["liger_kernel"] = None  # type: ignore[assignment]
     prompt, answer = (256, 512) if large else (8, 16)
     count = max(_MICRO_BATCH, _TOKENS[options.model] // (prompt + answer)) if large else 8

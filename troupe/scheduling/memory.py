@@ -110,7 +110,7 @@ class TrainingSetup:
     offloaded: bool = False
     """Whether AdamW's moments are in host memory (`trainer.offload`)."""
     fused_norms: bool = False
-    """Whether norms keep their inputs only (services/trainer/learning/cpu_kernels.py)."""
+    """Whether norms keep their inputs only (services/trainer/learning/kernels/cpu.py)."""
     short_rows: bool = True
     """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
 

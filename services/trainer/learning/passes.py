@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from services.trainer.compute import gpu_memory
-from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
-from services.trainer.learning.gpu_kernels import use_liger
+from services.trainer.learning.kernels.cpu import layers_of, use_kernels
+from services.trainer.learning.kernels.gpu import use_liger
 from services.trainer.learning.pass_budget import PassBudget
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, response_lengths

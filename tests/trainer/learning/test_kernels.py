@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from services.trainer.learning import gpu_kernels
-from services.trainer.learning.cpu_kernels import use_kernels
+from services.trainer.learning.kernels import gpu
+from services.trainer.learning.kernels.cpu import use_kernels
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from tests.support.training import VOCABULARY, make_spec, tiny_config
@@ -263,21 +263,21 @@ def test_ligers_kernels_are_used_where_they_give_the_same(
 ) -> None:
     """The package itself needs a GPU: here it is one of torch's operators."""
     model = make_model(kind)
-    assert gpu_kernels.use_liger(model) == 0  # it is on a CPU
-    monkeypatch.setattr(gpu_kernels, "serves", lambda device: True)
+    assert gpu.use_liger(model) == 0  # it is on a CPU
+    monkeypatch.setattr(gpu, "serves", lambda device: True)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
-    assert gpu_kernels.use_liger(model) == 0  # it is not installed
+    assert gpu.use_liger(model) == 0  # it is not installed
     fake = types.ModuleType("liger_kernel.ops")
     fake.LigerRMSNormFunction = _Norm  # type: ignore[attr-defined]
     fake.LigerRopeFunction = types.SimpleNamespace(apply=rope)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", fake)
     expected = outcome(copy.deepcopy(model))
-    assert gpu_kernels.use_liger(model) == MODULES[kind]
+    assert gpu.use_liger(model) == MODULES[kind]
     for ours, own in zip(outcome(model), expected, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
     # One that computes something else, or breaks, is not used.
     for wrong in (lambda q, k, cos, sin: (q, k), lambda *_: None):
         fake.LigerRopeFunction = types.SimpleNamespace(apply=wrong)  # type: ignore[attr-defined]
         other = make_model(kind)
-        assert gpu_kernels.use_liger(other) == MODULES[kind] - 2  # its layers' attention
+        assert gpu.use_liger(other) == MODULES[kind] - 2  # its layers' attention

@@ -1,7 +1,7 @@
 """Fused RMSNorm and rotary embedding for training on a GPU, from Liger Kernel.
 
 Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989) is used where it is installed, as
-with the extra `gpu`. Like the CPU's own (cpu_kernels.py), a kernel replaces a module's or a model's
+with the extra `gpu`. Like the CPU's own (cpu.py), a kernel replaces a module's or a model's
 own in this model only, and only where a trial on the device shows the same values and gradients.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 import torch
 
-from services.trainer.learning.cpu_kernels import eps_of, rotated_with, same_function
+from services.trainer.learning.kernels.cpu import eps_of, rotated_with, same_function
 
 log = structlog.get_logger("troupe.trainer")
 # Trials are made in float32, of values of about 1; Triton sums in another order.
