@@ -31,7 +31,7 @@ from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import save_checkpoint
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import StateStore, TrainingState
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
 
@@ -205,8 +205,7 @@ def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
         published = manifest.num_bytes
 
         store = StateStore(root / "data", "job", "solver", sync=False)
-        state = TrainingState(1, "a" * 32, {}, {}, {}, Frontier(), write_parts=gang.save)
-        store.save(state)
+        store.save(TrainingState(1, "a" * 32, gang.snapshot()))
         model, pid = gang.model, psutil.Process().pid
         now = forget_peak(pid)
         path = root / "checkpoint"

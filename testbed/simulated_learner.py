@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from services.trainer.learning.learner import Applied, BatchSummary, Learner
+from services.trainer.learning.interface import Applied
+from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_config, policy_seed
 from services.trainer.learning.ranks import Stopped
-from services.trainer.learning.samples import Row
+from services.trainer.learning.samples import BatchSummary, Row
 from services.trainer.state import suspension
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.algorithms.advantages import group_advantages

@@ -11,13 +11,8 @@ from services.chassis.heartbeat import host_id
 from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
 from services.trainer.gang.gang import GangHosts, Gangs
-from services.trainer.gang.learner import GangLearner
-from services.trainer.learner_factory import (
-    AnyLearner,
-    make_learner,
-    memory_needed,
-    resolved_settings,
-)
+from services.trainer.learner_factory import make_learner, memory_needed, resolved_settings
+from services.trainer.learning.interface import PolicyLearner
 from services.trainer.publication import Publication
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
@@ -100,7 +95,7 @@ class PolicyBinding:
         self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
 
     @property
-    def learner(self) -> AnyLearner:
+    def learner(self) -> PolicyLearner[Any]:
         """The policy's learner; only after `load`."""
         return self.versions.learner
 
@@ -167,7 +162,7 @@ class PolicyBinding:
     def move_to(self, hosts: GangHosts) -> None:
         """Have the ranks of a parked policy run on these hosts when it is resumed. Blocking."""
         self.hosts = hosts
-        if self.versions.made and isinstance(self.learner, GangLearner):
+        if self.versions.made:
             self.learner.move_to(hosts)
 
     def _note_bytes(self) -> None:
@@ -270,8 +265,8 @@ class PolicyBinding:
 
     def leave_ranks(self) -> None:
         """Delete the policy on the ranks of its gang, if it has one. Blocking."""
-        if self.versions.made and isinstance(self.learner, GangLearner):
-            self.learner.release()
+        if self.versions.made:
+            self.learner.close()
 
     def values(self) -> Values:
         """A loader of column values for one attempt at a step."""

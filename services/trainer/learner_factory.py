@@ -1,33 +1,20 @@
-"""Factory of learners, and the interface that every kind of learner implements.
+"""Factory of learners: which class trains a policy, on which defaults, in how much memory.
 
-`Learner` (one device), `GangLearner` (several), `NetworkLearner` (policies that are small networks)
-and the testbed's simulated learner have these members, which `PolicyBinding`, `Versions` and
-`Checkpoints` use:
-
-- `num_parameters`, `model` (for checkpoints), `base` (frozen weights under an adapter)
-- `lost`: whether its state was lost with a process that held it
-- `needs_reference`, `set_reference(weights)`: a frozen first version for the divergence
-- `read(claimed, load)`: parse the samples of a claim
-- `accumulate(rows, stop)`, `complete(stop)`, `apply(version, stop) -> Applied`, `discard()`: a step
-- `kept`: tokens of the step that `apply` made, for people to look at
-- `published()`, `weights()`, `moments()`, `restore(weights, moments)`: a version
-- `suspended()`, `adopt(tensors, values)`, `release()`: leave the device in the middle of a step
-
-A gang reads and writes its state in parts: `load_reference(directory)`, `save(directory)`,
-`load(directory)` take the place of whole tensors.
+learning/interface.py is the interface that every learner implements.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
 from services.trainer.compute import gpu_memory, memory_of
 from services.trainer.gang.gang import ALONE, GangHosts, Gangs, Loaded
 from services.trainer.gang.learner import GangLearner
+from services.trainer.learning.interface import PolicyLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import (
     check_tokenizer,
@@ -47,12 +34,6 @@ from troupe.scheduling.defaults import defaults_of, described_device
 from troupe.scheduling.memory import RankMemory, rank_memory
 from troupe.v1 import common_pb2 as pb
 
-if TYPE_CHECKING:
-    from services.trainer.networks.learner import NetworkLearner
-
-
-AnyLearner: TypeAlias = "Learner | GangLearner | NetworkLearner"
-
 
 def make_learner(
     job_id: str,
@@ -64,7 +45,7 @@ def make_learner(
     hosts: GangHosts = ALONE,
     submitted: str = "",
     loaded: Loaded = lambda done, total: None,
-) -> tuple[AnyLearner, Any]:
+) -> tuple[PolicyLearner[Any], Any]:
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
     `hosts`: those of its gang besides this one; `submitted`: the specification that they read;
     `loaded`: is told how many bytes of a model a gang has loaded, of how many.
@@ -136,7 +117,7 @@ def resolved_settings(
     ]
 
 
-def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
+def _network_learner(spec: JobSpec, policy: str) -> PolicyLearner[Any]:
     try:  # lazily, as this imports TorchRL, which takes seconds
         from services.trainer.networks.learner import NetworkLearner
     except ModuleNotFoundError as error:

@@ -123,7 +123,7 @@ class Attempt:
         outcome = await self._compute.run(
             binding.draw, binding.learner.apply, binding.versions.committed, self._run.stop
         )
-        self._run.kept = binding.learner.kept
+        self._run.kept = outcome.kept
         binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics) | gone
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])

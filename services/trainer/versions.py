@@ -17,8 +17,7 @@ import torch
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.gang.learner import GangLearner
-from services.trainer.learner_factory import AnyLearner
+from services.trainer.learning.interface import PolicyLearner
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Generators, Randomness, seeded
 from services.trainer.publication import Publication
@@ -27,6 +26,7 @@ from services.trainer.state.durability import Durability, Recovery
 from services.trainer.state.suspension import SuspendedTensors, below, on_host, under
 from services.trainer.state.training_state import (
     Frontier,
+    KeptState,
     StateStore,
     StoredWeights,
     TrainingState,
@@ -257,9 +257,9 @@ class ReplicatedStateStore(StateStore):
         super().__init__(settings.data_dir, job_id, policy, sync=settings.trainer_sync_files)
         self._remote = foreign
 
-    def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
+    def load(self, version: int, checksum: str = "") -> KeptState:
         self._remote.copy_to_device(self, version, checksum)
-        return super().load(version, checksum, whole=whole)
+        return super().load(version, checksum)
 
     def stored(self, version: int, checksum: str = "") -> StoredWeights:
         self._remote.copy_to_device(self, version, checksum)
@@ -309,7 +309,7 @@ class Versions:
         self._settings = settings
         self._device = device
         self._states, self._publication = states, publication
-        self._learner: AnyLearner | None = None
+        self._learner: PolicyLearner[Any] | None = None
         self.tokenizer: Any = None
         self.weights = pb.WeightsRef()
         # The frontier of the committed version, and whether it was verified against the commit.
@@ -335,7 +335,7 @@ class Versions:
         return same and self.made and not (self.dirty or self._rounded or self.learner.lost)
 
     @property
-    def learner(self) -> AnyLearner:
+    def learner(self) -> PolicyLearner[Any]:
         """The policy's learner; only after `of`."""
         assert self._learner is not None, "no model was loaded yet"
         return self._learner
@@ -345,7 +345,7 @@ class Versions:
         """Whether the learner has been made."""
         return self._learner is not None
 
-    def of(self, learner: AnyLearner, tokenizer: Any) -> None:
+    def of(self, learner: PolicyLearner[Any], tokenizer: Any) -> None:
         """Set the learner whose versions are kept, and its tokenizer."""
         self._learner, self.tokenizer = learner, tokenizer
 
@@ -383,12 +383,8 @@ class Versions:
 
     def set_reference(self) -> None:
         """Give the learner the first version as the reference, if its loss needs one."""
-        if not self.learner.needs_reference or not self._spec.policies[self._policy].trainable:
-            return
-        if isinstance(self.learner, GangLearner):
-            self.learner.load_reference(_path_of(self._states.load(0, whole=False)))
-        else:
-            self.learner.set_reference(self._states.load(0).weights)
+        if self.learner.needs_reference and self._spec.policies[self._policy].trainable:
+            self.learner.load_reference(self._states.load(0))
 
     def ensure_published(self) -> None:
         """Publish the committed version again if it is missing."""
@@ -407,13 +403,7 @@ class Versions:
 
     def keeps_rows(self, step: int) -> bool:
         """Whether `step`, which begins, may be committed before its state is on disk."""
-        return self.durability.keeps_rows(step, self.committed, copies=self.copies)
-
-    @property
-    def copies(self) -> bool:
-        """Whether states can be written in the background: those of a gang by its ranks, where
-        their hosts share a disk."""
-        return not isinstance(self.learner, GangLearner) or self.learner.shares_disk
+        return self.durability.keeps_rows(step, self.committed, copies=self.learner.copies)
 
     def make_durable(self, version: int) -> None:
         """Write the state of `version` if it is the committed one, in memory, and not on disk.
@@ -582,12 +572,8 @@ class Versions:
         log.info("state loaded", job_id=self._job_id, policy=self._policy, version=version)
 
     def _load(self, version: int, checksum: str) -> None:
-        parts = isinstance(self.learner, GangLearner)
-        state = self._states.load(version, checksum, whole=not parts)
-        if isinstance(self.learner, GangLearner):
-            self.learner.load(_path_of(state))
-        else:
-            self.learner.restore(state.weights, state.moments)
+        state = self._states.load(version, checksum)
+        self.learner.load(state)
         self.randomness = Randomness(state.generators or self._seeded(), self._device)
         self.frontier, self.verified = state.frontier, False
         self._rounded = False
@@ -622,7 +608,7 @@ class Versions:
         learner, version = self.learner, commit.weights.version
         learner.discard()
         for samples in self.durability.rows.read(version):
-            rows: Any = learner.read(samples, _absent)
+            rows = learner.read(samples, _absent)
             if rows:
                 with self.randomness.drawing():
                     learner.accumulate(rows)
@@ -653,12 +639,10 @@ class Versions:
     def write_behind(self, *, over_high_water: bool = False, at_once: bool = False) -> None:
         """Have the committed state, whose step's rows are kept, written in the background, if it is
         time, or `at_once`."""
-        if self.copies:
-            learner = self.learner
+        if self.learner.copies:
             self.durability.write_behind(
                 self._snapshot(self.weights, self.frontier, committed=True),
                 self._prune_states,
-                copy_parts=learner.copy_parts if isinstance(learner, GangLearner) else None,
                 over_high_water=over_high_water,
                 at_once=at_once,
             )
@@ -669,16 +653,12 @@ class Versions:
         self, weights: pb.WeightsRef, frontier: Frontier, *, committed: bool = False
     ) -> TrainingState:
         """The state in memory; `committed`: a step may have begun to draw from the generators."""
-        learner = self.learner
-        parts = learner.save if isinstance(learner, GangLearner) else None
         return TrainingState(
             weights.version,
             weights.checksum,
-            {} if parts else learner.weights(),
-            {} if parts else learner.moments(),
+            self.learner.snapshot(),
             self.randomness.committed if committed else self.randomness.now,
             frontier,
-            write_parts=parts,
         )
 
     def _prune(self) -> None:
@@ -701,8 +681,3 @@ def packed_weights(suspended: SuspendedTensors) -> pb.WeightsRef:
 def _absent(key: str) -> Any:
     """Stands in for loading values by key: kept rows hold theirs."""
     raise KeyNotFound(key, "is not among the kept rows")
-
-
-def _path_of(state: TrainingState) -> Path:
-    assert state.path is not None, "it was read from a directory"
-    return state.path

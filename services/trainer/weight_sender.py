@@ -10,8 +10,7 @@ from typing import Final
 
 from services.trainer.binding import PolicyBinding
 from services.trainer.compute import Compute
-from services.trainer.gang.learner import GangLearner
-from services.trainer.sending import UpdateGroups, send_buckets
+from services.trainer.sending import UpdateGroups
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument
 from troupe.v1 import trainer_pb2 as pb
 
@@ -70,11 +69,7 @@ class WeightSender:
                 value=wanted.version,
                 remedy="Load the published weights from host memory.",
             )
-        learner = binding.learner
-        if isinstance(learner, GangLearner):
-            learner.send(wanted, talk)
-        else:
-            send_buckets(wanted, learner.published().items(), self._groups, talk)
+        binding.learner.send(wanted, self._groups, talk)
 
 
 class _Stream:

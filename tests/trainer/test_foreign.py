@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.state.training_state import TrainingState
+from services.trainer.state.training_state import Snapshot, TrainingState
 from services.trainer.versions import RemoteStates
 from troupe.v1 import trainer_pb2 as pb
 
@@ -90,7 +90,7 @@ class Trainer(RemoteStates):
         yield self._hosts[address]
 
     def save(self, version: int, *, first: bool) -> None:
-        self.states.save(TrainingState(version, f"{version:032x}", WEIGHTS, {}))
+        self.states.save(TrainingState(version, f"{version:032x}", Snapshot(WEIGHTS)))
         self.states.prune(version, 2, first=first)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,8 @@ from services.trainer.gang.sharded_state import (
 )
 from services.trainer.learning.critic import with_value_head
 from services.trainer.learning.forward import TrainedModel
-from services.trainer.learning.learner import Applied, Learner
+from services.trainer.learning.interface import Applied, PolicyLearner
+from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import AdaptedBase, Adapter, begin_with
 from services.trainer.learning.model import (
     check_teacher,
@@ -66,7 +67,13 @@ from services.trainer.learning.samples import (
 )
 from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.suspension import PooledParameters, split_fields, under
-from services.trainer.state.training_state import in_memory, reported
+from services.trainer.state.training_state import (
+    KeptState,
+    Snapshot,
+    WriteParts,
+    in_memory,
+    reported,
+)
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
@@ -306,7 +313,7 @@ class RankLearner(Learner):
             scatter_state(directory if there else None, room, group.control)
         return room
 
-    def load(self, directory: Path) -> None:
+    def load_shards(self, directory: Path) -> None:
         """Load the state that a gang of any size or a single device wrote.
 
         Raises ValueError for another model's state.
@@ -317,7 +324,7 @@ class RankLearner(Learner):
         """Load the state from a file that only rank 0 can read; all ranks get its description."""
         self.restore(*split(self._received(tensors, path)))
 
-    def load_reference(self, directory: Path) -> None:
+    def load_reference_shards(self, directory: Path) -> None:
         """Keep a frozen model with the weights in `directory` for the divergence."""
         self.set_reference(self._read(directory, moments=False))
 
@@ -490,15 +497,12 @@ def _use_memory(shard: Any, data: torch.Tensor) -> None:
     shard.sharded_param._local_tensor = data.as_strided(local.size(), local.stride())
 
 
-class GangLearner:
-    """A learner (learner_factory.py) whose model is held by the ranks of a gang.
+class GangLearner(PolicyLearner[Row]):
+    """A learner whose model is held by the ranks of a gang.
 
     Raises what `Learner` does, and Aborted of kind "gang_lost" when a rank has ended. Then it is
     `lost` until `restore`, `load` or `adopt`, which start another gang.
     """
-
-    # Each rank knows a part of the tokens: none are kept for people to look at.
-    kept: Final = ()
 
     def __init__(
         self,
@@ -521,8 +525,6 @@ class GangLearner:
         self._size = spec.policies[policy].trainer.gang
         self._submitted = submitted or spec.model_dump_json()
         self._reference: Path | None = None
-        # Whether the loss needs log-probs of the first version that samples do not bring.
-        self.needs_reference = spec.needs_reference
         self._hosts = hosts
         gangs.check(policy, self._size, hosts)
         self._open()
@@ -532,10 +534,20 @@ class GangLearner:
         """Whether the ranks have ended, so that the state is lost."""
         return self._gang.lost
 
-    def move_to(self, hosts: GangHosts) -> None:
-        """Have the next ranks run on these hosts; the policy was removed from the earlier ones."""
-        self._gangs.check(self._policy, self._size, hosts)
-        self._hosts = hosts
+    @property
+    def copies(self) -> bool:
+        """Whether the hosts of all ranks have this host's data directory, to which each writes."""
+        return self._shares_disk
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `PolicyLearner`."""
+        return self._job.needs_reference
+
+    @property
+    def num_parameters(self) -> int:
+        """See `PolicyLearner`."""
+        return self._num_parameters
 
     @property
     def base(self) -> AdaptedBase | None:
@@ -569,11 +581,6 @@ class GangLearner:
         """The model without memory."""
         return outline(self._policy, self._job.policies[self._policy])
 
-    def load_reference(self, directory: Path) -> None:
-        """Keep a frozen model with the weights of a state in `directory` for the divergence."""
-        self._reference = directory  # kept, as another gang has to read it again
-        self._order("reference", directory=self._gangs.below_data_dir(directory))
-
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns = columns_of(self._job.algorithm)
@@ -596,15 +603,20 @@ class GangLearner:
         self._order("complete", stop=stop)
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Make the step from the accumulated gradients. Raises `Stopped`."""
+        """See `PolicyLearner`. No tokens are kept for the panel: each rank has a part of them."""
         return Applied(**self._order("apply", stop=stop, version=version).header)
 
     def discard(self) -> None:
         """Discard the current step."""
         self._order("discard")
 
-    def send(self, wanted: trainer_pb2.WantedWeights, conversation: Conversation) -> None:
-        """Have rank 0 send the published tensors to a server. Raises as `send_buckets`."""
+    def send(
+        self,
+        wanted: trainer_pb2.WantedWeights,
+        groups: UpdateGroups,
+        conversation: Conversation,
+    ) -> None:
+        """Have rank 0, which has groups of its own, send the published tensors to a server."""
         body = wanted.SerializeToString()
         self._gang.order("send", body, key=self._key, conversation=conversation)
 
@@ -627,19 +639,23 @@ class GangLearner:
         self._revive()
         self._hand_over("receive", {**weights, **moments})
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def snapshot(self) -> Snapshot:
+        """What has every rank write its part."""
+        return Snapshot(write_parts=self._write, copy_parts=self._copy)
+
+    def _write(self, directory: Path) -> dict[str, str]:
         """Have every rank write its part of weights and moments; the files' checksums."""
         where = self._gangs.below_data_dir(directory)
         files: dict[str, str] = self._order("save", directory=where).header["files"]
         return files
 
-    def copy_parts(self) -> Callable[[Path], dict[str, str]] | None:
+    def _copy(self) -> WriteParts | None:
         """Have every rank copy its part of weights and moments to host memory: what has the copies
         written while steps go on; None where a rank has no memory for one."""
         return self._write_copy if self._order("copy").header["copied"] else None
 
     def _write_copy(self, directory: Path) -> dict[str, str]:
-        """As `save`, of the copies; in any thread: other orders come in between."""
+        """As `_write`, of the copies; in any thread: other orders come in between."""
         self._order("write_copy", directory=self._gangs.below_data_dir(directory))
         while True:
             files: dict[str, str] | None = self._order("copy_written").header["files"]
@@ -647,18 +663,26 @@ class GangLearner:
                 return files
             time.sleep(_WRITTEN_SECONDS)
 
-    def load(self, directory: Path) -> None:
-        """Have every rank read its part of what `save` or a single device has written."""
+    def load(self, state: KeptState) -> None:
+        """Have every rank read its part of what a gang or a single device has written."""
         self._revive()
         try:
-            self._order("load", directory=self._gangs.below_data_dir(directory))
+            self._order("load", directory=self._gangs.below_data_dir(state.path))
         except ValueError as error:
             raise DataLoss(
-                f"training state {directory} is not of this model: {error}",
+                f"training state {state.path} is not of this model: {error}",
                 kind="state_corrupt",
                 remedy="Restore the directory from a copy and resume the job; or begin a new one "
                 "with the newest checkpoint as its policy's `model.path`.",
             ) from error
+
+    def load_reference(self, state: KeptState) -> None:
+        """See `PolicyLearner`."""
+        self._reference = state.path  # kept, as another gang has to read it again
+        self._read_reference(state.path)
+
+    def _read_reference(self, directory: Path) -> None:
+        self._order("reference", directory=self._gangs.below_data_dir(directory))
 
     # Suspension, in the middle of a step too.
 
@@ -679,6 +703,17 @@ class GangLearner:
         self._gangs.forget(self._gang, self._key)
         return []
 
+    # Ranks.
+
+    def move_to(self, hosts: GangHosts) -> None:
+        """Have the next ranks run on these hosts; the policy was removed from the earlier ones."""
+        self._gangs.check(self._policy, self._size, hosts)
+        self._hosts = hosts
+
+    def close(self) -> None:
+        """Remove the policy from its ranks."""
+        self.release()
+
     def _open(self) -> None:
         self._left = False
         self._gang = self._gangs.of(self._size, self._key, self._hosts)
@@ -695,12 +730,11 @@ class GangLearner:
                 code="" if code is None else str(code.folder),
             )
             self.vocabulary: int = answer.header["vocabulary"]
-            self.num_parameters: int = answer.header["parameters"]
+            self._num_parameters: int = answer.header["parameters"]
             self._base_checksum: str = answer.header["base"]
-            # Whether the hosts of all ranks have this host's data directory.
-            self.shares_disk: bool = answer.header["shares_disk"]
+            self._shares_disk: bool = answer.header["shares_disk"]
             if self._reference is not None:
-                self.load_reference(self._reference)
+                self._read_reference(self._reference)
         except BaseException:
             self.release()  # here, since the caller gets no learner that it could release
             raise

@@ -181,7 +181,8 @@ class Rank:
                 return {"copied": self._copies[key].take(member.weights() | member.moments())}
             case "load" | "reference":
                 with self._group.waiting_for_disks(member.num_parameters):
-                    read = member.load if name == "load" else member.load_reference
+                    loads = name == "load"
+                    read = member.load_shards if loads else member.load_reference_shards
                     read(self._data_dir / header["directory"])
             case "receive":
                 member.receive(header["tensors"], path)

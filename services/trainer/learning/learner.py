@@ -24,6 +24,8 @@ from torch.utils import deterministic
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.critic import Critic, critic_module
 from services.trainer.learning.forward import TrainedModel
+from services.trainer.learning.interface import Applied, PolicyLearner
+from services.trainer.learning.lora import AdaptedBase
 from services.trainer.learning.model import load_teacher, positions_of
 from services.trainer.learning.optimizer import (
     Gradients,
@@ -36,6 +38,7 @@ from services.trainer.learning.optimizer import (
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import ELSEWHERE, RankGroup
 from services.trainer.learning.samples import (
+    BatchSummary,
     GroupBuffer,
     Load,
     Row,
@@ -49,104 +52,16 @@ from services.trainer.learning.samples import (
 )
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
-from troupe.algorithms.losses import PreferenceWeights, normalizer, preference_weights
+from services.trainer.state.training_state import KeptState, Snapshot
+from troupe.algorithms.losses import normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
-from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
 from troupe.mixtures import Routers
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import orchestrator_pb2
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
-
-
-@dataclass
-class BatchSummary:
-    """Accumulator of a step's sample metrics."""
-
-    samples: int = 0
-    # Samples that are no demonstrations: rewards, advantages and versions are theirs.
-    played: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    # Response tokens of samples with advantage zero.
-    idle_tokens: int = 0
-    reward: float = 0.0
-    reward_squares: float = 0.0
-    advantage: float = 0.0
-    versions: int = 0
-    oldest: int | None = None
-    # Samples that an earlier step has trained.
-    reused: int = 0
-    # Complete pairs of preferences, and sums over them: losses, how many are ranked as preferred,
-    # implicit rewards of both sides.
-    pairs: int = 0
-    pair_loss: float = 0.0
-    pairs_ranked: int = 0
-    chosen_reward: float = 0.0
-    rejected_reward: float = 0.0
-    # `samples_digest` of the sample ids; the store compares it with that of the claimed samples.
-    digest: int = 0
-
-    def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Add n rows with their advantages [n]."""
-        for row, advantage in zip(rows, advantages.tolist(), strict=True):
-            self.samples += 1
-            self.tokens += len(row.ids)
-            self.response_tokens += row.response_length
-            if row.demonstration:
-                continue
-            self.played += 1
-            self.idle_tokens += row.response_length if advantage == 0.0 else 0
-            self.reward += row.reward
-            self.reward_squares += row.reward * row.reward
-            self.advantage += abs(advantage)
-            self.versions += row.version
-            self.oldest = row.version if self.oldest is None else min(self.oldest, row.version)
-            self.reused += int(row.uses > 0)
-        self.digest = (self.digest + samples_digest(row.sample_id for row in rows)) % (1 << 64)
-
-    def add_pairs(self, found: PreferenceWeights) -> None:
-        """Add p pairs of preferences."""
-        self.pairs += len(found.losses)
-        self.pair_loss += float(found.losses.sum())
-        self.pairs_ranked += int((found.chosen > found.rejected).sum())
-        self.chosen_reward += float(found.chosen.sum())
-        self.rejected_reward += float(found.rejected.sum())
-
-    def metrics(self, version: int) -> dict[str, float]:
-        """The step's sample metrics; `version`: the one that the step starts from."""
-        if self.samples == 0:
-            return {"samples": 0.0, "tokens": 0.0}
-        found = {
-            "samples": float(self.samples),
-            "tokens": float(self.tokens),
-            "response_tokens": float(self.response_tokens),
-            "response_length/mean": self.response_tokens / self.samples,
-        }
-        if p := self.pairs:
-            found |= {
-                "preference/loss": self.pair_loss / p,
-                "preference/accuracy": self.pairs_ranked / p,
-                "preference/chosen_reward": self.chosen_reward / p,
-                "preference/rejected_reward": self.rejected_reward / p,
-                "preference/margin": (self.chosen_reward - self.rejected_reward) / p,
-            }
-        n = self.played
-        if n == 0:
-            return found
-        mean = self.reward / n
-        return found | {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(max(0.0, self.reward_squares / n - mean * mean)),
-            "advantage/abs_mean": self.advantage / n,
-            "advantage/zero_fraction": self.idle_tokens / max(self.response_tokens, 1),
-            "staleness/mean": version - self.versions / n,
-            "staleness/max": float(version - (self.oldest or 0)),
-            "reused_fraction": self.reused / n,
-        }
 
 
 @dataclass
@@ -505,22 +420,6 @@ def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[l
         yield from (order[units * k // parts : units * (k + 1) // parts] for k in range(parts))
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The result of a step."""
-
-    applied: bool
-    # The reason why the step was not applied; empty if it was.
-    reason: str
-    metrics: dict[str, float]
-    # `samples_digest` of the samples that were accumulated.
-    digest: int = 0
-    # Whether the weights have changed although the step failed: an earlier update was made.
-    moved: bool = False
-    # The job's field whose function is at fault, if one is: the job cannot go on.
-    fault: str = ""
-
-
 def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
     """The job's loss, correction and advantage. Raises InvalidArgument naming the field."""
     try:
@@ -529,19 +428,15 @@ def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
         raise as_invalid_argument(error) from error
 
 
-class Learner:
+class Learner(PolicyLearner[Row]):
     """Trains the language model of one policy on one device, or one rank's part of it.
 
     With `pipeline.deterministic` the weights after a step are a function, bit for bit, of the
     weights before it and of the set of its samples, whatever the order in which they come and
     however they are cut into micro-batches (`GroupBuffer`, `ExactSum`). That holds on one kind of
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
-
-    `learner_factory.py` lists what a learner offers to `PolicyBinding` and `Versions`.
     """
 
-    # Always False, as the state is in this process (see `GangLearner.lost`).
-    lost = False
     _critic_module = staticmethod(critic_module)
 
     def __init__(
@@ -568,11 +463,8 @@ class Learner:
             dtype = getattr(torch, self._policy.language_model.weight_dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
         self._trained: TrainedModel = model
-        self.model: Any = model.module
-        self.base, self.num_parameters = self._trained.base, self._trained.num_parameters
         # Number of token embeddings: token ids are below it.
         self.vocabulary = self._trained.vocabulary
-        self.needs_reference = spec.needs_reference
         offload = self._policy.trainer.offload
         self._optimizer = make_optimizer(self.model, self._policy.optimizer, offload)
         self._gradients = Gradients(self._trained.parameters)
@@ -606,8 +498,26 @@ class Learner:
             skip_zero_advantages=skip_zero_advantages,
         )
         self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters, offload)
-        # Tokens of the last step that `apply` made, for people to look at (`KeptTokens`).
-        self.kept: list[orchestrator_pb2.TrainedTurn] = []
+
+    @property
+    def num_parameters(self) -> int:
+        """See `PolicyLearner`."""
+        return self._trained.num_parameters
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model that is trained."""
+        return self._trained.module
+
+    @property
+    def base(self) -> AdaptedBase | None:
+        """See `PolicyLearner`."""
+        return self._trained.base
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `PolicyLearner`."""
+        return self._job.needs_reference
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
@@ -682,10 +592,10 @@ class Learner:
         metrics["train/micro_batches"] = float(sums.micro_batches)
         metrics |= self._passes.metrics()
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
-        self.kept = self._passes.kept.take()
+        kept = self._passes.kept.take()
         self.discard()
         self._pooled.leave()
-        return Applied(not reason, why.reason, metrics, digest, moved, why.fault)
+        return Applied(not reason, why.reason, metrics, digest, moved, why.fault, kept)
 
     def _update(self, version: int) -> str:
         """Make one update from the accumulated gradient.
@@ -762,6 +672,18 @@ class Learner:
         """The state of optimizer, critic and baselines by name; not copies."""
         critic = {} if self._critic is None else self._critic.state()
         return export_moments(self.model, self._optimizer) | self._step.advantages.state() | critic
+
+    def snapshot(self) -> Snapshot:
+        """See `PolicyLearner`."""
+        return Snapshot(self.weights(), self.moments())
+
+    def load(self, state: KeptState) -> None:
+        """See `PolicyLearner`."""
+        self.restore(state.weights, state.moments)
+
+    def load_reference(self, state: KeptState) -> None:
+        """See `PolicyLearner`."""
+        self.set_reference(state.weights)
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Copy `weights` and `moments` into the learner, and discard the current step."""

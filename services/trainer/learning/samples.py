@@ -1,4 +1,4 @@
-"""Rows: the trainer's representation of claimed samples, and their parsing.
+"""Rows: the trainer's representation of claimed samples, their parsing, and their metrics.
 
 A sample passes through these forms, in order: `ClaimedSample` (the store's message), `Row` (arrays
 and scalars of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (inputs of
@@ -8,6 +8,7 @@ sequences/packing.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 from troupe import tensors
+from troupe.algorithms.losses import PreferenceWeights
+from troupe.experience import samples_digest
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
 from troupe.mixtures import RoutingShape
@@ -284,3 +287,90 @@ def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
     return FailedPrecondition(
         message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
     )
+
+
+@dataclass
+class BatchSummary:
+    """Accumulator of a step's sample metrics."""
+
+    samples: int = 0
+    # Samples that are no demonstrations: rewards, advantages and versions are theirs.
+    played: int = 0
+    tokens: int = 0
+    response_tokens: int = 0
+    # Response tokens of samples with advantage zero.
+    idle_tokens: int = 0
+    reward: float = 0.0
+    reward_squares: float = 0.0
+    advantage: float = 0.0
+    versions: int = 0
+    oldest: int | None = None
+    # Samples that an earlier step has trained.
+    reused: int = 0
+    # Complete pairs of preferences, and sums over them: losses, how many are ranked as preferred,
+    # implicit rewards of both sides.
+    pairs: int = 0
+    pair_loss: float = 0.0
+    pairs_ranked: int = 0
+    chosen_reward: float = 0.0
+    rejected_reward: float = 0.0
+    # `samples_digest` of the sample ids; the store compares it with that of the claimed samples.
+    digest: int = 0
+
+    def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Add n rows with their advantages [n]."""
+        for row, advantage in zip(rows, advantages.tolist(), strict=True):
+            self.samples += 1
+            self.tokens += len(row.ids)
+            self.response_tokens += row.response_length
+            if row.demonstration:
+                continue
+            self.played += 1
+            self.idle_tokens += row.response_length if advantage == 0.0 else 0
+            self.reward += row.reward
+            self.reward_squares += row.reward * row.reward
+            self.advantage += abs(advantage)
+            self.versions += row.version
+            self.oldest = row.version if self.oldest is None else min(self.oldest, row.version)
+            self.reused += int(row.uses > 0)
+        self.digest = (self.digest + samples_digest(row.sample_id for row in rows)) % (1 << 64)
+
+    def add_pairs(self, found: PreferenceWeights) -> None:
+        """Add p pairs of preferences."""
+        self.pairs += len(found.losses)
+        self.pair_loss += float(found.losses.sum())
+        self.pairs_ranked += int((found.chosen > found.rejected).sum())
+        self.chosen_reward += float(found.chosen.sum())
+        self.rejected_reward += float(found.rejected.sum())
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """The step's sample metrics; `version`: the one that the step starts from."""
+        if self.samples == 0:
+            return {"samples": 0.0, "tokens": 0.0}
+        found = {
+            "samples": float(self.samples),
+            "tokens": float(self.tokens),
+            "response_tokens": float(self.response_tokens),
+            "response_length/mean": self.response_tokens / self.samples,
+        }
+        if p := self.pairs:
+            found |= {
+                "preference/loss": self.pair_loss / p,
+                "preference/accuracy": self.pairs_ranked / p,
+                "preference/chosen_reward": self.chosen_reward / p,
+                "preference/rejected_reward": self.rejected_reward / p,
+                "preference/margin": (self.chosen_reward - self.rejected_reward) / p,
+            }
+        n = self.played
+        if n == 0:
+            return found
+        mean = self.reward / n
+        return found | {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(max(0.0, self.reward_squares / n - mean * mean)),
+            "advantage/abs_mean": self.advantage / n,
+            "advantage/zero_fraction": self.idle_tokens / max(self.response_tokens, 1),
+            "staleness/mean": version - self.versions / n,
+            "staleness/max": float(version - (self.oldest or 0)),
+            "reused_fraction": self.reused / n,
+        }

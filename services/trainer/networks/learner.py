@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from services.trainer.learning.learner import Applied
+from services.trainer.learning.interface import Applied, PolicyLearner
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Load, column_of, malformed
 from services.trainer.state import suspension
+from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
@@ -179,18 +180,13 @@ class NetworkModel:
         save_file(dict(state_dict), directory / "model.safetensors")
 
 
-class NetworkLearner:
-    """A learner (learner_factory.py) over a `NetworkTrainer` of `troupe.networks`.
+class NetworkLearner(PolicyLearner[FragmentRow]):
+    """A learner over a `NetworkTrainer` of `troupe.networks`.
 
     `apply` updates on all fragments of a step in the order of their ids, so weights are a function,
     bit for bit, of the state before and of the set of samples. A replay buffer is part of the
     state: the entries of a step that is not committed are undone.
     """
-
-    lost = False
-    needs_reference = False
-    base = None
-    kept: Final = ()
 
     def __init__(self, spec: JobSpec, policy: str) -> None:
         """Make the networks for the policy's environment.
@@ -199,7 +195,7 @@ class NetworkLearner:
         """
         self._job, self._name = spec, policy
         self.table = table_of(spec, policy)
-        self.model = NetworkModel(spec, policy, self.table)
+        self._model = NetworkModel(spec, policy, self.table)
         self._learner: NetworkTrainer | None = self._made()
         self._rows: list[FragmentRow] = []
 
@@ -208,12 +204,19 @@ class NetworkLearner:
         """Number of parameters of all its networks."""
         return sum(t.numel() for t in self.weights().values())
 
+    @property
+    def model(self) -> NetworkModel:
+        """The description of the networks that checkpoints carry."""
+        return self._model
+
+    @property
+    def needs_reference(self) -> bool:
+        """False: losses of networks have no KL term."""
+        return False
+
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[FragmentRow]:
         """Parse the samples of a claim. Raises as `parse_fragments`."""
         return parse_fragments(claimed, self._name, self.table.agents, load)
-
-    def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: losses of networks have no KL term."""
 
     # The step.
 
@@ -265,6 +268,17 @@ class NetworkLearner:
         """All other training state, including a replay buffer; not copies."""
         state = self._own.state()
         return {name: t for name, t in state.items() if not name.startswith(_WEIGHTS)}
+
+    def snapshot(self) -> Snapshot:
+        """See `PolicyLearner`; the moments include a replay buffer."""
+        return Snapshot(self.weights(), self.moments())
+
+    def load(self, state: KeptState) -> None:
+        """See `PolicyLearner`."""
+        self.restore(state.weights, state.moments)
+
+    def load_reference(self, state: KeptState) -> None:
+        """Do nothing: it needs none."""
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Inverse of `weights` and `moments`; forgets the step's fragments."""

@@ -16,15 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 import torch
 
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import below, under
-from services.trainer.state.training_state import StateStore, TrainingState
+from services.trainer.state.training_state import Snapshot, StateStore, TrainingState
 from troupe.checkpoints.adapters import Tensors
 from troupe.devices import host_memory
 from troupe.job import JobSpec
@@ -44,11 +43,6 @@ _CALL_SECONDS: Final = 60.0
 _MEMORY_SHARE: Final = 0.8
 # The writer yields to threads that compute, where cores are short (as `nice`).
 _NICENESS: Final = 10
-
-
-# Has the ranks of a gang copy their shards: what writes the copy into a directory and returns the
-# files' checksums, or None where a rank has no memory for one.
-CopyParts: TypeAlias = Callable[[], Callable[[Path], dict[str, str]] | None]
 
 
 class KeptRowsClient:
@@ -198,7 +192,7 @@ class Durability:
         """Whether this step may be committed before its state is on disk, so that its rows have to
         be kept from its first micro-batch on.
 
-        `copies`: whether the learner's tensors can be copied (`Versions.copies`).
+        `copies`: whether the learner's state can be copied (`PolicyLearner.copies`).
         """
         spec, plan = self._spec, self._plan()
         if spec.population is not None or self.failure is not None or self._is_wanted(step):
@@ -248,7 +242,6 @@ class Durability:
         state: TrainingState,
         prune: Callable[[int], None],
         *,
-        copy_parts: CopyParts | None = None,
         over_high_water: bool = False,
         at_once: bool = False,
     ) -> None:
@@ -256,11 +249,11 @@ class Durability:
 
         At most one copy exists: when twice as many steps as planned are behind, this waits until
         the one before is written. Without memory for a copy the state is written before this
-        returns. `prune` deletes older states; `copy_parts`: for a gang, has its ranks copy their
-        shards; `at_once`: do not wait for the planned step.
+        returns. `prune` deletes older states; `at_once`: do not wait for the planned step.
         """
         self._over_high_water = over_high_water
-        tensors = under("weights", state.weights) | under("moments", state.moments)
+        mine = state.snapshot
+        tensors = under("weights", mine.weights) | under("moments", mine.moments)
         busy = self._writing is not None and not self._writing.done()
         behind = state.version - self._begun
         if self._reserving is None and tensors and self._copy.fits(tensors):
@@ -276,7 +269,7 @@ class Durability:
             self._reserving.result()
         began = time.perf_counter()
         try:
-            copy = self._copied(state, tensors, copy_parts)
+            copy = self._copied(state, tensors)
         except TroupeError as error:
             # A gang has lost a rank. The step is committed: the next one finds out.
             log.warning("state not copied", error=str(error), **self._about())
@@ -292,16 +285,15 @@ class Durability:
             self._begun = state.version
         self._writing = self._in_background(self._write, copy, prune)
 
-    def _copied(
-        self, state: TrainingState, tensors: Tensors, copy_parts: CopyParts | None
-    ) -> TrainingState | None:
+    def _copied(self, state: TrainingState, tensors: Tensors) -> TrainingState | None:
         """The state over a copy of its tensors, or of a gang's shards; None without memory."""
-        if copy_parts is not None:
-            write = copy_parts()
-            return None if write is None else replace(state, write_parts=write)
+        if state.snapshot.copy_parts is not None:
+            write = state.snapshot.copy_parts()
+            return None if write is None else replace(state, snapshot=Snapshot(write_parts=write))
         if not self._copy.fits(tensors) or (copied := self._copy.take(tensors)) is None:
             return None
-        return replace(state, weights=below("weights", copied), moments=below("moments", copied))
+        copy = Snapshot(below("weights", copied), below("moments", copied))
+        return replace(state, snapshot=copy)
 
     def _in_background(self, call: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
         if self._writer is None:

@@ -13,6 +13,7 @@ version was trained on is kept with it: `Frontier`, which must be what the commi
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import secrets
@@ -20,13 +21,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from services.trainer.learning.optimizer import is_moment
+from services.trainer.learning.optimizer import Generators, Moments, is_moment
+from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import remove
 from troupe.checkpoints.writing import safetensors_file
@@ -37,6 +38,9 @@ from troupe.transfer import checksum_of
 _NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
 _UNFINISHED = re.compile(r"\.v([0-9]+)-")
 FORMAT = 3
+# Writes the parts of a state into a directory, each rank of a gang its own; returns the checksums
+# of the files.
+WriteParts: TypeAlias = Callable[[Path], dict[str, str]]
 
 
 @contextlib.contextmanager
@@ -103,22 +107,61 @@ class Frontier:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A learner's part of a training state: whole tensors, or what has ranks write their shards."""
+
+    weights: Tensors = field(default_factory=dict)
+    moments: Moments = field(default_factory=dict)
+    # In place of tensors, where the ranks of a gang have them.
+    write_parts: WriteParts | None = None
+    # Has the ranks copy their shards to host memory: what writes the copies while later steps run,
+    # or None where a rank has no memory for one.
+    copy_parts: Callable[[], WriteParts | None] | None = None
+
+
+@dataclass(frozen=True)
 class TrainingState:
-    """The training state of one version of a policy."""
+    """The training state of one version of a policy, to be written."""
 
     version: int
     # Checksum of the published weights, as in the ledger.
     checksum: str
-    weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
+    snapshot: Snapshot
     # States of random generators (`Randomness`).
-    generators: dict[str, torch.Tensor] = field(default_factory=dict)
+    generators: Generators = field(default_factory=dict)
     frontier: Frontier = Frontier()
-    # For a gang, in place of weights and moments: function that writes their shards into a
-    # directory and returns the files' checksums.
-    write_parts: Callable[[Path], dict[str, str]] | None = None
-    # The directory that the state was read from.
-    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A training state on disk, whose bytes match their checksums.
+
+    `weights` and `moments` are read whole when they are first asked for; the ranks of a gang read
+    their shards of them from `path`.
+    """
+
+    version: int
+    # Checksum of the published weights, as in the ledger.
+    checksum: str
+    generators: Generators
+    frontier: Frontier
+    path: Path
+    # Reads weights and moments. Raises DataLoss of kind "state_corrupt".
+    read: Callable[[], tuple[Tensors, Moments]]
+
+    @functools.cached_property
+    def _whole(self) -> tuple[Tensors, Moments]:
+        return self.read()
+
+    @property
+    def weights(self) -> Tensors:
+        """The trained weights, whole."""
+        return self._whole[0]
+
+    @property
+    def moments(self) -> Moments:
+        """The state of optimizer, critic and baselines, whole."""
+        return self._whole[1]
 
 
 @dataclass(frozen=True)
@@ -156,9 +199,9 @@ class StateStore:
     def save(self, state: TrainingState) -> Path:
         """Write `state` durably. Raises ResourceExhausted ("storage_full") and changes nothing."""
         target = self._directory / f"v{state.version}-{state.checksum[:12]}"
-        parts = {"random": state.generators}
-        if state.write_parts is None:
-            parts |= {"weights": state.weights, "optimizer": state.moments}
+        parts, mine = {"random": state.generators}, state.snapshot
+        if mine.write_parts is None:
+            parts |= {"weights": mine.weights, "optimizer": mine.moments}
         digest = state.frontier.samples_digest
         meta: dict[str, Any] = {
             "format": FORMAT,
@@ -176,20 +219,17 @@ class StateStore:
                 with safetensors_file(folder / f"{name}.safetensors", tensors) as write:
                     for key, tensor in tensors.items():
                         write(key, tensor)
-            if state.write_parts is not None:
-                meta["parts"] = state.write_parts(folder)
+            if mine.write_parts is not None:
+                meta["parts"] = mine.write_parts(folder)
             (folder / "state.json").write_text(json.dumps(meta))
         return target
 
-    def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
-        """Read the state of `version` (with `checksum`: the one in the ledger).
+    def load(self, version: int, checksum: str = "") -> KeptState:
+        """Verify the state of `version` (with `checksum`: the one in the ledger).
 
-        `whole`: with weights and moments; else only verify them, for ranks that read their parts
-        from its `path`. Raises FailedPrecondition of kind "state_not_found", or
-        DataLoss of kind "state_corrupt".
+        Raises FailedPrecondition of kind "state_not_found", or DataLoss of kind "state_corrupt".
         """
-        path = self._require(version, checksum)
-        return self._read(path, version, checksum, whole)
+        return self._read(self._require(version, checksum), version, checksum)
 
     def stored(self, version: int, checksum: str = "") -> StoredWeights:
         """The weights of `version`, not read yet and not verified: whoever reads them compares what
@@ -296,7 +336,7 @@ class StateStore:
             if match := _NAME.fullmatch(path.name):
                 yield int(match[1]), match[2], path
 
-    def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:
+    def _read(self, path: Path, version: int, checksum: str) -> KeptState:
         with _usable(path, version):
             meta = _meta(path)
             names = ["random"] if "parts" in meta else ["random", "weights", "optimizer"]
@@ -304,20 +344,18 @@ class StateStore:
             parts = {name: load_file(path / f"{name}.safetensors") for name in names}
             if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
                 raise ValueError("its bytes do not match their checksums")
-            if "parts" in meta:
-                parts |= _joined(path, meta["parts"], whole)
+            if "parts" in meta and not _are(path, meta["parts"]):
+                raise ValueError("its bytes do not match their checksums")
             frontier = _frontier(meta)
             if meta["version"] != version or (checksum and meta["checksum"] != checksum):
                 raise ValueError("it holds another version than its name says")
-        return TrainingState(
-            version,
-            meta["checksum"],
-            parts["weights"],
-            parts["optimizer"],
-            parts["random"],
-            frontier,
-            path=path,
-        )
+
+        def read() -> tuple[Tensors, Moments]:
+            if "parts" in meta:
+                return _joined(path, version)
+            return parts["weights"], parts["optimizer"]
+
+        return KeptState(version, meta["checksum"], parts["random"], frontier, path, read)
 
 
 @contextlib.contextmanager
@@ -351,20 +389,16 @@ def _frontier(meta: Mapping[str, Any]) -> Frontier:
 
 def _are(path: Path, files: Mapping[str, str]) -> bool:
     """Whether the files of a gang's ranks have these checksums."""
+    # Imported lazily: slow, and needed for gangs only.
     from services.trainer.gang.sharded_state import file_checksum
 
     return all(file_checksum(path / name) == checksum for name, checksum in files.items())
 
 
-def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
-    """Read the weights and optimizer that a gang wrote in shards.
-
-    Raises ValueError for changed bytes.
-    """
+def _joined(path: Path, version: int) -> tuple[Tensors, Moments]:
+    """Read the weights and moments that a gang wrote in shards. Raises DataLoss."""
     # Imported lazily: slow, and needed for gangs only.
     from services.trainer.gang.sharded_state import read_whole, split
 
-    if not _are(path, files):
-        raise ValueError("its bytes do not match their checksums")
-    found = split(read_whole(path)) if whole else ({}, {})
-    return dict(zip(("weights", "optimizer"), found, strict=True))
+    with _usable(path, version):
+        return split(read_whole(path))

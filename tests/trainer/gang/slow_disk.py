@@ -58,7 +58,7 @@ def main() -> None:
             print(name, flush=True)
 
     order("open", spec=spec, policy="solver", options={}, code="")
-    rank._members["policy"].num_parameters = 250_000_000
+    rank._members["policy"]._trained.num_parameters = 250_000_000
     writer: Any = HuggingFaceStorageWriter
     reader: Any = HuggingFaceStorageReader
     if dist.get_rank():

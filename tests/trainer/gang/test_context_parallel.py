@@ -13,7 +13,7 @@ import pytest
 from services.trainer.gang.gang import Gangs
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import StateStore, TrainingState
 from tests.support.training import make_spec
 from tests.trainer.gang.test_gang import alone, assert_close, rows_of, together
 from tests.trainer.learning.test_pieces import conversation
@@ -88,9 +88,9 @@ def test_ranks_divide_passes_as_if_one_device_had_made_them(
     one = alone(divided_spec(tokenizer, 1, 1, 4096, algorithm=algorithm), share_prefixes=True)
     if algorithm.get("kl_coefficient"):
         store = StateStore(tmp_path, "job", "solver")
-        state = TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier())
-        ours.load_reference(store.save(state))
-        one.set_reference(store.load(0).weights)
+        store.save(TrainingState(0, "a" * 32, one.snapshot()))
+        for learner in (ours, one):
+            learner.load_reference(store.load(0))
     try:
         for step in range(2):
             rows = steps_rows(spec, step)

@@ -23,7 +23,7 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import StateStore, TrainingState
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.learning.test_learner import make_rows
@@ -169,9 +169,9 @@ def test_a_gang_learns_preferences_as_one_device_does(
     )
     gang, one = together(gangs, spec), alone(spec)
     store = StateStore(tmp_path, "job", "solver")
-    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load_reference(first)
-    one.set_reference(store.load(0).weights)
+    store.save(TrainingState(0, "a" * 32, one.snapshot()))
+    for learner in (gang, one):
+        learner.load_reference(store.load(0))
     for step in range(3):
         rows = pairs_of(step, 4)
         for learner in (gang, one):
@@ -218,9 +218,9 @@ def test_packed_rows_of_a_gang_give_what_single_rows_give(
     gang = GangLearner(gangs, "job/packed", spec, "solver", {"double": True, **packed})
     one = alone(spec)
     store = StateStore(tmp_path, "job", "solver")
-    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load_reference(first)
-    one.set_reference(store.load(0).weights)
+    store.save(TrainingState(0, "a" * 32, one.snapshot()))
+    for learner in (gang, one):
+        learner.load_reference(store.load(0))
     for step in range(2):
         rows = random_rows(one.model, step, Shape(groups=4, members=6, prompt=12))
         for learner in (gang, one):
@@ -337,9 +337,9 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     assert (gang.vocabulary, gang.num_parameters) == (one.vocabulary, one.num_parameters)
     assert_equal(gang.weights(), one.weights())
     store = StateStore(tmp_path, "job", "solver")
-    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load_reference(first)
-    one.set_reference(store.load(0).weights)
+    store.save(TrainingState(0, "a" * 32, one.snapshot()))
+    for learner in (gang, one):
+        learner.load_reference(store.load(0))
     for step in range(2):
         for part in range(2):
             # An odd number of rows, and one row alone: ranks have different numbers of passes.
@@ -356,12 +356,12 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
 
     # In parts on the disk; whole where one device reads it.
     weights, moments = gang.weights(), gang.moments()
-    path = store.save(TrainingState(2, "c" * 32, {}, {}, {}, Frontier(1, 5), write_parts=gang.save))
+    path = store.save(TrainingState(2, "c" * 32, gang.snapshot()))
     assert len(list(path.glob("shard-*"))) == 2
     read = store.load(2)
     assert_equal(read.weights, weights)
     assert_equal(read.moments, moments)
-    one.restore(read.weights, read.moments)
+    one.load(read)
 
     # Suspended in the middle of a step, resumed where one device trains it, and back.
     rows = rows_of(spec, 6, 9)
@@ -382,17 +382,16 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     assert_close(gang, one)
 
     # Back to what was saved, read in parts.
-    gang.load(path)
+    gang.load(store.load(2))
     assert_equal(gang.weights(), weights)
     assert_equal(gang.moments(), moments)
-    single = store.save(TrainingState(3, "d" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load(single)
+    store.save(TrainingState(3, "d" * 32, one.snapshot()))
+    gang.load(store.load(3))
     assert_equal(gang.weights(), one.weights())
     assert_equal(gang.moments(), one.moments())
 
     # A byte that is not what it was.
     damaged = next(path.glob("shard-00002-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
-    for whole in (True, False):
-        with pytest.raises(DataLoss, match="checksums"):
-            store.load(2, whole=whole)
+    with pytest.raises(DataLoss, match="checksums"):
+        store.load(2)

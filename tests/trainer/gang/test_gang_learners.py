@@ -16,7 +16,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import StateStore, TrainingState
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.gang.test_gang import PLAIN, assert_close, assert_equal, gang_spec, gangs
 from troupe.job import JobSpec
@@ -87,9 +87,9 @@ def test_two_ranks_learn_what_one_device_does(
     assert_equal(gang.weights(), dict(one.weights()))
     assert_equal(gang.moments(), dict(one.moments()))
     store = StateStore(tmp_path, "job", "solver")
-    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load_reference(first)
-    one.set_reference(store.load(0).weights)
+    store.save(TrainingState(0, "a" * 32, one.snapshot()))
+    for learner in (gang, one):
+        learner.load_reference(store.load(0))
     for step in range(2):
         # One group has fewer rows than there are ranks.
         rows = step_rows(spec, step, groups=2 - step)
@@ -102,11 +102,11 @@ def test_two_ranks_learn_what_one_device_does(
 
     # In parts on the disk; whole where one device reads it.
     weights, moments = gang.weights(), gang.moments()
-    path = store.save(TrainingState(2, "c" * 32, {}, {}, {}, Frontier(1, 5), write_parts=gang.save))
+    store.save(TrainingState(2, "c" * 32, gang.snapshot()))
     read = store.load(2)
     assert_equal(read.weights, weights)
     assert_equal(read.moments, moments)
-    one.restore(read.weights, read.moments)
+    one.load(read)
 
     # Suspended in the middle of a step, resumed where one device trains it, and back.
     rows = step_rows(spec, 9, groups=3)
@@ -125,11 +125,11 @@ def test_two_ranks_learn_what_one_device_does(
     assert_same_step(gang, one, rows[5:], 2)
     assert_close(gang, one, 1e-7)
 
-    gang.load(path)
+    gang.load(store.load(2))
     assert_equal(gang.weights(), weights)
     assert_equal(gang.moments(), moments)
-    single = store.save(TrainingState(3, "d" * 32, one.weights(), one.moments(), {}, Frontier()))
-    gang.load(single)
+    store.save(TrainingState(3, "d" * 32, one.snapshot()))
+    gang.load(store.load(3))
     assert_equal(gang.weights(), dict(one.weights()))
     assert_equal(gang.moments(), dict(one.moments()))
     gang.release()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.trainer.gang.gang import Gangs
+from services.trainer.sending import UpdateGroups
 from services.trainer.settings import TrainerSettings
 from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
 from troupe.rpc import Aborted
@@ -52,13 +53,14 @@ class Reader:
 def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs) -> None:
     gang = together(gangs, gang_spec(tokenizer), double=False)
     wanted = pb.WantedWeights(job_id="job", policy="solver", way="ipc", ranks=3)
+    groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
     for step in range(2):
         reader = Reader()
-        gang.send(wanted, reader)
+        gang.send(wanted, groups, reader)
         assert_equal(reader.found, gang.published())
         # A caller that leaves costs the update, not the gang.
         with pytest.raises(Aborted, match="given up"):
-            gang.send(wanted, Reader(leaves_after=step))
+            gang.send(wanted, groups, Reader(leaves_after=step))
         gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
         assert gang.apply(step).applied
     assert not gang.lost

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learning.model import load_model, load_tokenizer
 from services.trainer.learning.optimizer import Randomness, capture, restore, seeded
 from services.trainer.state.checkpoint import checkpoint_path, save_checkpoint
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import Frontier, Snapshot, StateStore, TrainingState
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.stage import fill_up
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted
@@ -27,7 +27,8 @@ def make_state(version: int, size: int = 8) -> TrainingState:
     moments = {"exp_avg/w": torch.randn(size, size), "step/w": torch.tensor(float(version))}
     frontier = Frontier(version - 1, (1 << 64) - version)
     generators = capture(torch.device("cpu"))
-    return TrainingState(version, checksum_of(weights), weights, moments, generators, frontier)
+    snapshot = Snapshot(weights, moments)
+    return TrainingState(version, checksum_of(weights), snapshot, generators, frontier)
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
     state = make_state(2)
     loaded = store.load(2, state.checksum)
     assert loaded.checksum == state.checksum
-    assert all(torch.equal(t, state.weights[n]) for n, t in loaded.weights.items())
+    assert all(torch.equal(t, state.snapshot.weights[n]) for n, t in loaded.weights.items())
     assert set(loaded.moments) == {"exp_avg/w", "step/w"}
     assert store.versions() == [0, 1, 2, 3]
     store.prune(3, 2)
@@ -61,8 +62,8 @@ def test_two_attempts_at_one_version_do_not_mix(tmp_path: Path) -> None:
     store.save(one)
     store.save(two)
     store.save(one)  # repeating is harmless
-    assert torch.equal(store.load(1, one.checksum).weights["w"], one.weights["w"])
-    assert torch.equal(store.load(1, two.checksum).weights["w"], two.weights["w"])
+    assert torch.equal(store.load(1, one.checksum).weights["w"], one.snapshot.weights["w"])
+    assert torch.equal(store.load(1, two.checksum).weights["w"], two.snapshot.weights["w"])
     assert not store.exists(1, "0" * 32)
 
 
@@ -70,7 +71,8 @@ def test_the_last_attempt_at_the_same_weights_counts(tmp_path: Path) -> None:
     # One that was never committed: the same published bits, other samples, other moments.
     store = StateStore(tmp_path, "job", "solver")
     old = make_state(1)
-    new = replace(old, frontier=Frontier(7, 1), moments={"step/w": torch.tensor(3.0)})
+    other = replace(old.snapshot, moments={"step/w": torch.tensor(3.0)})
+    new = replace(old, frontier=Frontier(7, 1), snapshot=other)
     assert store.save(old) == store.save(new)
     loaded = store.load(1, old.checksum)
     assert loaded.frontier == Frontier(7, 1)

@@ -231,9 +231,9 @@ def test_tokens_are_kept_of_few_rows_with_advantages_and_ratios(tokenizer: Path)
     advantages = learner._step.advantages.estimate(rows).advantages.tolist()
     expected = {row.sample_id: one for row, one in zip(rows, advantages, strict=True)}
     learner.accumulate(rows)
-    assert learner.apply(0).applied
-    assert {(one.trajectory_id, one.turn) for one in learner.kept} == set(wanted)
-    for one in learner.kept:
+    kept = learner.apply(0).kept
+    assert {(one.trajectory_id, one.turn) for one in kept} == set(wanted)
+    for one in kept:
         row = wanted[one.trajectory_id, one.turn]
         assert list(one.advantages) == pytest.approx(
             [expected[row.sample_id]] * row.response_length
