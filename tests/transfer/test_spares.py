@@ -143,9 +143,9 @@ def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPa
     verified = []
     real = shelf_module._verify
 
-    def counting(manifest, *how):  # type: ignore[no-untyped-def]
-        verified.append(manifest.key)
-        real(manifest, *how)
+    def counting(mapped, *how):  # type: ignore[no-untyped-def]
+        verified.append(mapped.manifest.key)
+        real(mapped, *how)
 
     monkeypatch.setattr(shelf_module, "_verify", counting)
     readers = [threading.Thread(target=Transfer(root).get, args=[f"{STEM}@0"]) for _ in range(4)]

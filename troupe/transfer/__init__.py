@@ -14,5 +14,6 @@ from troupe.transfer.errors import InvalidKey as InvalidKey
 from troupe.transfer.errors import KeyNotFound as KeyNotFound
 from troupe.transfer.errors import StorageFull as StorageFull
 from troupe.transfer.errors import TransferTimeout as TransferTimeout
+from troupe.transfer.errors import UnknownCodec as UnknownCodec
 from troupe.transfer.staging import brought as brought
 from troupe.transfer.store import Transfer as Transfer

@@ -16,8 +16,9 @@ import mmap
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from troupe.transfer.checksum import (
 )
 from troupe.transfer.checksum import dtype_of as dtype_of
 from troupe.transfer.deferred import DeferredBytes, DeferredTensors, deferred_bytes
+from troupe.transfer.errors import UnknownCodec
 from troupe.transfer.staging import DeviceBytes
 
 
@@ -110,6 +112,46 @@ def stem_of(key: str) -> str:
     return _VERSION.sub("", key)
 
 
+class Codec(ABC):
+    """How the stored bytes of a tensor become the tensor.
+
+    Each tensor of a state has a dtype and a codec of its own. Checksums are of stored bytes.
+    """
+
+    @abstractmethod
+    def nbytes(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """Number of stored bytes of a tensor."""
+
+    @abstractmethod
+    def decode(
+        self, data: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """The tensor that is stored in the buffer `data` from `offset` (bytes) on."""
+
+
+class RawCodec(Codec):
+    """The elements one after another in C order, as they are in memory."""
+
+    def nbytes(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """See `Codec`."""
+        return math.prod(shape) * dtype.itemsize
+
+    def decode(
+        self, data: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """See `Codec`. No copy is made: the tensor lies over `data`."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+        return flat.reshape(tuple(shape))
+
+
+RAW: Final = "raw"
+# What this release reads, by the names in manifests. It writes every tensor as `RAW`.
+CODECS: Final[dict[str, Codec]] = {RAW: RawCodec()}
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor: `nbytes` bytes from `offset` (bytes) in the data section."""
@@ -122,6 +164,19 @@ class TensorEntry:
     checksum: str
     # Checksums of each `PIECE_BYTES`; none for a tensor that is a single piece.
     pieces: tuple[str, ...] = ()
+    # Name of its `Codec`. Manifests leave out `RAW`, as all did before there were codecs.
+    codec: str = RAW
+
+    def to_fields(self) -> dict[str, Any]:
+        """Its fields in the manifest."""
+        fields = dict(vars(self))
+        if self.codec == RAW:
+            del fields["codec"]
+        return fields
+
+    def decoded(self, data: Any) -> torch.Tensor:
+        """The tensor, from the data section."""
+        return CODECS[self.codec].decode(data, self.offset, dtype_of(self.dtype), self.shape)
 
 
 @dataclass(frozen=True)
@@ -158,13 +213,14 @@ class Manifest:
         """Compact JSON, UTF-8, that ends with a checksum of itself, since `checksum` does not cover
         metadata and base. (`dataclasses.asdict` takes seconds for thousands
         of pieces.)"""
-        made = {**vars(self), "entries": [vars(entry) for entry in self.entries]}
+        made = {**vars(self), "entries": [entry.to_fields() for entry in self.entries]}
         text = json.dumps(made, separators=(",", ":"), default=dict).encode()
         return text[:-1] + _seal(text)
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Inverse of `to_json`; ValueError when `data` is no consistent manifest."""
+        """Inverse of `to_json`; ValueError when `data` is no consistent manifest, UnknownCodec when
+        a tensor of it cannot be read."""
         if (known := _known.get(data)) is not None:
             return known
         given = data
@@ -182,7 +238,7 @@ class Manifest:
                 raw["base"],
             )
             for entry in manifest.entries:
-                _check_entry(entry)
+                _check_entry(manifest.key, entry)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a manifest: {error!r}") from error
         parts = {
@@ -215,8 +271,12 @@ def _entry(raw: dict[str, Any]) -> TensorEntry:
     return TensorEntry(**{**raw, **fields})
 
 
-def _check_entry(entry: TensorEntry) -> None:
-    if entry.nbytes != math.prod(entry.shape) * dtype_of(entry.dtype).itemsize:
+def _check_entry(key: str, entry: TensorEntry) -> None:
+    codec = CODECS.get(entry.codec)
+    if codec is None:
+        known = ", ".join(CODECS)
+        raise UnknownCodec(key, f"'{entry.name}' has the codec '{entry.codec}'; known: {known}")
+    if entry.nbytes != codec.nbytes(dtype_of(entry.dtype), entry.shape):
         raise ValueError(f"{entry.name}: size does not follow from dtype and shape")
     if entry.offset < 0 or any(size < 0 for size in entry.shape):
         raise ValueError(f"{entry.name}: negative offset or shape")
@@ -331,7 +391,7 @@ _FORMER: Final = b"TROUPE\x00"
 ALIGN: Final = 64
 # Of the safetensors library.
 _MAX_HEADER_BYTES: Final = 100_000_000
-# Names of dtypes in safetensors. Others are bytes there, and themselves in the manifest.
+# Names of dtypes in safetensors. Others, and tensors that are not raw, are bytes there.
 _SAFETENSORS: Final = {
     "float64": "F64",
     "float32": "F32",
@@ -412,7 +472,7 @@ def prefix(manifest: Manifest) -> bytes:
     parts = [_LEAD, json.dumps(manifest.to_json().decode()), "}"]
     for entry in manifest.entries:
         dtype, shape = _SAFETENSORS.get(entry.dtype), list(entry.shape)
-        if dtype is None:
+        if dtype is None or entry.codec != RAW:
             dtype, shape = "U8", [entry.nbytes]
         where = f"[{entry.offset},{entry.offset + entry.nbytes}]"
         parts.append(
@@ -430,27 +490,40 @@ def read_manifest(path: Path) -> Manifest:
         return _read_header(file)[0]
 
 
-def read(path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]]:
-    """Map `path`: manifest, tensors over the mapping (no copy), and the file's identity.
+@dataclass(frozen=True)
+class MappedState:
+    """A state file that is mapped. Its bytes are not verified."""
+
+    manifest: Manifest
+    # The data section, a buffer of bytes. It keeps the lease of the file.
+    data: Any
+    # `identity` of the file.
+    identity: tuple[int, int]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name; raw ones lie over the mapping, without a copy."""
+        return {entry.name: entry.decoded(self.data) for entry in self.manifest.entries}
+
+
+def read(path: Path) -> MappedState:
+    """Map `path`.
 
     The mapping is copy-on-write: writing to a tensor changes neither the file nor what
     other readers see, and the file may be deleted or replaced meanwhile.
-    FileNotFoundError, or ValueError when the file is damaged. Bytes are not verified.
+    FileNotFoundError, or ValueError when the file is damaged; UnknownCodec.
     """
-    manifest, mapping, start, status = _map(path)
-    tensors = {entry.name: view(mapping, start, entry) for entry in manifest.entries}
-    return manifest, tensors, identity_in(status)
+    manifest, start, file = opened(path)
+    with file:
+        # The mapping keeps a duplicate of the descriptor, and with it the lease.
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = memoryview(mapping)[start : start + manifest.end]
+        return MappedState(manifest, data, identity_in(os.fstat(file.fileno())))
 
 
-def read_bytes(path: Path) -> tuple[Manifest, memoryview]:
-    """Map `path` like `read`: manifest and the whole data section as bytes."""
-    manifest, mapping, start, _ = _map(path)
-    return manifest, memoryview(mapping)[start : start + manifest.end]
-
-
-def damaged(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` does not hold the bytes that were set."""
-    return bytes_checksum(host_bytes(tensor)) != entry.checksum
+def damaged(entry: TensorEntry, data: Any) -> bool:
+    """Whether the data section does not hold the bytes of a tensor that were set."""
+    stored = memoryview(data)[entry.offset : entry.offset + entry.nbytes]
+    return bytes_checksum(stored) != entry.checksum
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -504,14 +577,6 @@ def opened(path: Path) -> tuple[Manifest, int, io.BufferedReader]:
     return manifest, start, file
 
 
-def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
-    manifest, start, file = opened(path)
-    with file:
-        # The mapping keeps a duplicate of the descriptor, and with it the lease.
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return manifest, mapping, start, os.fstat(file.fileno())
-
-
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:
     """The manifest, and where the tensors begin. ValueError unless every byte before them is what
     was written: other programs read the rest of the header."""
@@ -541,16 +606,6 @@ def _other_format(number: int) -> ValueError:
     return ValueError(
         f"written in format {number} by another version of Troupe, this one reads format 5"
     )
-
-
-def view(mapping: Any, start: int, entry: TensorEntry) -> torch.Tensor:
-    """One tensor over the bytes of a file, whose tensors begin at `start`."""
-    dtype = dtype_of(entry.dtype)
-    if entry.nbytes == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    count = entry.nbytes // dtype.itemsize
-    flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry.offset)
-    return flat.reshape(entry.shape)
 
 
 def _aligned(offset: int) -> int:

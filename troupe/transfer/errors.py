@@ -5,6 +5,7 @@ from __future__ import annotations
 from troupe.rpc.errors import (
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -47,6 +48,13 @@ class Corrupt(TransferError, DataLoss):
 
     default_kind = "transfer_corrupt"
     default_remedy = "Publish the version again."
+
+
+class UnknownCodec(TransferError, FailedPrecondition):
+    """A tensor is stored in a form that this release cannot read; nothing was applied."""
+
+    default_kind = "transfer_unknown_codec"
+    default_remedy = "Run the same release of Troupe on all hosts."
 
 
 class StorageFull(TransferError, ResourceExhausted):

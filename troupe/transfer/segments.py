@@ -15,20 +15,19 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
 import numpy as np
-import torch
 import xxhash
 
 from troupe.disks import own_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.transfer import blob
 from troupe.transfer.arguments import SEGMENT, check_key, why_no_key
-from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in
+from troupe.transfer.blob import Bytes, Manifest, MappedState, TensorEntry, stem_of, version_in
 from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
 from troupe.transfer.segment_pool import PooledSegment, SegmentPool
@@ -381,14 +380,13 @@ class Mappings:
             raise
         return manifest, Lease(memoryview(mapping)[start : start + manifest.end], file)
 
-    def read(self, path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]]:
-        """`blob.read` through a mapping that stays open: these tensors must not be written to."""
+    def read(self, path: Path) -> MappedState:
+        """`blob.read` through a mapping that stays open: its tensors must not be written to."""
         self.sweep()
         manifest, lease = self.lease(blob.opened(path))
         data = np.frombuffer(lease.data, np.uint8).view(_Leased)
         data.lease = lease
-        tensors = {entry.name: blob.view(data, 0, entry) for entry in manifest.entries}
-        return manifest, tensors, blob.identity_in(os.fstat(lease.file.fileno()))
+        return MappedState(manifest, data, blob.identity_in(os.fstat(lease.file.fileno())))
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
         """Close files that were deleted, and those that were not read for `idle_seconds`."""
@@ -490,7 +488,8 @@ class SegmentStore:
 
     def bytes(self, key: str) -> tuple[Manifest, memoryview]:
         """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
-        return self._read(key, blob.read_bytes)
+        state = self._read(key, blob.read)
+        return state.manifest, state.data
 
     def _read(self, key: str, read: Callable[[Path], T]) -> T:
         try:
@@ -564,36 +563,29 @@ class SegmentStore:
                 sweep(Path(place))
             self.pools[root].sweep()
 
-    def verify(
-        self,
-        path: Path,
-        manifest: Manifest,
-        tensors: Mapping[str, torch.Tensor],
-        identity: tuple[int, int],
-        deadline: float | None,
-    ) -> None:
-        """See that `tensors`, mapped from the file of `identity` at `path`, hold what was set.
+    def verify(self, path: Path, state: MappedState, deadline: float | None) -> None:
+        """See that `state`, mapped from the file at `path`, holds what was set.
 
         Large states are verified once per host, until they are written to: a second process waits
         for the first. Raises Corrupt, TransferTimeout.
         """
-        if manifest.num_bytes < _MARKED_BYTES:
-            _verify(manifest, tensors, deadline)
+        if state.manifest.num_bytes < _MARKED_BYTES:
+            _verify(state, deadline)
             return
 
         def verified() -> bool:
             # (A fetched state was verified as it arrived.)
             kinds = ("verified", "fetched")
-            return any(note(path, kind, identity) is not None for kind in kinds)
+            return any(note(path, kind, state.identity) is not None for kind in kinds)
 
         until = time.monotonic() + _ALONE_SECONDS if deadline is None else deadline
         try:
             with alone(path, until, unless=verified) as first:
                 if first:
-                    _verify(manifest, tensors, deadline)
-                    mark(path, "verified", identity=identity)
+                    _verify(state, deadline)
+                    mark(path, "verified", identity=state.identity)
         except TimeoutError as error:
-            raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
+            raise TransferTimeout(state.manifest.key, f"not verified in time: {error}") from None
 
 
 def unusable(root: Path, error: OSError) -> FailedPrecondition:
@@ -607,15 +599,11 @@ def unusable(root: Path, error: OSError) -> FailedPrecondition:
     )
 
 
-def _verify(
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    deadline: float | None,
-) -> None:
-    key = manifest.key
+def _verify(state: MappedState, deadline: float | None) -> None:
+    manifest, key = state.manifest, state.manifest.key
 
     def check(entry: TensorEntry) -> None:
-        if blob.damaged(entry, tensors[entry.name]):
+        if blob.damaged(entry, state.data):
             raise Corrupt(key, f"the bytes of '{entry.name}' do not match their checksum")
         if deadline is not None and time.monotonic() > deadline:
             raise TransferTimeout(key, "not verified in time")

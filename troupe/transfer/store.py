@@ -224,13 +224,15 @@ class Transfer:
         place, beside `files`; until it is closed the state is kept, whatever becomes of the key.
 
         Not verified: `get` does that. Raises KeyNotFound, Corrupt for another content, and OSError
-        where the file system has no hard links.
+        where the file system has no hard links, or a tensor is stored by a codec of Troupe's own.
         """
         path = self._segments.path(key)
         manifest, _, file = self.opened(key)
         with file:
             if manifest.checksum != expected_checksum:
                 raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
+            if any(entry.codec != blob.RAW for entry in manifest.entries):
+                raise OSError(errno.ENOTSUP, "other programs know no codec")
             root = next(root for root in self.roots if path.is_relative_to(root))
             try:
                 return self._directories[root].make(path, file, files)
@@ -297,7 +299,8 @@ class Transfer:
         try:
             identity = blob.identity(path)
             read = self._mappings.read if lasting else blob.read
-            manifest, tensors, identity = read(path)
+            state = read(path)
+            manifest, identity = state.manifest, state.identity
             if manifest.key != key:
                 raise ValueError(f"holds what was set as '{manifest.key}'")
         except FileNotFoundError:
@@ -311,12 +314,12 @@ class Transfer:
         # A process hashed its own bytes as it copied them; what was fetched was verified.
         if verify and not own and fetched is None:
             try:
-                self._segments.verify(path, manifest, tensors, identity, request.deadline)
+                self._segments.verify(path, state, request.deadline)
             except Corrupt:
                 segments.mark(path, "damaged", identity=identity)
                 raise
         self._note(path, "get", manifest, own=own, fetched=fetched)
-        return tensors, manifest
+        return state.tensors(), manifest
 
     def _find(self, request: FetchRequest) -> tuple[Path, Choice | None]:
         """The state's path, and how it came when it was just fetched."""

@@ -32,7 +32,7 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.counters import Choice, TransferCounters
-from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
+from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, UnknownCodec
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.lane import LanePool
 from troupe.transfer.remote.partial_state import PartialState, partial_state_in
@@ -464,7 +464,7 @@ class Peer:
             return 0
         try:
             return part.take_from(*segments.bytes(base))
-        except (KeyNotFound, Corrupt):
+        except (KeyNotFound, Corrupt, UnknownCodec):
             return 0
 
     def _source(
