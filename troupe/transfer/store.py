@@ -232,7 +232,7 @@ class Transfer:
             if manifest.checksum != expected_checksum:
                 raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
             if any(entry.codec != blob.RAW for entry in manifest.entries):
-                raise OSError(errno.ENOTSUP, "other programs know no codec")
+                raise OSError(errno.ENOTSUP, "a tensor has a codec that only Troupe knows")
             root = next(root for root in self.roots if path.is_relative_to(root))
             try:
                 return self._directories[root].make(path, file, files)

@@ -640,7 +640,7 @@ class GangLearner(PolicyLearner[Row]):
         self._hand_over("receive", {**weights, **moments})
 
     def snapshot(self) -> Snapshot:
-        """What has every rank write its part."""
+        """See `PolicyLearner`. Every rank writes its part."""
         return Snapshot(write_parts=self._write, copy_parts=self._copy)
 
     def _write(self, directory: Path) -> dict[str, str]:
@@ -650,8 +650,8 @@ class GangLearner(PolicyLearner[Row]):
         return files
 
     def _copy(self) -> WriteParts | None:
-        """Have every rank copy its part of weights and moments to host memory: what has the copies
-        written while steps go on; None where a rank has no memory for one."""
+        """Have every rank copy its part of weights and moments to host memory; returns a function
+        that has the copies written while steps go on, or None where a rank lacks the memory."""
         return self._write_copy if self._order("copy").header["copied"] else None
 
     def _write_copy(self, directory: Path) -> dict[str, str]:

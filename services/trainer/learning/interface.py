@@ -204,7 +204,7 @@ class PolicyLearner(ABC, Generic[R]):
     # Processes on other devices or hosts that hold a part of the policy.
 
     def move_to(self, hosts: GangHosts) -> None:
-        """Run such processes on these hosts when the policy is next resumed."""
+        """Have such processes run on these hosts when the policy is next resumed."""
 
     def close(self) -> None:
-        """Leave such processes, since the policy leaves this worker. Idempotent."""
+        """Remove the policy from such processes: it leaves this worker. Idempotent."""

@@ -108,14 +108,14 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A learner's part of a training state: whole tensors, or what has ranks write their shards."""
+    """A learner's part of a training state: whole tensors, or functions that write their shards."""
 
     weights: Tensors = field(default_factory=dict)
     moments: Moments = field(default_factory=dict)
-    # In place of tensors, where the ranks of a gang have them.
+    # In place of tensors: has the ranks of a gang write their shards.
     write_parts: WriteParts | None = None
-    # Has the ranks copy their shards to host memory: what writes the copies while later steps run,
-    # or None where a rank has no memory for one.
+    # Has the ranks copy their shards to host memory; returns a function that writes the copies
+    # while later steps run, or None where a rank has no memory for one.
     copy_parts: Callable[[], WriteParts | None] | None = None
 
 
