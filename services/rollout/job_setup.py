@@ -21,6 +21,7 @@ from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.queries import QuerySource
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
+from troupe.functions.shipped import open_shipped, using
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job_in_thread
 from troupe.job.balancing import engine_count
@@ -34,7 +35,6 @@ from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
 from troupe.workflow.errors import as_invalid_argument
 from troupe.workflow.languages import Language, load_language, role_of, token_counter
-from troupe.workflow.shipped import open_shipped, using
 
 if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena

@@ -53,10 +53,10 @@ from troupe.v1 import (
 )
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import ContextOverflowError, WorkflowError
-from troupe.workflow.backend import TokenIds
 from troupe.workflow.conversation import PromptDraft, TooManyTokensError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
+from troupe.workflow.token_ids import TokenIds
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from services.chassis.model_files import ModelFiles
 from services.chassis.settings import ServiceSettings
 from services.trainer.learning.model import load_config, with_dtype
+from troupe.functions.shipped import open_shipped, opened
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.outcomes import described
 from troupe.rpc import Internal, InvalidArgument, TroupeError, connect
 from troupe.v1 import orchestrator_pb2_grpc
-from troupe.workflow.shipped import open_shipped, opened
 from troupe.yaml_input import MAX_BYTES
 
 log = structlog.get_logger("troupe.trainer")

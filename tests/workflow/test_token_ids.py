@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from tests.workflow.stage import make_chat, make_tokenizer
 from troupe.workflow import Agents, ChatTokenizer, Role, Sampling
-from troupe.workflow.backend import EMPTY, GeneratedTurn, TokenIds
+from troupe.workflow.backend import GeneratedTurn
 from troupe.workflow.messages import Reply
+from troupe.workflow.token_ids import EMPTY, TokenIds
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 

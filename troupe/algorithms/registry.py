@@ -18,12 +18,12 @@ import torch
 from troupe.algorithms.advantages import ADVANTAGES, AdvantageFunction, SampleBatch
 from troupe.algorithms.corrections import CORRECTIONS, CorrectionFunction, sequence_masked
 from troupe.algorithms.objectives import LOSSES, LossFunction, Tokens, gspo
+from troupe.functions.shipped import opened, using
 from troupe.job import JobSpec
 from troupe.outcomes import described
 from troupe.user_code import call_contained
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.loading import load_attribute
-from troupe.workflow.shipped import opened, using
 
 Field = Literal["loss", "correction", "advantage"]
 _ARGUMENT: Final = {"loss": "tokens", "correction": "tokens", "advantage": "samples"}

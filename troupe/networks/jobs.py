@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from troupe.functions import shipped
 from troupe.job import JobSpec
 from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
-from troupe.workflow import shipped
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 if TYPE_CHECKING:

@@ -12,18 +12,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index as as_int
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, Protocol, overload, runtime_checkable
 
 from troupe.outcomes import safe_text, utf8_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     Backend,
     Endpoint,
-    EndpointBackend,
     EndpointOptions,
     GeneratedTurn,
     Sampling,
-    TokenIds,
     cut_at,
     first_of,
 )
@@ -55,6 +53,7 @@ from troupe.workflow.messages import (
     parse_tools,
     plain,
 )
+from troupe.workflow.token_ids import TokenIds
 from troupe.workflow.turns import Role, TrajectoryRecord, TurnRecord
 
 
@@ -86,6 +85,15 @@ _TOKENS_READ_AT_ONCE: Final = 8192
 _LONGEST_TOKEN: Final = 1024
 # Prompt tokens that are searched for a thought tag which the template has opened.
 _LAST_IDS: Final = 16
+
+
+@runtime_checkable
+class EndpointBackend(Protocol):
+    """A backend that also serves OpenAI's API for its agents."""
+
+    def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
+        """Open the endpoint of `agent`, or return the open one."""
+        ...
 
 
 class Agent:

@@ -24,7 +24,6 @@ import xxhash
 from troupe.chat_templates import TemplateLimitError
 from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
 from troupe.model_output import THINK_TAGS, ThinkTags
-from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import (
     AnyMessage,
@@ -38,6 +37,7 @@ from troupe.workflow.messages import (
     without_thoughts,
 )
 from troupe.workflow.numbering import Path
+from troupe.workflow.token_ids import TokenIds
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""

@@ -1,7 +1,7 @@
 """Loads the `module:attribute` entrypoints of a job: workflows, tasks, functions, environments.
 
 Modules of users are imported again when one of their files was edited since the last import;
-those that a job ships (shipped.py) never change.
+those that a job ships (`troupe.functions.shipped`) never change.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
+from troupe.functions import shipped
 from troupe.outcomes import NotFiniteError, described, finite_number, safe_text, utf8_text
-from troupe.workflow import shipped
 from troupe.workflow.agent import Agents
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools

@@ -39,9 +39,9 @@ from troupe.outcomes import (
     safe_text,
     utf8_text,
 )
-from troupe.workflow.backend import TokenIds
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidMessagesError, InvalidRewardError, shown
+from troupe.workflow.token_ids import TokenIds
 
 # Names of parameters and functions have at most 256 characters.
 _PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")

@@ -15,18 +15,17 @@ import xxhash
 
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
-    EMPTY,
     ENDPOINT_OPTIONS,
     Backend,
     EndpointOptions,
     GeneratedTurn,
     Sampling,
-    TokenIds,
 )
 from troupe.workflow.conversation import ChatTokenizer, PromptIds
 from troupe.workflow.errors import TurnError
 from troupe.workflow.messages import PARSERS, Message, Reply, ReplyParser
 from troupe.workflow.numbering import Path, places
+from troupe.workflow.token_ids import EMPTY, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from services.rollout.engines.turns import EngineTurn, TurnTable
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.engines.weights import Adapted

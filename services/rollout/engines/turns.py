@@ -19,7 +19,7 @@ from services.rollout.engines.requests import (
     SamplingParams,
     spans_of,
 )
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 # Window of `EngineLoad.tokens_per_second`: long enough to smooth steps of a few milliseconds, short
 # enough to follow a phase of a job.

@@ -31,7 +31,8 @@ from troupe.scheduling.routing import (
 )
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
-from troupe.workflow.backend import GeneratedTurn, TokenIds, VersionSpan
+from troupe.workflow.backend import GeneratedTurn, VersionSpan
+from troupe.workflow.token_ids import TokenIds
 
 # Pauses before a turn is placed again after an engine returned nothing of it. They double, so that
 # an engine that refuses turns although it reports HEALTHY is not called in a tight loop.

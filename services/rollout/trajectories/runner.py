@@ -16,13 +16,13 @@ from services.rollout.trajectories.demonstrated import DemonstratedTrajectory
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer
+from troupe.functions.shipped import opened, using
 from troupe.outcomes import described
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.rpc.protobuf_wire import repeated
 from troupe.states import OFFLINE, TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
-from troupe.workflow.shipped import opened, using
 
 log = structlog.get_logger(__name__)
 

@@ -78,6 +78,7 @@ from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
+from troupe.functions.shipped import opened
 from troupe.job import JobSpec
 from troupe.job.policy import Offload
 from troupe.mixtures import Routers, RoutingShape
@@ -87,7 +88,6 @@ from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
-from troupe.workflow.shipped import opened
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"

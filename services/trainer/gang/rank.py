@@ -42,12 +42,12 @@ from services.trainer.specifications import HostSpecification
 from services.trainer.state.durability import HostCopy, step_back
 from services.trainer.state.training_state import reported
 from troupe.checkpoints.adapters import Tensors
+from troupe.functions.shipped import open_shipped
 from troupe.job import JobSpec
 from troupe.processes.tether import end_with_parent
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
 from troupe.rpc.addresses import split_address
 from troupe.v1.trainer_pb2 import WantedWeights
-from troupe.workflow.shipped import open_shipped
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"

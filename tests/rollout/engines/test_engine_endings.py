@@ -14,7 +14,7 @@ from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATION
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 
 def turns(count: int) -> list[EngineTurn]:

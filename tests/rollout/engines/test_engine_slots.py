@@ -32,7 +32,7 @@ from tests.rollout.engines.models import (
 from tests.support.training import rounding
 from troupe.job import PolicySpec
 from troupe.mixtures import RoutingShape
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 COUNT = 6
 

@@ -23,6 +23,7 @@ from services.trainer.specifications import HostSpecification
 from tests.chassis.test_model_files import ELSEWHERE, OtherHost
 from tests.support.training import save_tokenizer
 from tests.trainer.gang.test_gang import PLAIN, alone, assert_close, gang_spec, rows_of
+from troupe.functions.shipped import open_shipped
 from troupe.functions.sources import digest
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
@@ -32,7 +33,6 @@ from troupe.v1 import (
     reward_pb2,
     transfer_pb2_grpc,
 )
-from troupe.workflow.shipped import open_shipped
 
 CODE = [
     reward_pb2.SourceFile(

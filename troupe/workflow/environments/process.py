@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from troupe.functions import shipped
 from troupe.processes.ending import close_output, exit_text, kill_tree
 from troupe.processes.frames import FrameTooLarge, frame, read_frame
-from troupe.workflow import shipped
 from troupe.workflow.environments.child import (
     MAX_FRAME_BYTES,
     pack,

@@ -21,7 +21,7 @@ from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, Reply
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
 from troupe.v1 import trainer_pb2
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0

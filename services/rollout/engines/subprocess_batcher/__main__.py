@@ -27,7 +27,7 @@ from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
-from troupe.workflow.backend import TokenIds
+from troupe.workflow.token_ids import TokenIds
 
 # Longer than any pause that the parent waits for.
 _LONGEST_PAUSE_SECONDS: Final = 10 * PASS_SECONDS

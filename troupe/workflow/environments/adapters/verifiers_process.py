@@ -21,10 +21,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from troupe.functions import shipped
 from troupe.job.data import VerifiersSpec
 from troupe.processes.ending import exit_text, kill_tree
 from troupe.user_code import call_in_thread
-from troupe.workflow import shipped
 from troupe.workflow.environments.host import COUNTERS
 from troupe.workflow.environments.process import THREADS
 from troupe.workflow.errors import EntrypointError, EnvironmentFault, FaultReason, TurnError

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from troupe.functions.shipped import ShippedCode, current, open_shipped, opened, using
 from troupe.workflow import EntrypointError, load_attribute, load_tasks, load_workflow
 from troupe.workflow.loading import forget_edited
-from troupe.workflow.shipped import ShippedCode, current, open_shipped, opened, using
 
 FLOW = """
 from __future__ import annotations

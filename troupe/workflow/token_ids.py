@@ -1,0 +1,163 @@
+"""Token ids of prompts and responses, from the tokenizer to the sample, as one array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index as as_int
+from typing import Any, Final, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+IntArray = npt.NDArray[np.int32]
+
+
+class TokenIds(Sequence[int]):
+    """Token ids of a prompt as one array: `array` is int32 and not to be written to.
+
+    It reads like a tuple of ints, and equals one with the same ids. A prompt of 20,000 tokens is
+    hashed, checked, sent and stored at every turn of a conversation: as an array each of these
+    costs microseconds, as a tuple of Python's ints up to a millisecond. Ids that extend others
+    (`joined`) reuse what is known of those: their hash, range and JSON text are made of what is
+    new.
+    """
+
+    __slots__ = ("_earlier", "_hasher", "_json", "_range", "array")
+
+    array: IntArray
+    # xxh3 of all ids; lowest and highest id; JSON text of the first ids, with their number.
+    _hasher: Any
+    _range: tuple[int, int] | None
+    _json: tuple[bytes, int]
+    _earlier: TokenIds | None
+
+    def __init__(self, array: IntArray) -> None:
+        """`array`: one-dimensional, and never changed from now on."""
+        array.flags.writeable = False
+        self.array = array
+        self._hasher = self._range = self._earlier = None
+        self._json = b"", 0
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
+        """The ids as an array; those that are one already are not copied.
+
+        Raises `OverflowError` for an id that is no int32, `TypeError` for one that is no integer.
+        """
+        if isinstance(ids, TokenIds):
+            return ids
+        if isinstance(ids, np.ndarray):
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise TypeError(f"ids are a row of integers, not {ids.dtype} of {ids.shape}")
+            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise OverflowError("an id is beyond int32")
+            return cls(ids.astype(np.int32))
+        try:
+            return cls(np.fromiter(ids, np.int32, len(ids)))
+        except TypeError:  # numpy's own integers, and whatever else has `__index__`
+            return cls(np.fromiter(map(as_int, ids), np.int32, len(ids)))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Sequence[int]]) -> TokenIds:
+        """The ids of all parts, one after another. The JSON text of the first part goes over to
+        the result: of a growing conversation there is one."""
+        given = [cls.of(part) for part in parts if len(part)]
+        if len(given) < 2:
+            return given[0] if given else EMPTY
+        first = given[0]
+        whole = cls(np.concatenate([part.array for part in given]))
+        new = whole.array[len(first) :]
+        if first._hasher is not None:
+            whole._hasher = first._hasher.copy()
+            whole._hasher.update(new.astype("<i8"))
+        if first._range is not None:
+            low, high = first._range
+            whole._range = min(low, int(new.min())), max(high, int(new.max()))
+        whole._json, first._json = first._json, (b"", 0)
+        return whole
+
+    def share_with(self, earlier: TokenIds) -> None:
+        """Have `earlier`, with which these ids begin, and what that shares with be views of this
+        array, but for the first of all, which other conversations begin with, too. Else the prompts
+        of a conversation would take memory by the square of its turns."""
+        self._earlier = earlier
+        while earlier._earlier is not None:
+            earlier.array = self.array[: len(earlier)]
+            earlier = earlier._earlier
+
+    @property
+    def digest(self) -> int:
+        """64-bit hash of the ids (xxh3 of each as eight bytes, little-endian)."""
+        if self._hasher is None:
+            self._hasher = xxhash.xxh3_64(self.array.astype("<i8").data)
+        found: int = self._hasher.intdigest()
+        return found
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest id. There must be some."""
+        if self._range is None:
+            self._range = int(self.array.min()), int(self.array.max())
+        return self._range
+
+    @property
+    def json(self) -> bytes:
+        """The ids as a JSON array. It is kept: about five bytes for each id."""
+        text, known = self._json
+        if known < len(self):
+            import orjson  # comes with what serves engines
+
+            new = orjson.dumps(self.array[known:], option=orjson.OPT_SERIALIZE_NUMPY)
+            text = b"".join((memoryview(text)[:-1], b",", memoryview(new)[1:])) if known else new
+            self._json = text, len(self)
+        return text or b"[]"
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> TokenIds: ...
+
+    def __getitem__(self, at: int | slice) -> int | TokenIds:
+        if isinstance(at, slice):
+            return TokenIds(self.array[at])
+        return int(self.array[at])
+
+    def __contains__(self, one: object) -> bool:
+        return isinstance(one, int | np.integer) and bool((self.array == one).any())
+
+    def __add__(self, other: Sequence[int]) -> TokenIds:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return TokenIds.joined((self, other))
+
+    def __radd__(self, other: Sequence[int]) -> TokenIds:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return TokenIds.joined((other, self))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return np.array_equal(self.array, other.array)
+        if isinstance(other, tuple | list):
+            return len(self) == len(other) and self.array.tolist() == list(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))  # as of the tuple that it equals
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.array, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"TokenIds({self.array.tolist()})"
+
+
+EMPTY: Final = TokenIds(np.empty(0, np.int32))
