@@ -1,14 +1,14 @@
-"""One call of a function: arguments, time limits, outcome, and the slot that runs it."""
+"""One call of a function: its arguments, time limits and outcome."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import xxhash
 
@@ -16,10 +16,6 @@ from services.reward import worker
 from troupe.outcomes import finite_number, parse_json
 from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as pb
-
-if TYPE_CHECKING:
-    from services.reward.cgroups import CoreLease
-    from services.reward.function import RegisteredFunction
 
 # A call that waits for a quota fails with the reason this long before its caller's deadline, and at
 # most this share of the caller's time before.
@@ -133,65 +129,6 @@ class CallOutcome:
         """The outcome of a call that failed without any output of its own."""
         error = pb.InvocationError(kind=kind, message=message)
         return cls(error=error, cold_seconds=cold_seconds)
-
-
-class WorkerSlot:
-    """Runs calls one at a time: in a worker process here, on another host, or in a sandbox.
-
-    The defaults are those of a slot whose process is started and ended elsewhere.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        # Processes that had to be replaced.
-        self.restarts = 0
-
-    @property
-    def warm(self) -> bool:
-        """Whether there is a process that waits for calls."""
-        return True
-
-    @property
-    def process_seconds(self) -> float:
-        """Seconds for which the slot has had a process, in total."""
-        return 0.0
-
-    async def start(self) -> None:
-        """Start the process, before any call."""
-
-    async def stop(self) -> None:
-        """End the process for good."""
-
-    def rest(self) -> None:
-        """End the process; the next call starts another."""
-
-    async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have a process that has imported `function`, if that works."""
-
-    def holds(self, function: RegisteredFunction) -> bool:
-        """Whether the process has imported `function` since its last registration."""
-        return True
-
-    def confined_for(self, function: RegisteredFunction) -> bool:
-        """Whether the process is confined as `function` wants it."""
-        return True
-
-    def cancel(self) -> None:
-        """End the call that runs now; its outcome is KIND_CANCELLED."""
-        raise NotImplementedError
-
-    def run_many(
-        self,
-        function: RegisteredFunction,
-        calls: Sequence[FunctionCall],
-        lease: CoreLease | None = None,
-    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """Run `calls` in order, on the cores of `lease`: index and outcome of each as it ends.
-
-        Stops early, after an outcome, when the process is lost: calls without an outcome have not
-        begun. Calls that are `dropped` before they begin are left out.
-        """
-        raise NotImplementedError
 
 
 def outcome_of(

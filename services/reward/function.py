@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from services.reward.call import FunctionCall
 from services.reward.resources import needs_of
@@ -35,10 +34,6 @@ from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from troupe.scheduling.elastic import Discipline, SpeedUp
 from troupe.v1 import reward_pb2 as pb
-
-if TYPE_CHECKING:
-    from services.reward.dispatch import InvocationChunk
-    from services.reward.queues import PendingInvocation
 
 REWARD: Final = "reward"
 _KINDS: Final = ("", REWARD, "tool")
@@ -154,11 +149,7 @@ class RegisteredFunction:
     invocations: int = 0
     errors: int = 0
     retried: int = 0
-    # Queued calls, and the chunks that workers run.
     queued: int = 0
-    chunks: set[InvocationChunk] = field(default_factory=set)
-    # The call that runs, or is to run, with a number of cores that no call had yet.
-    exploring: PendingInvocation | None = None
     # Cores that its calls hold now.
     cores_held: int = 0
     run_seconds: float = 0.0
@@ -203,17 +194,6 @@ class RegisteredFunction:
         return tuple(range(max(1, self.cores), self.spec.max_cores + 1))
 
     @property
-    def running(self) -> int:
-        """Workers that run its calls."""
-        return len(self.chunks)
-
-    @property
-    def room(self) -> int:
-        """How many more of its calls may run at once."""
-        limit = self.spec.max_concurrency
-        return max(0, limit - self.running) if limit > 0 else sys.maxsize
-
-    @property
     def seconds(self) -> float:
         """How long a call is expected to take with the fewest cores."""
         # Cached: every scheduling decision asks for all queued calls.
@@ -251,15 +231,18 @@ class RegisteredFunction:
         self.cold_starts += 1
         self._cold_seconds.append(seconds)
 
-    def status(self, warm_workers: int = 0, confinement: Sequence[str] = ()) -> pb.FunctionStatus:
-        """Counts and estimates as a message."""
+    def status(
+        self, *, running: int, behind: int, warm_workers: int, confinement: Sequence[str]
+    ) -> pb.FunctionStatus:
+        """Counts and estimates as a message. `running`: slots that run its calls, `behind`: calls
+        that wait behind these."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
         return pb.FunctionStatus(
             function=self.spec,
             invocations=self.invocations,
             errors=self.errors,
-            running=self.running,
-            queued=self.queued + sum(chunk.behind for chunk in self.chunks),
+            running=running,
+            queued=self.queued + behind,
             mean_seconds=self.run_seconds / self.invocations if self.invocations else 0.0,
             serial_seconds=serial,
             parallel_seconds=parallel,

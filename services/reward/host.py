@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
+from services.reward.call import CallOutcome, FunctionCall
 from services.reward.cgroups import (
     ControlGroups,
     CoreCount,
@@ -29,8 +29,7 @@ from services.reward.cgroups import (
 )
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import ModelManager, ModelUnavailable
-from services.reward.queues import CORES, OWN_HOST, WORKERS
-from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources
+from services.reward.resources import CORES, MEMORY, PLENTY, SANDBOX, WORKERS, HostResources
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from services.reward.sandboxes.profile import (
     CONTAINER,
@@ -41,13 +40,15 @@ from services.reward.sandboxes.profile import (
 )
 from services.reward.sandboxes.seccomp import filter_path
 from services.reward.settings import RewardSettings
-from services.reward.slot import ProcessSlot
+from services.reward.slot import ProcessSlot, WorkerSlot
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.scheduling import elastic
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
+# The name of the service's own host.
+OWN_HOST: Final = ""
 # The variable in which a call finds the URL of its model (`troupe.functions.models`).
 MODEL_URL: Final = "TROUPE_MODEL_URL"
 

@@ -14,6 +14,9 @@ from services.reward.sandboxes.profile import PROCESS
 from troupe.scheduling.elastic import Running
 from troupe.v1 import reward_pb2 as pb
 
+WORKERS: Final = "workers"
+# Only on hosts that hand cores out.
+CORES: Final = "cores"
 MEMORY: Final = "memory_mib"
 # Followed by the level of the sandbox.
 SANDBOX: Final = "sandbox:"

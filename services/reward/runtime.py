@@ -14,8 +14,9 @@ import structlog
 
 from services.chassis.idempotency import IdempotencyCache
 from services.chassis.telemetry import Telemetry
-from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot, as_reward
-from services.reward.dispatch import Dispatcher
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall, as_reward
+from services.reward.dispatch.dispatcher import Dispatcher
+from services.reward.dispatch.invocation import PendingInvocation, cost
 from services.reward.function import (
     REWARD,
     FunctionRegistry,
@@ -25,10 +26,11 @@ from services.reward.function import (
     learn,
 )
 from services.reward.host import FunctionHost
-from services.reward.queues import CORES, PendingInvocation, cost
 from services.reward.quota import QuotaManager
+from services.reward.resources import CORES
 from services.reward.sandboxes.manager import SandboxGone, SandboxManager, SandboxSlot
 from services.reward.settings import RewardSettings
+from services.reward.slot import WorkerSlot
 from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic import Discipline
@@ -266,7 +268,13 @@ class Runtime:
         quotas: QuotaManager | None = None,
         discipline: Discipline | None = None,
     ) -> None:
-        self.dispatcher = Dispatcher(hosts, self, quotas)
+        self.dispatcher = Dispatcher(
+            hosts,
+            quotas,
+            began=self.attempt_began,
+            ended=self.attempt_ended,
+            held_cores=self.held_cores,
+        )
         self._queues = self.dispatcher.queues
         self._max_queued = max_queued
         self.discipline = discipline or Discipline()
@@ -288,7 +296,7 @@ class Runtime:
         self,
         calls: Sequence[tuple[str, FunctionCall]],
         function: RegisteredFunction,
-        slot: WorkerSlot | None = None,
+        sandbox_slot: WorkerSlot | None = None,
     ) -> list[asyncio.Future[pb.InvokeResponse]]:
         """Queue `calls` with their invocation ids, all of them or none; a future for each outcome.
 
@@ -308,7 +316,7 @@ class Runtime:
                 done=loop.create_future(),
                 since=now,
                 rank=(self._rank(function, call, now), next(self._arrivals)),
-                slot=slot,
+                sandbox_slot=sandbox_slot,
             )
             call.printed = partial(self._listeners.printed, invocation)
             self._open[invocation_id] = invocation
@@ -370,7 +378,7 @@ class Runtime:
                 self.cancel(invocation_id)
         function.logs.close()
 
-    # Called by the dispatcher.
+    # The dispatcher's callbacks.
 
     def attempt_began(self, invocation: PendingInvocation) -> None:
         """The invocation runs now."""
@@ -400,10 +408,9 @@ class Runtime:
         else:
             self._finish(invocation, outcome)
 
-    def slot_released(self, function: RegisteredFunction, cores: int, seconds: float) -> None:
-        """Calls of `function` had a slot and that many cores for so long."""
-        if cores:
-            self._metrics.cores.labels(function.label).inc(seconds * cores)
+    def held_cores(self, function: RegisteredFunction, cores: int, seconds: float) -> None:
+        """Calls of `function` had so many cores for so long."""
+        self._metrics.cores.labels(function.label).inc(seconds * cores)
 
     def _admit(self, function: RegisteredFunction, calls: int) -> None:
         limit = function.spec.max_queued
@@ -597,6 +604,7 @@ class PoolCounts:
     """Counts of workers and invocations, computed when they are read; also gauges."""
 
     def __init__(self, dispatcher: Dispatcher, telemetry: Telemetry) -> None:
+        self._dispatcher = dispatcher
         self._queues = dispatcher.queues
         self._hosts = dispatcher.hosts
 
@@ -623,9 +631,16 @@ class PoolCounts:
         """Calls that run now."""
         return sum(host.workers - host.free for host in self._hosts.values())
 
-    def warm_for(self, function: RegisteredFunction) -> int:
-        """Idle workers that have imported `function`."""
-        return sum(host.warm_for(function) for host in self._hosts.values())
+    def function_status(
+        self, function: RegisteredFunction, confinement: Sequence[str]
+    ) -> pb.FunctionStatus:
+        """The counts and estimates of `function` as a message."""
+        return function.status(
+            running=self._dispatcher.running(function),
+            behind=self._dispatcher.behind(function),
+            warm_workers=sum(host.warm_for(function) for host in self._hosts.values()),
+            confinement=confinement,
+        )
 
     def status(self) -> pb.PoolStatus:
         """The counts as a message."""

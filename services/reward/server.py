@@ -119,7 +119,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         """All functions with their counts."""
         return pb.ListFunctionsResponse(
             functions=[
-                f.status(self._runtime.pool.warm_for(f), self._local.confinement(f.profile))
+                self._runtime.pool.function_status(f, self._local.confinement(f.profile))
                 for f in self._registry
             ],
             pool=self._runtime.pool.status(),

@@ -1,4 +1,5 @@
-"""The slot of a worker process on this host: starts it, has it run calls, and replaces it.
+"""The slots in which calls run, and the slot of a worker process on this host, which it starts and
+replaces.
 
 A call's timeout is enforced here (`ProcessSlot._answer`), by killing the process.
 """
@@ -20,7 +21,7 @@ from typing import Any, Final
 import structlog
 
 from services.reward import worker
-from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot, outcome_of
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall, outcome_of
 from services.reward.cgroups import (
     ControlGroups,
     CoreLease,
@@ -49,6 +50,66 @@ _END_SECONDS: Final = 5.0
 # Calls, and bytes of arguments, that a worker is sent before it has answered the first of them.
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 * 2**10
+
+
+class WorkerSlot:
+    """A place of a host in which calls run one at a time: in a worker process (`ProcessSlot`), on
+    another host (`RemoteSlot`), or in a sandbox that outlives them (`SandboxSlot`).
+
+    The defaults are for a slot whose process is started and ended elsewhere.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # Processes that had to be replaced.
+        self.restarts = 0
+
+    @property
+    def warm(self) -> bool:
+        """Whether there is a process that waits for calls."""
+        return True
+
+    @property
+    def process_seconds(self) -> float:
+        """Seconds for which the slot has had a process, in total."""
+        return 0.0
+
+    async def start(self) -> None:
+        """Start the process, before any call."""
+
+    async def stop(self) -> None:
+        """End the process for good."""
+
+    def rest(self) -> None:
+        """End the process; the next call starts another."""
+
+    async def warm_up(self, function: RegisteredFunction) -> None:
+        """Have a process that has imported `function`, if that works."""
+
+    def holds(self, function: RegisteredFunction) -> bool:
+        """Whether the process has imported `function` since its last registration."""
+        return True
+
+    def confined_for(self, function: RegisteredFunction) -> bool:
+        """Whether the process is confined as `function` wants it."""
+        return True
+
+    def cancel(self) -> None:
+        """End the call that runs now; its outcome is KIND_CANCELLED."""
+        raise NotImplementedError
+
+    def run_many(
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
+        """Run `calls` in order, on the cores of `lease`: index and outcome of each as it ends.
+
+        Stops early, after an outcome, when the process is lost: calls without an outcome have not
+        begun. Calls that are `dropped` before they begin are left out.
+        """
+        raise NotImplementedError
 
 
 class WorkerLost(Exception):

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from services.reward.call import FunctionCall
 from services.reward.cgroups import Affinity, CoreManager, usable_cores
+from services.reward.dispatch.invocation import PendingInvocation
+from services.reward.dispatch.queues import Queues
 from services.reward.function import RegisteredFunction
-from services.reward.queues import PendingInvocation, Queues
 from services.reward.quota import Budget
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
@@ -212,17 +213,20 @@ def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> P
     return PendingInvocation(str(arrival), function, call, done, float(arrival), rank)
 
 
-def test_a_functions_limit_stands_in_nobodys_way() -> None:
-    limited = RegisteredFunction(pb.FunctionSpec(name="limited", max_concurrency=2))
+def test_queues_function_without_room_delays_no_other() -> None:
+    limited = RegisteredFunction(pb.FunctionSpec(name="limited"))
     other = RegisteredFunction(pb.FunctionSpec(name="other"))
-    limited.chunks.add(object())  # type: ignore[arg-type]
+
+    def room(function: RegisteredFunction) -> int:
+        return 1 if function is limited else 9
+
     queues = Queues()
     for arrival in range(4):
         queues.add(_waiting(limited, arrival))
     late, urgent = _waiting(other, 9), _waiting(other, 10, priority=1)
     queues.add(late)
     queues.add(urgent)
-    assert [w.invocation_id for w in queues.first(10, Budget({}, 0))] == ["10", "0", "9"]
+    assert [w.invocation_id for w in queues.first(10, Budget({}, 0), room)] == ["10", "0", "9"]
     queues.remove(late)
-    assert [w.invocation_id for w in queues.first(1, Budget({}, 0))] == ["10"]
+    assert [w.invocation_id for w in queues.first(1, Budget({}, 0), room)] == ["10"]
     assert (len(queues), limited.queued, other.queued) == (5, 4, 1)

@@ -12,10 +12,10 @@ import pytest
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
 from services.reward.cgroups import CoreCount, CoreLease
+from services.reward.dispatch.invocation import PendingInvocation
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import ModelPlacement
 from services.reward.host import FunctionHost
-from services.reward.queues import PendingInvocation
 from services.reward.quota import Budget
 from services.reward.resources import MEMORY, HostResources
 from services.reward.runtime import Runtime
@@ -117,7 +117,8 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
     assert len(ended) - given_up > 50
     assert runtime.pool.busy == len(runtime.dispatcher.queues) == 0
     for function in functions:
-        assert (function.queued, function.running, function.cores_held) == (0, 0, 0)
+        running = runtime.dispatcher.running(function)
+        assert (function.queued, running, function.cores_held) == (0, 0, 0)
     await runtime.stop()
 
 
@@ -130,7 +131,8 @@ async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
             call = FunctionCall("{}", "job", f"trajectory {name}", expected_seconds=seconds)
             runtime.submit([(name, call)], function)
         return [
-            waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9, Budget({}, 0))
+            waiting.invocation_id
+            for waiting in runtime.dispatcher.queues.first(9, Budget({}, 0), lambda _: 9)
         ]
 
     assert queued(FCFS) == ["b", "c", "d"]
@@ -143,7 +145,8 @@ async def test_jobs_have_their_turns_whatever_their_order() -> None:
     function = RegisteredFunction(pb.FunctionSpec(name="test", timeout_seconds=9))
     for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
         runtime.submit([(name, FunctionCall("{}", job, name, expected_seconds=seconds))], function)
-    first = [w.invocation_id for w in runtime.dispatcher.queues.first(9, Budget({}, 0))]
+    queued = runtime.dispatcher.queues.first(9, Budget({}, 0), lambda _: 9)
+    first = [w.invocation_id for w in queued]
     assert first in (["a", "c", "b"], ["c", "a", "b"])
 
 
@@ -169,6 +172,7 @@ def test_one_call_of_a_function_explores_at_a_time() -> None:
         pb.FunctionSpec(name="test", cores=1, max_cores=8, parallel_fraction=0.9)
     )
     function.curve = function.curve.observed(8, 2.0)
+    dispatcher = Runtime([], Telemetry()).dispatcher
     loop = asyncio.new_event_loop()
     calls = [
         PendingInvocation(
@@ -180,7 +184,7 @@ def test_one_call_of_a_function_explores_at_a_time() -> None:
     def exploring() -> list[str]:
         found = []
         for one in calls:
-            elastic = one.action(8).elastic
+            elastic = dispatcher.action(one, 8).elastic
             assert elastic is not None
             if len(elastic.levels) < 8:
                 found.append(one.invocation_id)

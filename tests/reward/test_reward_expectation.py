@@ -143,12 +143,14 @@ async def test_of_one_query_what_took_long_goes_last() -> None:
     for number in range(20):
         query, seconds = ("slow", 9.0) if number % 2 else ("fast", 1.0)
         submit(f"{number}", query)
-        (waiting,) = runtime.dispatcher.queues.first(9, Budget({}, 0))
+        (waiting,) = runtime.dispatcher.queues.first(9, Budget({}, 0), lambda _: 9)
         runtime.dispatcher.queues.remove(waiting)
         runtime.attempt_ended(waiting, CallOutcome("1.0", seconds))
     for name, query in (("a", "slow"), ("b", "fast"), ("c", "slow"), ("d", "fast")):
         submit(name, query)
-    first = [w.invocation_id for w in runtime.dispatcher.queues.first(9, Budget({}, 0))]
+    first = [
+        w.invocation_id for w in runtime.dispatcher.queues.first(9, Budget({}, 0), lambda _: 9)
+    ]
     assert [sorted(first[:2]), sorted(first[2:])] == [["b", "d"], ["a", "c"]]
 
 
@@ -159,7 +161,7 @@ async def test_whatever_one_call_says_the_others_have_their_places(said: float) 
     for number in range(20):
         call = FunctionCall("{}", "job", f"{number}", expected_seconds=0.0 if number % 3 else said)
         (done,) = runtime.submit([(f"{number}", call)], function)
-        (waiting,) = queues.first(9, Budget({}, 0))
+        (waiting,) = queues.first(9, Budget({}, 0), lambda _: 9)
         queues.remove(waiting)
         runtime.attempt_ended(waiting, CallOutcome("1.0", 1.0))
         assert math.isfinite(waiting.rank[0])
@@ -169,7 +171,7 @@ async def test_whatever_one_call_says_the_others_have_their_places(said: float) 
 async def test_a_result_is_there_though_nothing_could_be_learned_of_it() -> None:
     runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
     (done,) = runtime.submit([("one", FunctionCall("{}", "job"))], function)
-    (waiting,) = runtime.dispatcher.queues.first(1, Budget({}, 0))
+    (waiting,) = runtime.dispatcher.queues.first(1, Budget({}, 0), lambda _: 9)
     runtime.dispatcher.queues.remove(waiting)
     with structlog.testing.capture_logs() as lines:
         runtime.attempt_ended(waiting, CallOutcome("1.0", math.nan))

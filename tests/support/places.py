@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from services.reward.call import WorkerSlot
 from services.reward.function import RegisteredFunction
+from services.reward.slot import WorkerSlot
 
 
 class BarePlace(WorkerSlot):

@@ -15,12 +15,13 @@ import grpc
 import structlog
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall
 from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost, LocalHost
 from services.reward.sandboxes.profile import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
+from services.reward.slot import WorkerSlot
 from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
 from troupe.v1 import reward_pb2 as pb

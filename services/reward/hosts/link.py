@@ -16,16 +16,24 @@ from typing import Final
 import grpc
 import structlog
 
-from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
+from services.reward.call import CallOutcome, FunctionCall
 from services.reward.cgroups import CoreCount, CoreLease
-from services.reward.dispatch import Dispatcher
+from services.reward.dispatch.dispatcher import Dispatcher
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.host import FunctionHost
-from services.reward.queues import CORES, WORKERS
 from services.reward.quota import QUOTA, QuotaManager
-from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
+from services.reward.resources import (
+    CORES,
+    MEMORY,
+    PLENTY,
+    SANDBOX,
+    WORKERS,
+    HostResources,
+    needs_of,
+)
 from services.reward.sandboxes.profile import CONTAINER, PROCESS
+from services.reward.slot import WorkerSlot
 from troupe.functions.sources import SourceStore
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts

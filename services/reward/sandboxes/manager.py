@@ -17,7 +17,7 @@ from typing import Final
 
 import structlog
 
-from services.reward.call import CallOutcome, FunctionCall, WorkerSlot, outcome_of, sendable
+from services.reward.call import CallOutcome, FunctionCall, outcome_of, sendable
 from services.reward.cgroups import BASE_MIB, ControlGroups, CoreLease, CoreManager
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.container import ContainerBackend
@@ -31,6 +31,7 @@ from services.reward.sandboxes.sandbox import (
     SandboxNotStarted,
 )
 from services.reward.sandboxes.supervisor import DIED, NO_ROOM
+from services.reward.slot import WorkerSlot
 from troupe.devices import host_memory
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb

@@ -2,113 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from services.reward.call import FunctionCall, WorkerSlot
-from services.reward.function import LineSplitter, RegisteredFunction
+from services.reward.dispatch.invocation import PendingInvocation
+from services.reward.function import RegisteredFunction
 from services.reward.quota import Budget
-from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.scheduling.elastic.order import FairShares
-from troupe.v1 import reward_pb2 as pb
-
-if TYPE_CHECKING:
-    from services.reward.dispatch import InvocationChunk
-    from services.reward.host import FunctionHost
-
-# The resources of a host: worker processes, and cores where they are handed out.
-WORKERS, CORES = "workers", "cores"
-# The name of the service's own host.
-OWN_HOST = ""
-
-
-@dataclass(eq=False)
-class PendingInvocation:
-    """One invocation from its acceptance to its outcome.
-
-    `rank` orders those of one job and priority (`troupe.scheduling.elastic.order`); those of equal
-    rank run in the order of arrival.
-    """
-
-    invocation_id: str
-    function: RegisteredFunction
-    call: FunctionCall
-    done: asyncio.Future[pb.InvokeResponse]
-    since: float
-    rank: tuple[float, int]
-    # A slot of its own, on the service's host; None: any free worker will do.
-    slot: WorkerSlot | None = None
-    # The chunk with which it was given to a worker; None: it is queued.
-    chunk: InvocationChunk | None = None
-    host: str = ""
-    # Cores that it was given, and what its job was charged for it.
-    cores: int = 0
-    charged: float = 0.0
-    # When its current attempt began (0: queued), and how many attempts there were.
-    began: float = 0.0
-    attempts: int = 0
-    cold_seconds: float = 0.0
-    # Splits what it prints into lines; None until it prints.
-    lines: LineSplitter | None = None
-    # `action()` as it was computed last, with what it was computed from.
-    _cached: tuple[SpeedUp, int, Action] | None = None
-
-    @property
-    def job(self) -> str:
-        """The job that it is charged to: shares are fair between jobs."""
-        return self.call.job_id
-
-    @property
-    def cost(self) -> float:
-        """Worker-seconds, times cores, that it is expected to take."""
-        return cost(self.function, self.call)
-
-    def action(self, most_cores: int) -> Action:
-        """The invocation as the scheduler sees it, by what is known of its function so far.
-
-        `most_cores`: of the largest host that it may run on; 0: no host hands out cores.
-        """
-        function, cached = self.function, self._cached
-        if cached is not None and cached[0] is function.curve and cached[1] == most_cores:
-            return cached[2]
-        elastic = None
-        needs = {WORKERS: 1, **function.needs}
-        if most_cores and function.elastic:
-            first = function.exploring
-            elastic = function.curve.elastic(
-                CORES,
-                function.levels,
-                self.rank[1],
-                lowest=self.call.estimated_seconds,
-                most=most_cores,
-                explore=first is None or first is self or first.done.done(),
-            )
-            if len(elastic.levels) < len(function.levels):
-                function.exploring = self
-        elif most_cores:
-            needs[CORES] = function.cores
-        action = Action(
-            self.invocation_id,
-            self.since,
-            needs,
-            elastic,
-            self.call.estimated_seconds or function.seconds,
-            function=function.key,
-            host=None if self.slot is None else OWN_HOST,
-        )
-        self._cached = (function.curve, most_cores, action)
-        return action
-
-
-def cost(function: RegisteredFunction, call: FunctionCall) -> float:
-    """Seconds, times cores, that `call` is expected to take with the fewest cores."""
-    return (call.estimated_seconds or function.seconds) * max(1, function.cores)
-
 
 # Invocations of one function in descending rank: the next one is at the end.
 _Queue = list[PendingInvocation]
@@ -154,17 +56,14 @@ class Queues:
         self._count(invocation.function, -1)
 
     def first(
-        self, count: int, budget: Budget, hosts: Sequence[FunctionHost] = ()
+        self, count: int, budget: Budget, room_for: Callable[[RegisteredFunction], int]
     ) -> list[PendingInvocation]:
-        """The next `count` invocations; of a function as many as its concurrency limit and the size
-        of `hosts` allow.
+        """The next `count` invocations, of each function at most `room_for` it.
 
         One that waits only for that, or for units of a quota that `budget` lacks, does not hold up
         those behind it.
         """
-        room: dict[str, int] = {}
-        for key, (function, _) in self._functions.items() if hosts else ():
-            room[key] = min(function.room, sum(host.room(function) for host in hosts))
+        room = {key: room_for(function) for key, (function, _) in self._functions.items()}
         found: list[PendingInvocation] = []
         for priority in sorted(self._levels, reverse=True):
             jobs = {
@@ -214,7 +113,7 @@ def _startable(
         _, index, queue = heads[0]
         invocation = queue[index]
         function = invocation.function
-        left = room.setdefault(function.key, function.room)
+        left = room[function.key]
         if left <= 0 or (
             function.needs and not budget.admits(function.needs, min(left, index + 1))
         ):

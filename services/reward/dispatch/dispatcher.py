@@ -1,4 +1,4 @@
-"""Gives queued invocations to worker slots of hosts.
+"""Gives queued invocations to the slots of hosts.
 
 `troupe.scheduling.elastic` decides what runs where, whenever an invocation arrives or ends.
 """
@@ -13,24 +13,23 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import structlog
 
-from services.reward.call import CallOutcome, WorkerSlot
+from services.reward.call import CallOutcome
 from services.reward.cgroups import CoreLease
+from services.reward.dispatch.invocation import InvocationChunk, PendingInvocation
+from services.reward.dispatch.queues import Queues
 from services.reward.function import RegisteredFunction, quantile
 from services.reward.gpu.manager import MODEL
-from services.reward.host import FunctionHost
-from services.reward.queues import CORES, OWN_HOST, PendingInvocation, Queues
+from services.reward.host import OWN_HOST, FunctionHost
 from services.reward.quota import QUOTA, Budget, QuotaManager
-from services.reward.resources import PLENTY
-from troupe.scheduling.elastic import DecisionBounds, Placed, Running, decide_over
+from services.reward.resources import CORES, PLENTY
+from troupe.scheduling.elastic import Action, DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
 from troupe.v1 import reward_pb2 as pb
-
-if TYPE_CHECKING:
-    from services.reward.runtime import Runtime
 
 log = structlog.get_logger("troupe.reward")
 
@@ -45,23 +44,31 @@ _LATE_SECONDS: Final = 0.005
 _CHUNK_SECONDS: Final = 0.05
 _CHUNK_CALLS: Final = 64
 _CHUNK_BYTES: Final = 4 << 20
-# Calls behind one that takes longer than this are taken back, to run elsewhere.
-_RECALL_SECONDS: Final = 0.2
 
 
 class Dispatcher:
-    """Takes invocations from the queues to the hosts, and reports to the runtime how they go."""
+    """Takes invocations from the queues to the hosts, and reports how they go."""
 
     def __init__(
         self,
         hosts: Iterable[FunctionHost],
-        runtime: Runtime,
         quotas: QuotaManager | None = None,
+        *,
+        began: Callable[[PendingInvocation], None],
+        ended: Callable[[PendingInvocation, CallOutcome], None],
+        held_cores: Callable[[RegisteredFunction, int, float], None],
     ) -> None:
+        """`began` and `ended` are called for each attempt of an invocation. `held_cores` is called
+        with the cores that calls of a function have had, and for how many seconds."""
         self.queues = Queues()
         self._quotas = quotas
         self.hosts = {host.name: host for host in hosts}
-        self._runtime = runtime
+        self._began, self._ended, self._held_cores = began, ended, held_cores
+        self._chunks: dict[RegisteredFunction, set[InvocationChunk]] = {}
+        # By function: the invocation that explores a number of cores that no call had yet. The
+        # entry goes with the invocation.
+        self._exploring: WeakValueDictionary[RegisteredFunction, PendingInvocation]
+        self._exploring = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self.autoscaler = WorkerAutoscaler(self.hosts)
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +120,30 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.autoscaler.cold_seconds, self._dispatch_late)
 
+    def running(self, function: RegisteredFunction) -> int:
+        """Slots that run calls of `function`."""
+        return len(self._chunks.get(function, ()))
+
+    def behind(self, function: RegisteredFunction) -> int:
+        """Calls of `function` that slots were given and have not begun."""
+        return sum(chunk.behind for chunk in self._chunks.get(function, ()))
+
+    def action(self, invocation: PendingInvocation, most_cores: int) -> Action:
+        """`PendingInvocation.action`; one invocation of each function explores at a time."""
+        function = invocation.function
+        first = self._exploring.get(function)
+        explore = first is None or first is invocation or first.done.done()
+        action = invocation.action(most_cores, explore=explore)
+        if action.elastic is not None and len(action.elastic.levels) < len(function.levels):
+            self._exploring[function] = invocation
+        return action
+
+    def _room(self, hosts: Sequence[FunctionHost], function: RegisteredFunction) -> int:
+        """How many more calls of `function` may begin on `hosts`."""
+        room = sum(host.room(function) for host in hosts)
+        limit = function.spec.max_concurrency
+        return min(room, max(0, limit - self.running(function))) if limit > 0 else room
+
     def _dispatch_late(self) -> None:
         self._timer = None
         self.dispatch()
@@ -127,26 +158,28 @@ class Dispatcher:
         with_cores = any(host.cores is not None for host in hosts)
         # How many cores the first get depends on how many invocations are behind them.
         beyond = _BOUNDS.horizon if with_cores else 0
-        slots = sum(host.free for host in hosts)
+        free = sum(host.free for host in hosts)
         units = self._quotas.free() if self._quotas is not None else {}
-        budget = Budget(units, slots)
-        queued = self.queues.first(slots + beyond, budget, hosts)
+        budget = Budget(units, free)
+        queued = self.queues.first(free + beyond, budget, partial(self._room, hosts))
         first = {one.invocation_id: one for one in queued}
         if not first:
             self._request_quotas([], budget)
             return False
         functions = {one.function.key: one.function for one in first.values()}.values()
         startable = self.autoscaler.startable(self.queues, next(iter(first.values())), now)
-        # Invocations with a slot of their own need no process of the host's.
-        own_slots = sum(one.slot is not None for one in first.values())
+        # Invocations that have a sandbox need no process of the host's.
+        in_sandboxes = sum(one.sandbox_slot is not None for one in first.values())
         views = []
         for host in hosts:
             cold = min(host.cold, startable)
             startable -= cold
-            views.append(host.view(cold + own_slots, functions, plenty=with_cores))
+            views.append(host.view(cold + in_sandboxes, functions, plenty=with_cores))
         largest = self._most_cores(self.hosts) if with_cores else 0
         own = self._most_cores([OWN_HOST]) if with_cores else 0
-        queue = [one.action(largest if one.slot is None else own) for one in first.values()]
+        queue = [
+            self.action(one, largest if one.sandbox_slot is None else own) for one in first.values()
+        ]
         # A worker that is kept idle brings no unit of a quota back, and no call of a model.
         limits = {r for f in functions for r in f.needs if r.startswith((QUOTA, MODEL))}
         grants = decide_over(views, queue, now, _BOUNDS, shared=units, quotas=limits)
@@ -195,7 +228,7 @@ class Dispatcher:
         # Out of the queue first: if that fails, no slot was taken.
         self.queues.remove(invocation)
         try:
-            slot, lease = host.take(function, cores, invocation.slot)
+            slot, lease = host.take(function, cores, invocation.sandbox_slot)
         except BaseException:
             self.queues.add(invocation)
             raise
@@ -209,7 +242,7 @@ class Dispatcher:
         chunk = InvocationChunk(several, slot, partial(host.cancel, slot), self.requeue)
         for one in several:
             one.chunk = chunk
-        function.chunks.add(chunk)
+        self._chunks.setdefault(function, set()).add(chunk)
         function.cores_held += grant.holds.get(CORES, 0)
         ends = time.perf_counter() + grant.seconds * len(several)
         host.running[invocation.invocation_id] = Running(grant.holds, ends)
@@ -222,7 +255,7 @@ class Dispatcher:
         no more than the worker's share of them."""
         function = invocation.function
         # Cores, devices and quota units are handed out call by call.
-        alone = invocation.slot is not None or function.elastic
+        alone = invocation.sandbox_slot is not None or function.elastic
         alone = alone or bool(function.spec.model_service or function.spec.quota)
         if alone or not function.stays_warm or not function.invocations:
             return []
@@ -251,16 +284,23 @@ class Dispatcher:
         finally:
             # Invocations that never began go back to the queue unchanged.
             left = chunk.leave_all()
-            function.chunks.discard(chunk)
+            self._forget(function, chunk)
             held = host.running.pop(key)
             function.cores_held -= held.holds.get(CORES, 0)
             if self._quotas is not None:
                 self._quotas.give_back(held.holds)
             seconds = host.give_back(chunk.slot, lease)
-            self._runtime.slot_released(function, 0 if lease is None else len(lease.cores), seconds)
+            if lease is not None and lease.cores:
+                self._held_cores(function, len(lease.cores), seconds)
             if not self._stopped:
                 self.autoscaler.idle(host, function)
                 self.requeue(left)
+
+    def _forget(self, function: RegisteredFunction, chunk: InvocationChunk) -> None:
+        chunks = self._chunks[function]
+        chunks.discard(chunk)
+        if not chunks:
+            del self._chunks[function]
 
     async def _run_all(
         self,
@@ -291,7 +331,7 @@ class Dispatcher:
         if invocation is not None and not invocation.began:
             invocation.began = time.perf_counter()
             invocation.attempts += 1
-            self._runtime.attempt_began(invocation)
+            self._began(invocation)
 
     def _end(self, invocation: PendingInvocation, outcome: CallOutcome) -> None:
         if invocation.began:  # else the worker was lost before the call was known to have begun
@@ -299,13 +339,13 @@ class Dispatcher:
             self.queues.shares.correct(invocation.job, spent - invocation.charged)
         invocation.chunk = None
         try:
-            self._runtime.attempt_ended(invocation, outcome)
+            self._ended(invocation, outcome)
         except Exception as error:
             # An outcome that cannot be handled is an outcome too: its caller must not wait forever.
             log.exception("invocation", function=invocation.function.key)
             # Of a kind without a retry: the worker goes on with the rest of the chunk.
             bad = _failed(error, pb.InvocationError.KIND_BAD_RESULT)
-            self._runtime.attempt_ended(invocation, bad)
+            self._ended(invocation, bad)
 
     def requeue(self, several: Iterable[PendingInvocation]) -> None:
         """Queue invocations that were given to a worker and have no outcome, at their old rank."""
@@ -328,86 +368,6 @@ def _failed(
     kind: pb.InvocationError.Kind.ValueType = pb.InvocationError.KIND_WORKER_DIED,
 ) -> CallOutcome:
     return CallOutcome.failed(kind, f"the runtime failed: {type(error).__name__}: {error}")
-
-
-class InvocationChunk:
-    """Invocations that one slot runs in order, until each has an outcome or was taken back."""
-
-    def __init__(
-        self,
-        invocations: Sequence[PendingInvocation],
-        slot: WorkerSlot,
-        cancel: Callable[[], None],
-        recall: Callable[[list[PendingInvocation]], None],
-    ) -> None:
-        """`cancel` ends the call that runs. `recall` gets those that wait behind a slow one."""
-        self.slot, self.cancel = slot, cancel
-        self.calls = [one.call for one in invocations]
-        # None: it has its outcome, or was taken back.
-        self._invocations: list[PendingInvocation | None] = list(invocations)
-        self._left = len(invocations)
-        # All before this index are None.
-        self._first = 0
-        self._recall = recall
-        self._timer: asyncio.TimerHandle | None = None
-        self._start_timer()
-
-    @property
-    def behind(self) -> int:
-        """How many invocations have not begun."""
-        return max(0, self._left - 1)
-
-    @property
-    def current(self) -> PendingInvocation | None:
-        """The invocation that runs, or is the next to run."""
-        while self._first < len(self._invocations):
-            if (found := self._invocations[self._first]) is not None:
-                return found
-            self._first += 1
-        return None
-
-    def ended(self, index: int) -> PendingInvocation | None:
-        """Remove and return the invocation at `index`, which has an outcome; None if it was taken
-        back before."""
-        found = self._remove(index)
-        self._start_timer()
-        return found
-
-    def leave(self, invocation: PendingInvocation) -> None:
-        """Take back an invocation that has not begun; should it run all the same, its outcome is
-        ignored."""
-        self._remove(self._invocations.index(invocation))
-        invocation.call.dropped = True
-
-    def leave_all(self) -> list[PendingInvocation]:
-        """Remove and return all that have no outcome, in order."""
-        found = [one for one in self._invocations if one is not None]
-        self._invocations, self._left = [], 0
-        self._stop_timer()
-        return found
-
-    def _remove(self, index: int) -> PendingInvocation | None:
-        found, self._invocations[index] = self._invocations[index], None
-        self._left -= found is not None
-        return found
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        if self.behind:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_RECALL_SECONDS, self._recall_followers)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _recall_followers(self) -> None:
-        current = self.current
-        behind = [one for one in self._invocations if one is not None and one is not current]
-        for one in behind:
-            self.leave(one)
-        self._recall(behind)
 
 
 class WorkerAutoscaler:

@@ -1,0 +1,1 @@
+"""Invocations without an outcome: their queues, and the dispatcher that gives them to hosts."""
