@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from troupe.job import JobSpec
 from troupe.job.data import JobTasksSpec
-from troupe.job.environment import VERIFIERS_WORKFLOW
+from troupe.job.spec import VERIFIERS_WORKFLOW
 from troupe.workflow.loading import load_workflow
 
 MARBLES = {"environment": "marble-v1", "python": "~/envs/marble/bin/python"}

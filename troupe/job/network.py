@@ -1,12 +1,13 @@
-"""A policy that is a small network, and the paradigm that trains it (`policies.P.network`)."""
+"""Small networks: a policy that is one, the paradigm that trains it (`policies.P.network`), and the
+section `environment` that networks play."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from troupe.job.section import MAX_COEFFICIENT, Coefficient, Norm, Section
+from troupe.job.section import MAX_COEFFICIENT, Coefficient, Norm, Section, check_json
 
 Width = Annotated[int, Field(ge=1, le=4096)]
 Chance = Annotated[float, Field(ge=0, le=1)]
@@ -161,3 +162,26 @@ class NetworkSpec(Section):
         if self.kind == "rnn" and self.learning.paradigm == "maddpg":
             raise ValueError("`maddpg` trains on single transitions; it needs `kind: mlp`")
         return self
+
+
+class EnvironmentSpec(Section):
+    """A vectorised environment (docs/networks.md), instead of `workflow` and `tasks`."""
+
+    source: str = Field(min_length=1)
+    """Name of a built-in environment, or `package.module:attribute` that returns a
+    `VectorEnvironment` when called with `copies` and `args`. Rollout workers and trainers import
+    it."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `source`."""
+    copies: int = Field(default=32, ge=1, le=65_536)
+    """Episodes per trajectory. They are played together, with one forward pass per step and policy,
+    and form one sample of each trained policy."""
+
+    _json = field_validator("args")(check_json)
+
+    @field_validator("args")
+    @classmethod
+    def _copies_has_a_field(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if "copies" in args:
+            raise ValueError("copies: set `environment.copies`; `source` is called with it")
+        return args

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,9 +26,6 @@ from troupe.job.section import (
     StepsOrNone,
 )
 from troupe.job.sections import AgentSpec
-
-if TYPE_CHECKING:
-    from troupe.job.spec import JobSpec
 
 PopulationAlgorithm = Literal[
     "self_play",
@@ -218,34 +215,6 @@ class PopulationSpec(Section):
     def plays_matches(self) -> bool:
         """Whether matches, not an exact computation, fill the payoff table."""
         return self.matches.least > 0 and (self.game is None or self.by_wins)
-
-
-def check_population(job: JobSpec, pools: Pools) -> None:
-    """Raise ValueError, naming the field, for population settings that do not fit the job."""
-    population = job.population
-    assert population is not None, "its pools are given"
-    for name in pools.slots:
-        # A job that passed through a service has its slots already, all frozen.
-        if name in job.policies and job.policies[name].trainable:
-            raise ValueError(
-                f"policies.{name}: is a slot, which the population adds; choose another name, or "
-                "remove it"
-            )
-    if population.algorithm != "regularized":
-        return
-    for name in pools.learners:
-        network = job.policies[name].network
-        if network is not None:
-            held = getattr(network.learning, "entropy_coefficient", 0.0) > 0
-            by = f"policies.{name}.network.learning.entropy_coefficient (ppo, mappo)"
-        else:
-            held = job.algorithm.kl_coefficient > 0 or job.algorithm.entropy_coefficient > 0
-            by = "algorithm.kl_coefficient or algorithm.entropy_coefficient"
-        if not held:
-            raise ValueError(
-                f"population.algorithm: nothing holds '{name}', so that `regularized` would be "
-                f"`self_play`; set {by}, or take that"
-            )
 
 
 # Name of the only pool of a symmetric game.

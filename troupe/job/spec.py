@@ -1,113 +1,53 @@
-"""The job specification as a pydantic model, and what its sections must agree on."""
+"""The job specification as a pydantic model: its fields, and what they must agree on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
+from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
-from troupe.job.data import JobTasksSpec
-from troupe.job.environment import (
-    EnvironmentSpec,
-    check,
-    check_pools,
-    check_roles,
-    with_defaults,
-)
-from troupe.job.functions import FunctionSpec, ToolSpec
-from troupe.job.policy import PolicySpec, server_of
-from troupe.job.population import Pools, PopulationSpec, check_population
-from troupe.job.section import (
-    MAX_AGENTS,
-    MAX_FUNCTIONS,
-    MAX_POLICIES,
-    MAX_TRAJECTORIES,
-    NAME,
-    Section,
-    Seed,
-    check_entrypoint,
-)
-from troupe.job.sections import (
-    AgentSpec,
-    CheckpointSpec,
-    CodeSpec,
-    CurriculumSpec,
-    EvaluationSetSpec,
-    EvaluationSpec,
-    LimitsSpec,
-    LoggingSpec,
-    OfflineSpec,
-    PipelineSpec,
-    PreferencesSpec,
-    RoutingSpec,
-    StateSpec,
-    SupervisedSpec,
-)
+from troupe.job.data import TasksSpec
+from troupe.job.fields import JobFields
+from troupe.job.policy import server_of
+from troupe.job.population import Pools
+from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
+from troupe.job.sections import AgentSpec, EvaluationSetSpec, RoutingSpec
 from troupe.rpc.errors import NotFound
 
+# Defaults of jobs with an environment: fragments take equally long and are not compared.
+_PIPELINE: Final = {"mode": "sync", "group_size": 1}
+# Of jobs whose tasks are those of environments of the `verifiers` library.
+VERIFIERS_WORKFLOW: Final = "troupe.workflow.environments.adapters.verifiers:play"
+# Paradigms that need the joint actions of all agents of a policy.
+_TEAMS: Final = ("vdn", "qmix", "maddpg")
 
-class JobSpec(Section):
+
+def _with_defaults(job: Any) -> Any:
+    """The unvalidated job, with the pipeline defaults of jobs that have an environment, and the
+    workflow of those whose tasks are all of the `verifiers` library."""
+    if isinstance(job, dict) and job.get("environment") is not None:
+        pipeline = job.get("pipeline")
+        if isinstance(pipeline, dict):
+            return {**job, "pipeline": {**_PIPELINE, **pipeline}}
+    if isinstance(job, dict) and job.get("workflow") is None:
+        tasks = job.get("tasks")
+        tasks = tasks.model_dump() if isinstance(tasks, Section) else tasks
+        if isinstance(tasks, dict):
+            mix = tasks.get("mix")
+            parts = list(mix.values()) if isinstance(mix, dict) and mix else [tasks]
+            if all(isinstance(one, dict) and one.get("verifiers") for one in parts):
+                return {**job, "workflow": VERIFIERS_WORKFLOW}
+    return job
+
+
+class JobSpec(JobFields):
     """One training job: agents, policies, the workflow they play, the algorithm."""
 
-    name: str = Field(pattern=NAME)
-    """Short name: lower-case letters, digits, '-' and '_'."""
-    seed: Seed = 0
-    """Root of all randomness of the job."""
-    workflow: str | None = None
-    """`package.module:attribute`: an async function of (query, agents, tools). Required for
-    language models, unless all tasks are `verifiers`, which bring their own."""
-    tasks: JobTasksSpec | None = None
-    """Source of queries. Required for language models."""
-    curriculum: CurriculumSpec | None = None
-    """Choose tasks by their success rate (docs/data.md). Default: all tasks in turn."""
-    code: CodeSpec | None = None
-    """Files of the job's own code that are sent with it. Default: its modules are importable
-    wherever workers run."""
-    supervised: SupervisedSpec | None = None
-    """Steps that learn from demonstrations, before the others or alone. Default: none."""
-    preferences: PreferencesSpec | None = None
-    """Steps that learn from pairs of replies (DPO, IPO), before the others or alone. Default:
-    none."""
-    environment: EnvironmentSpec | None = None
-    """Environment of networks, instead of `workflow` and `tasks`."""
-    agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
-    """The roles of the workflow or environment by name."""
-    policies: dict[str, PolicySpec] = Field(min_length=1, max_length=MAX_POLICIES)
-    """The policies by name."""
-    tools: dict[str, ToolSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Functions, and MCP servers, that the workflow may call: `await tools.call(name, ...)`."""
-    rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Functions that are called with each finished trajectory. Their rewards per agent are added to
-    the workflow's."""
-    algorithm: AlgorithmSpec = AlgorithmSpec()
-    """Policy optimization."""
-    pipeline: PipelineSpec
-    """How rollout and training are interleaved."""
-    population: PopulationSpec | None = None
-    """Pools of frozen versions that learners play against. Default: none."""
-    balancing: BalancingSpec = BalancingSpec()
-    """Moves of engines between policies."""
-    routing: RoutingSpec = RoutingSpec()
-    """Routing of turns to engines."""
-    evaluation: EvaluationSpec = EvaluationSpec()
-    """Held-out evaluation on the job's own tasks, without a name."""
-    evaluations: dict[str, EvaluationSetSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Evaluations by name; their metrics are `evaluations/<name>/...`."""
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    """Checkpoints."""
-    state: StateSpec = StateSpec()
-    """Durable training state, from which a job continues after a crash."""
-    limits: LimitsSpec = LimitsSpec()
-    """Deadlines and bounds."""
-    logging: LoggingSpec = LoggingSpec()
-    """Metric sinks."""
-
-    _defaults = model_validator(mode="before")(with_defaults)
+    _defaults = model_validator(mode="before")(_with_defaults)
 
     @field_validator("workflow")
     @classmethod
@@ -154,8 +94,8 @@ class JobSpec(Section):
             for name in section:
                 if not re.fullmatch(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
-        check(self)
-        check_roles(self)
+        _check_networks(self)
+        _check_roles(self)
         holders: dict[str, str] = {}
         for name, policy in self.policies.items():
             for url in policy.engine.urls:
@@ -176,14 +116,14 @@ class JobSpec(Section):
                     f"policies.{min(strange)}: names with '--' are those of the population's slots "
                     f"({', '.join(pools.slots)}); choose another name"
                 )
-            check_population(self, pools)
+            _check_population(self, pools)
             if self.pipeline.queries_per_step < (places := len(pools.places)):
                 raise ValueError(
                     f"pipeline.queries_per_step: {self.pipeline.queries_per_step} cannot give each "
                     f"of {places} learners and the agents that it learns a query; raise it"
                 )
             if self.environment is not None:
-                check_pools(self, pools)
+                _check_network_pools(self, pools)
             # Added to the job, so that they are served like all other policies.
             self.policies.update(pools.added(self.population, own))
         return self
@@ -507,30 +447,6 @@ class JobSpec(Section):
             )
         return self
 
-    @property
-    def offline(self) -> OfflineSpec | None:
-        """The section of the steps that learn from rows; None: all are reinforcement learning."""
-        return self.preferences or self.supervised
-
-    @property
-    def offline_only(self) -> bool:
-        """Whether no trajectory is played: all steps learn from rows, and nothing is evaluated."""
-        spec = self.offline
-        every = spec is not None and spec.steps >= self.pipeline.steps
-        return every and not self.evaluation_sets
-
-    def is_offline(self, step: int) -> bool:
-        """Whether the step, counted from 0, learns from rows."""
-        return self.offline is not None and step < self.offline.steps
-
-    def teachers_of(self, policy: str) -> tuple[str, ...]:
-        """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""
-        spec = self.algorithm.distillation
-        if spec is None or spec.divergence != "full":
-            return ()
-        own = (one for agent, one in spec.teachers.items() if self.agents[agent].policy == policy)
-        return tuple(sorted(set(own)))
-
     @model_validator(mode="after")
     def _training(self) -> Self:
         for name, policy in self.policies.items():
@@ -558,23 +474,6 @@ class JobSpec(Section):
                 )
         return self
 
-    @property
-    def evaluation_sets(self) -> dict[str, EvaluationSpec]:
-        """All evaluations by name; "" is that of the section `evaluation`."""
-        short = {"": self.evaluation} if self.evaluation.queries else {}
-        return {**short, **self.evaluations}
-
-    def evaluation_of(self, name: str) -> EvaluationSpec:
-        """An evaluation by name; "" is that of the section `evaluation`, asked or not."""
-        return self.evaluations[name] if name else self.evaluation
-
-    @property
-    def balances(self) -> bool:
-        """Whether engines move between policies."""
-        if self.balancing.inter is not None:
-            return self.balancing.inter
-        return self.balancing.possible(self.policies)
-
     @model_validator(mode="after")
     def _affinity(self) -> Self:
         for agent in self.routing.affinity.agents:
@@ -595,81 +494,148 @@ class JobSpec(Section):
                     )
         return self
 
-    def alpha_of(self, policy: str) -> int:
-        """Staleness bound of a policy: 0 in the on-policy modes."""
-        if self.pipeline.mode != "async":
-            return 0
-        own = self.policies[policy].alpha
-        return self.pipeline.alpha if own is None else own
-
-    @property
-    def colocated(self) -> list[str]:
-        """The policies whose engines and trainers take turns on the same devices."""
-        default = self.pipeline.colocate
-        policies = self.policies.items()
-        return [
-            name for name, one in policies if (default if one.colocate is None else one.colocate)
-        ]
-
-    @property
-    def correction(self) -> str:
-        """The importance correction, default resolved."""
-        if self.algorithm.correction is not None or self.pipeline.mode != "async":
-            return self.algorithm.correction or "none"
-        return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a loss needs log-probs of the first version that samples do not bring."""
-        brought = REFERENCE_COLUMN in self.pipeline.required_columns
-        penalised = self.algorithm.kl_coefficient > 0 and not brought
-        return penalised or self.preferences is not None
-
-    def constant_tokens(self, policy: str) -> int:
-        """Divisor of `normalize: constant` per sequence of a policy, in tokens."""
-        agents = {name for name, agent in self.agents.items() if agent.policy == policy}
-        if (pools := self.pools) is not None:
-            agents.update(pools.seats[policy])
-        own = (self.agents[name].sampling.max_new_tokens for name in agents)
-        # A teacher may have no agent; it has no loss either.
-        return self.algorithm.constant_tokens or max(own, default=1)
-
-    @cached_property
-    def pools(self) -> Pools | None:
-        """The pools of the population; None without one."""
-        if self.population is None:
-            return None
-        own = {name: policy for name, policy in self.policies.items() if "--" not in name}
-        return Pools.of(self.population, self.agents, own)
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """Frozen policies that the population adds."""
-        return () if self.pools is None else self.pools.slots
-
-    def roster(self, policy: str) -> tuple[str, ...]:
-        """All agents that a policy may play: its own, and those that a population assigns to it. A
-        network has inputs for these."""
-        own = {name for name, agent in self.agents.items() if agent.policy == policy}
-        if self.pools is not None:
-            own.update(self.pools.roster(policy))
-        return tuple(name for name in self.agents if name in own)
-
     @property
     def _dangling(self) -> bool:
         """Whether an agent names an unknown policy."""
         return any(agent.policy not in self.policies for agent in self.agents.values())
 
-    @property
-    def trained_policies(self) -> list[str]:
-        """Names of the policies that are trained, sorted."""
-        return sorted(name for name, policy in self.policies.items() if policy.trainable)
 
-    @property
-    def summary(self) -> str:
-        """A line for people: `2 agents, trains checker, solver, 12 steps`."""
-        trained = ", ".join(self.trained_policies)
-        return f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
+def _check_roles(job: JobSpec) -> None:
+    """Raise ValueError, naming the field, for a role of an environment of the `verifiers` library
+    that is given to no agent of the job."""
+    given: dict[str, TasksSpec | None] = {"tasks": job.tasks}
+    given |= {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
+    for section, tasks in given.items():
+        for name, one in ({} if tasks is None else tasks.every).items():
+            field = f"{section}.mix.{name}" if name else section
+            for role, agent in (one.verifiers.roles if one.verifiers else {}).items():
+                if agent not in job.agents:
+                    raise ValueError(
+                        f"{field}.verifiers.roles.{role}: '{agent}' is no agent of the job; known: "
+                        + ", ".join(sorted(job.agents))
+                    )
+
+
+def _check_networks(job: JobSpec) -> None:
+    """Raise ValueError, naming the field, for settings that do not fit networks, or language
+    models."""
+    networks = [name for name, policy in job.policies.items() if policy.network is not None]
+    if job.environment is None:
+        if networks:
+            raise ValueError(
+                f"policies.{networks[0]}.network: a network plays an environment; add the section "
+                "`environment`, or give the policy a `model`"
+            )
+        for name in ("workflow", "tasks"):
+            if getattr(job, name) is None and not job.offline_only:
+                raise ValueError(f"{name}: is missing; language models play a workflow on tasks")
+        return
+    for name, policy in job.policies.items():
+        if policy.network is None:
+            raise ValueError(
+                f"policies.{name}.model: a language model cannot play the vectorised environment; "
+                "give the policy a `network`, or take `workflow` and `tasks` instead of "
+                "`environment`"
+            )
+    for field, given, why in _foreign(job):
+        if given:
+            raise ValueError(f"{field}: {why}")
+
+
+def _check_network_pools(job: JobSpec, pools: Pools) -> None:
+    """Raise ValueError, naming the field, for population settings that networks do not support."""
+    population = job.population
+    assert population is not None, "its pools are given"
+    if population.engine is not None:
+        raise ValueError(
+            "population.engine: networks play inside of the rollout workers, which nothing serves; "
+            "remove it"
+        )
+    for name in pools.learners:
+        network = job.policies[name].network
+        if network is None:
+            return
+        field = f"policies.{name}.network"
+        roster, learning = pools.roster(name), network.learning.paradigm
+        if learning in _TEAMS and len(roster) > 1 and not pools.together:
+            raise ValueError(
+                f"{field}.learning.paradigm: `{learning}` learns of what its agents do together, "
+                f"and opponents take the places of some of {', '.join(roster)}; take ppo, mappo or "
+                "dqn"
+            )
+        if population.game is not None and network.kind != "mlp":
+            raise ValueError(
+                f"{field}.kind: with `population.game` a decision is known by the information "
+                "state alone; take `mlp`, or remove `game`"
+            )
+
+
+def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
+    """Fields without a meaning for networks: path, whether it is set, what to do."""
+    gone = "networks play `environment`; remove it"
+    for name in ("workflow", "tasks"):
+        yield name, getattr(job, name) is not None, gone
+    for name in ("tools", "rewards"):
+        yield name, bool(getattr(job, name)), "an environment gives its own rewards; remove it"
+    learning = "how a network learns is said in policies.<name>.network.learning; remove it"
+    yield "algorithm", job.algorithm != AlgorithmSpec(), learning
+    text = "networks generate no turns; remove it"
+    yield "routing", job.routing != RoutingSpec(), text
+    yield "balancing", job.balancing != BalancingSpec(), text
+    for name, agent in job.agents.items():
+        yield f"agents.{name}", agent != AgentSpec(policy=agent.policy), f"`policy` is all: {text}"
+    yield from _foreign_to_steps(job)
+
+
+def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
+    pipeline = job.pipeline
+    whole = "a network is updated on its whole step at once; use `sync`, `async` or `serial`"
+    yield "pipeline.mode", pipeline.mode == "micro_batch", whole
+    alone = "fragments of networks are not compared with each other; set it to"
+    yield "pipeline.group_size", pipeline.group_size != 1, f"{alone} 1, or remove it"
+    for name, none in (("redundant_trajectories", 0), ("dynamic_sampling", False)):
+        yield f"pipeline.{name}", getattr(pipeline, name) != none, f"{alone} {none}, or remove it"
+    tokens = "fragments of networks have no tokens; remove it"
+    yield "pipeline.micro_batch_tokens", pipeline.micro_batch_tokens > 0, tokens
+    yield "pipeline.balance_tokens", pipeline.balance_tokens, tokens
+    batch = "the copies of an environment move together as they are; remove it"
+    yield "pipeline.rollout", pipeline.rollout == "batch", batch
+    kept = "what is used again is in the replay buffer of policies.<name>.network.learning; remove"
+    yield "pipeline.max_uses", pipeline.max_uses > 1, f"{kept} it"
+    filled = "columns of fragments cannot be filled; remove it"
+    yield "pipeline.required_columns", bool(pipeline.required_columns), filled
+    temperature = "networks explore as in training, or not at all; remove it, or set it to 0"
+    for name, one in {"": job.evaluation, **job.evaluations}.items():
+        field = f"evaluations.{name}" if name else "evaluation"
+        yield f"{field}.temperature", (one.temperature or 0) != 0, temperature
+
+
+def _check_population(job: JobSpec, pools: Pools) -> None:
+    """Raise ValueError, naming the field, for population settings that do not fit the job."""
+    population = job.population
+    assert population is not None, "its pools are given"
+    for name in pools.slots:
+        # A job that passed through a service has its slots already, all frozen.
+        if name in job.policies and job.policies[name].trainable:
+            raise ValueError(
+                f"policies.{name}: is a slot, which the population adds; choose another name, or "
+                "remove it"
+            )
+    if population.algorithm != "regularized":
+        return
+    for name in pools.learners:
+        network = job.policies[name].network
+        if network is not None:
+            held = getattr(network.learning, "entropy_coefficient", 0.0) > 0
+            by = f"policies.{name}.network.learning.entropy_coefficient (ppo, mappo)"
+        else:
+            held = job.algorithm.kl_coefficient > 0 or job.algorithm.entropy_coefficient > 0
+            by = "algorithm.kl_coefficient or algorithm.entropy_coefficient"
+        if not held:
+            raise ValueError(
+                f"population.algorithm: nothing holds '{name}', so that `regularized` would be "
+                f"`self_play`; set {by}, or take that"
+            )
 
 
 def policy_of(spec: Mapping[str, Any], name: str) -> str:

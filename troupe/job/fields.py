@@ -1,0 +1,211 @@
+"""The fields of a job specification, and the values that follow from them.
+
+`JobSpec` (spec.py) checks what the fields must agree on.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pydantic import Field
+
+from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
+from troupe.job.balancing import BalancingSpec
+from troupe.job.data import JobTasksSpec
+from troupe.job.functions import FunctionSpec, ToolSpec
+from troupe.job.network import EnvironmentSpec
+from troupe.job.policy import PolicySpec
+from troupe.job.population import Pools, PopulationSpec
+from troupe.job.section import (
+    MAX_AGENTS,
+    MAX_FUNCTIONS,
+    MAX_POLICIES,
+    NAME,
+    Section,
+    Seed,
+)
+from troupe.job.sections import (
+    AgentSpec,
+    CheckpointSpec,
+    CodeSpec,
+    CurriculumSpec,
+    EvaluationSetSpec,
+    EvaluationSpec,
+    LimitsSpec,
+    LoggingSpec,
+    OfflineSpec,
+    PipelineSpec,
+    PreferencesSpec,
+    RoutingSpec,
+    StateSpec,
+    SupervisedSpec,
+)
+
+
+class JobFields(Section):
+    """The fields of `JobSpec`, not checked against each other."""
+
+    name: str = Field(pattern=NAME)
+    """Short name: lower-case letters, digits, '-' and '_'."""
+    seed: Seed = 0
+    """Root of all randomness of the job."""
+    workflow: str | None = None
+    """`package.module:attribute`: an async function of (query, agents, tools). Required for
+    language models, unless all tasks are `verifiers`, which bring their own."""
+    tasks: JobTasksSpec | None = None
+    """Source of queries. Required for language models."""
+    curriculum: CurriculumSpec | None = None
+    """Choose tasks by their success rate (docs/data.md). Default: all tasks in turn."""
+    code: CodeSpec | None = None
+    """Files of the job's own code that are sent with it. Default: its modules are importable
+    wherever workers run."""
+    supervised: SupervisedSpec | None = None
+    """Steps that learn from demonstrations, before the others or alone. Default: none."""
+    preferences: PreferencesSpec | None = None
+    """Steps that learn from pairs of replies (DPO, IPO), before the others or alone. Default:
+    none."""
+    environment: EnvironmentSpec | None = None
+    """Environment of networks, instead of `workflow` and `tasks`."""
+    agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
+    """The roles of the workflow or environment by name."""
+    policies: dict[str, PolicySpec] = Field(min_length=1, max_length=MAX_POLICIES)
+    """The policies by name."""
+    tools: dict[str, ToolSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
+    """Functions, and MCP servers, that the workflow may call: `await tools.call(name, ...)`."""
+    rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
+    """Functions that are called with each finished trajectory. Their rewards per agent are added to
+    the workflow's."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """Policy optimization."""
+    pipeline: PipelineSpec
+    """How rollout and training are interleaved."""
+    population: PopulationSpec | None = None
+    """Pools of frozen versions that learners play against. Default: none."""
+    balancing: BalancingSpec = BalancingSpec()
+    """Moves of engines between policies."""
+    routing: RoutingSpec = RoutingSpec()
+    """Routing of turns to engines."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out evaluation on the job's own tasks, without a name."""
+    evaluations: dict[str, EvaluationSetSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
+    """Evaluations by name; their metrics are `evaluations/<name>/...`."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints."""
+    state: StateSpec = StateSpec()
+    """Durable training state, from which a job continues after a crash."""
+    limits: LimitsSpec = LimitsSpec()
+    """Deadlines and bounds."""
+    logging: LoggingSpec = LoggingSpec()
+    """Metric sinks."""
+
+    @property
+    def offline(self) -> OfflineSpec | None:
+        """The section of the steps that learn from rows; None: all are reinforcement learning."""
+        return self.preferences or self.supervised
+
+    @property
+    def offline_only(self) -> bool:
+        """Whether no trajectory is played: all steps learn from rows, and nothing is evaluated."""
+        spec = self.offline
+        every = spec is not None and spec.steps >= self.pipeline.steps
+        return every and not self.evaluation_sets
+
+    def is_offline(self, step: int) -> bool:
+        """Whether the step, counted from 0, learns from rows."""
+        return self.offline is not None and step < self.offline.steps
+
+    def teachers_of(self, policy: str) -> tuple[str, ...]:
+        """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""
+        spec = self.algorithm.distillation
+        if spec is None or spec.divergence != "full":
+            return ()
+        own = (one for agent, one in spec.teachers.items() if self.agents[agent].policy == policy)
+        return tuple(sorted(set(own)))
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSpec]:
+        """All evaluations by name; "" is that of the section `evaluation`."""
+        short = {"": self.evaluation} if self.evaluation.queries else {}
+        return {**short, **self.evaluations}
+
+    def evaluation_of(self, name: str) -> EvaluationSpec:
+        """An evaluation by name; "" is that of the section `evaluation`, asked or not."""
+        return self.evaluations[name] if name else self.evaluation
+
+    @property
+    def balances(self) -> bool:
+        """Whether engines move between policies."""
+        if self.balancing.inter is not None:
+            return self.balancing.inter
+        return self.balancing.possible(self.policies)
+
+    def alpha_of(self, policy: str) -> int:
+        """Staleness bound of a policy: 0 in the on-policy modes."""
+        if self.pipeline.mode != "async":
+            return 0
+        own = self.policies[policy].alpha
+        return self.pipeline.alpha if own is None else own
+
+    @property
+    def colocated(self) -> list[str]:
+        """The policies whose engines and trainers take turns on the same devices."""
+        default = self.pipeline.colocate
+        policies = self.policies.items()
+        return [
+            name for name, one in policies if (default if one.colocate is None else one.colocate)
+        ]
+
+    @property
+    def correction(self) -> str:
+        """The importance correction, default resolved."""
+        if self.algorithm.correction is not None or self.pipeline.mode != "async":
+            return self.algorithm.correction or "none"
+        return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss needs log-probs of the first version that samples do not bring."""
+        brought = REFERENCE_COLUMN in self.pipeline.required_columns
+        penalised = self.algorithm.kl_coefficient > 0 and not brought
+        return penalised or self.preferences is not None
+
+    def constant_tokens(self, policy: str) -> int:
+        """Divisor of `normalize: constant` per sequence of a policy, in tokens."""
+        agents = {name for name, agent in self.agents.items() if agent.policy == policy}
+        if (pools := self.pools) is not None:
+            agents.update(pools.seats[policy])
+        own = (self.agents[name].sampling.max_new_tokens for name in agents)
+        # A teacher may have no agent; it has no loss either.
+        return self.algorithm.constant_tokens or max(own, default=1)
+
+    @cached_property
+    def pools(self) -> Pools | None:
+        """The pools of the population; None without one."""
+        if self.population is None:
+            return None
+        own = {name: policy for name, policy in self.policies.items() if "--" not in name}
+        return Pools.of(self.population, self.agents, own)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Frozen policies that the population adds."""
+        return () if self.pools is None else self.pools.slots
+
+    def roster(self, policy: str) -> tuple[str, ...]:
+        """All agents that a policy may play: its own, and those that a population assigns to it. A
+        network has inputs for these."""
+        own = {name for name, agent in self.agents.items() if agent.policy == policy}
+        if self.pools is not None:
+            own.update(self.pools.roster(policy))
+        return tuple(name for name in self.agents if name in own)
+
+    @property
+    def trained_policies(self) -> list[str]:
+        """Names of the policies that are trained, sorted."""
+        return sorted(name for name, policy in self.policies.items() if policy.trainable)
+
+    @property
+    def summary(self) -> str:
+        """A line for people: `2 agents, trains checker, solver, 12 steps`."""
+        trained = ", ".join(self.trained_policies)
+        return f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
