@@ -24,8 +24,23 @@ GENERATED: Final = Path("troupe/v1")
 MOST_FILES_OF_A_FOLDER: Final = 16
 MOST_LINES_OF_A_FILE: Final = 800
 MOST_SHARED_CLASS_NAMES: Final = 0
-MOST_CIRCLES: Final = 0
 MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
+# Circles of imports that stay, by their modules, each with the reason. A part of such a circle is
+# excused too, so that it can be taken apart step by step.
+EXCUSED_CIRCLES: Final[Mapping[frozenset[str], str]] = {
+    frozenset(
+        {
+            "services.orchestrator.context",
+            "services.orchestrator.pipeline.metrics",
+            "services.orchestrator.placement.engine_balancer",
+            "services.orchestrator.placement.engines",
+            "services.orchestrator.placement.shared_servers",
+            "services.orchestrator.placement.trainer_lease",
+            "services.orchestrator.placement.trainer_scheduler",
+            "services.orchestrator.state.trajectories",
+        }
+    ): "being removed: issue 43 splits the lease of a trainer and takes SplitWatch out of metrics",
+}
 # Larger binary files that belong to the repository.
 LARGE_BINARY_FILES: Final = {"docs/figures/panel.png", "docs/figures/panel-conversations.png"}
 
@@ -55,19 +70,19 @@ def modules(root: Path) -> dict[str, Module]:
 
 
 def imports(module: Module, known: Iterable[str], *, loading: bool = False) -> set[str]:
-    """The product's modules that a module imports anywhere but under `if TYPE_CHECKING`.
+    """The product's modules that a module imports anywhere, under `if TYPE_CHECKING` too.
 
     `loading`: only those that Python runs while it loads the module, with the packages that they
-    are in; functions import theirs later.
+    are in; functions import theirs later, and type checkers need no order.
     """
     known = set(known)
     targets: set[str] = set()
     skipped: set[int] = set()
-    for node in ast.walk(module.tree):
+    for node in ast.walk(module.tree) if loading else ():
         match node:
             case ast.If(test, body) if ast.unparse(test).endswith("TYPE_CHECKING"):
                 pass
-            case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body) if loading:
+            case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body):
                 pass
             case _:
                 continue
@@ -125,6 +140,17 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def unexcused(
+    rings: Iterable[list[str]], excused: Mapping[frozenset[str], str] = EXCUSED_CIRCLES
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The circles that `excused` does not cover, and its entries that cover none any more."""
+    found = list(rings)
+    return (
+        [ring for ring in found if not any(entry.issuperset(ring) for entry in excused)],
+        [sorted(entry) for entry in excused if not any(entry.issuperset(ring) for ring in found)],
+    )
+
+
 def shared_class_names(product: Mapping[str, Module]) -> dict[str, list[Path]]:
     """Names of top-level classes that more than one file defines."""
     places = defaultdict(list)
@@ -162,11 +188,11 @@ def main() -> int:
     for module in product.values():
         folders[module.path.parent] += 1
     shared = shared_class_names(product)
-    rings = [
+    rings, needless = unexcused(
         ring
         for loading in (False, True)
         for ring in circles({n: imports(m, product, loading=loading) for n, m in product.items()})
-    ]
+    )
     binaries = large_binary_files(root)
     longest = max(product.values(), key=lambda module: module.lines)
     fullest = max(folders, key=lambda folder: folders[folder])
@@ -176,15 +202,16 @@ def main() -> int:
         ("files of the fullest folder", folders[fullest], MOST_FILES_OF_A_FOLDER, str(fullest)),
         ("lines of the longest file", longest.lines, MOST_LINES_OF_A_FILE, str(longest.path)),
         ("class names used twice", len(shared), MOST_SHARED_CLASS_NAMES, ""),
-        ("circles of imports", len(rings), MOST_CIRCLES, ""),
+        ("circles of imports", len(rings), 0, "; ".join(map(", ".join, rings))),
+        ("excuses without a circle", len(needless), 0, "; ".join(map(", ".join, needless))),
         ("large binary files", len(binaries), 0, ", ".join(binaries)),
     ]
     for what, count, most, where in rows:
         verdict = "" if count <= most else "  BROKEN"
         print(f"{what:<30}{count:>8,}  at most {most:>8,}{verdict}  {where}".rstrip())
     if listed:
-        for ring in rings:
-            print("circle:", ", ".join(ring))
+        for entry, reason in EXCUSED_CIRCLES.items():
+            print("excused circle:", ", ".join(sorted(entry)), f"({reason})")
         for name, paths in sorted(shared.items()):
             print(f"class {name}:", ", ".join(map(str, paths)))
         for folder, count in sorted(folders.items(), key=lambda pair: -pair[1])[:12]:
