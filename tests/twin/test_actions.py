@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.twin import tangram
-from services.reward import dispatch as live
+from services.reward.dispatch import dispatcher as live
 from tests.twin.jobs import constant, two_policies
 from troupe.scheduling import elastic
 from troupe.twin import actions
