@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument
 from troupe.twin import planner
 from troupe.twin.costs import device_costs
+from troupe.twin.job import TwinJob
 from troupe.twin.planner import Habits, JobPlan, plan_job
 from troupe.twin.plans import plan_devices
 from troupe.twin.plans import planned as planned_values
@@ -107,6 +108,83 @@ def test_a_mode_that_overlaps_is_predicted_to_be_faster() -> None:
 def test_colocated_engines_and_trainers_have_all_devices_in_turns() -> None:
     best = planned("8xH100-80GB", mode="sync", colocate=True).best
     assert best.split.devices == (8, 8)
+
+
+def twin_of(raw: dict[str, Any]) -> TwinJob:
+    """The twin of the first split that the planner would try."""
+    spec = JobSpec.model_validate(raw)
+    case = planner._case(spec, device_costs("H100"), 1, 8, FEW)
+    split = next(planner._splits(case, parse_devices("8xH100-80GB")))
+    return planner.twin_of(case, split)
+
+
+def test_redundant_trajectories_run_in_the_twin_and_count_in_no_bound() -> None:
+    twin = twin_of(job(redundant_trajectories=2))
+    assert twin.redundant == 2
+    assert len(twin.workload(0)) == 4 + 2
+    rows = [
+        planner._case(JobSpec.model_validate(raw), device_costs("H100"), 1, 8, FEW).rows["solver"]
+        for raw in (job(redundant_trajectories=4), job(group_size=8))
+    ]
+    assert rows[0] < rows[1]  # both start eight trajectories per query
+    assert planned("8xH100-80GB", redundant_trajectories=2).best.means.seconds > 0
+
+
+def test_a_policy_with_its_own_alpha_has_it_in_the_twin() -> None:
+    raw = job(mode="async", alpha=3)
+    raw["policies"]["checker"]["alpha"] = 1
+    bounds = {name: policy.alpha for name, policy in twin_of(raw).policies.items()}
+    assert bounds == {"solver": 3, "checker": 1}
+    assert {policy.alpha for policy in twin_of(job()).policies.values()} == {0}
+
+
+def alike(**balancing: Any) -> dict[str, Any]:
+    """A team of two policies of one small model, between which engines can move."""
+    raw = job()
+    raw["policies"]["solver"] = raw["policies"]["checker"]
+    raw["balancing"] = balancing
+    return raw
+
+
+def test_engines_of_policies_of_one_model_move_in_the_twin_by_the_rules_of_the_job() -> None:
+    raw = alike(threshold=7)
+    spec = JobSpec.model_validate(raw)
+    case = planner._case(spec, device_costs("H100"), 1, 8, FEW)
+    some = next(planner._splits(case, parse_devices("8xH100-80GB")))
+    solver = some.policies["solver"]
+    policies = {"solver": replace(solver, engines=2), "checker": replace(solver, engines=1)}
+    split = replace(some, policies=policies)
+    twin = planner.twin_of(case, split)
+    assert twin.balancing == spec.balancing.rules
+    assert not twin.barred
+    # The split decides: with one engine each, none is left over; engines of other widths differ.
+    single = {name: replace(one, engines=1) for name, one in policies.items()}
+    assert planner.twin_of(case, replace(split, policies=single)).balancing is None
+    wide = policies | {"checker": replace(solver, engines=1, tensor_parallel=2)}
+    assert planner.twin_of(case, replace(split, policies=wide)).balancing is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (alike(inter=False), None),
+        (job(), None),
+        (alike(inter=True, measure="tokens"), "balancing.measure: tokens"),
+        (alike(inter=True, rebuild=True), "balancing.rebuild"),
+    ],
+)
+def test_balancing_that_trials_leave_out_is_listed_as_assumed(
+    raw: dict[str, Any], said: str | None
+) -> None:
+    for policy in raw["policies"].values():
+        policy["engine"] |= {"replicas": 2}
+    spec = JobSpec.model_validate(raw)
+    found = plan_job(
+        spec, parse_devices("8xH100-80GB"), device_costs("H100"), habits=FEW, more=False
+    )
+    listed = [one for one in found.assumed if "balancing." in one]
+    assert len(listed) == (said is not None)
+    assert said is None or said in listed[0]
 
 
 @pytest.mark.parametrize(

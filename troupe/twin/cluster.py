@@ -351,7 +351,11 @@ class Twin:
         self._updating = {one: simpy.Resource(self.env) for one in self._trained}
         self._served = dict.fromkeys(self._trained, 0)
         self._committed = dict.fromkeys(self._trained, 0)
-        self._alpha = dict.fromkeys(self._trained, job.alpha if job.mode == "async" else 0)
+        self._alpha = dict.fromkeys(self._trained, 0)
+        if job.mode == "async":
+            for name in self._trained:
+                own = job.policies[name].alpha
+                self._alpha[name] = job.alpha if own is None else own
         self._next_step = self._next_query = 0
         self._open: list[_Step] = []
         self._waiting: list[_QueryGroup] = []
@@ -664,15 +668,16 @@ class Twin:
         self.routers.append(routers)
         if job.balancing is not None and len(routers) > 1:
             kinds = {name: [one.rates for one in p.engines] for name, p in job.policies.items()}
-            barred = [
+            barred = {
                 (one, other) for one in kinds for other in kinds if kinds[one] != kinds[other]
-            ]
+            }
             self._balancers.append(
                 TwinBalancer(
                     self.env,
                     list(routers.values()),
                     job.balancing,
-                    barred=barred,
+                    barred=barred | set(job.barred),
+                    minimum={name: one.minimum for name, one in job.policies.items()},
                 )
             )
 

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -541,14 +541,15 @@ class TwinBalancer:
         routers: Sequence[TwinRouter],
         rules: balancing.BalancingRules,
         *,
+        minimum: Mapping[str, int],
         barred: Collection[balancing.Pair] = (),
     ) -> None:
-        """`barred`: (source, target) of policies of different models, between which no engine
-        moves."""
+        """`minimum`: by policy, engines that stay with it. `barred`: (source, target) of policies
+        between which no engine moves."""
         self._env = env
         self._routers = {one.policy: one for one in routers}
         self._rules = rules
-        self._barred = barred
+        self._minimum, self._barred = minimum, barred
         self._memory = balancing.Memory()
         self._moving: dict[str, tuple[TwinEngine, str]] = {}
         self.moves = 0
@@ -562,7 +563,8 @@ class TwinBalancer:
     def look(self) -> None:
         """Decides once."""
         demands = [
-            balancing.Demand(name, float(router.backlog)) for name, router in self._routers.items()
+            balancing.Demand(name, float(router.backlog), self._minimum[name])
+            for name, router in self._routers.items()
         ]
         assignments = [
             balancing.EngineAssignment(

@@ -7,13 +7,13 @@ which mechanisms the job has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import simpy
 
-from troupe.scheduling.balancing import BalancingRules
+from troupe.scheduling.balancing import BalancingRules, Pair
 from troupe.scheduling.binding import BindingRules, RankWorker
 from troupe.scheduling.routing import Rates
 from troupe.twin.actions import ActionPool
@@ -50,6 +50,10 @@ class TwinPolicy:
     state_bytes: int = 0
     """Bytes of its training state on each device of its gang."""
     trained: bool = True
+    alpha: int | None = None
+    """Staleness bound of this policy in mode `async`; None: the job's."""
+    minimum: int = 1
+    """Engines that stay with it on each rollout worker (`balancing.minimum`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,9 @@ class TwinJob:
     routing: RoutingRules = field(default_factory=RoutingRules)
     balancing: BalancingRules | None = None
     """None: engines stay with their policies."""
+    barred: Collection[Pair] = ()
+    """(source, target) of policies between which no engine moves, besides those whose engines
+    differ in speed."""
     binding: BindingRules = field(default_factory=BindingRules)
     switch_seconds: float = 0.0
     """Colocated: from rollout to training and back, each."""
@@ -140,6 +147,9 @@ def check(job: TwinJob) -> None:
     for field_name in ("alpha", "spare", "redundant"):
         if getattr(job, field_name) < 0:
             raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 0")
+    for name, policy in job.policies.items():
+        if policy.alpha is not None and policy.alpha < 0:
+            raise ValueError(f"policies.{name}.alpha = {policy.alpha}: must be at least 0")
     first = job.workload(0)
     if job.redundant >= (size := len(first)):
         raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")

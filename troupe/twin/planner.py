@@ -18,6 +18,7 @@ from troupe.devices import Device
 from troupe.job import JobSpec
 from troupe.job.sizing import SOLD, read_shape
 from troupe.rpc import InvalidArgument
+from troupe.scheduling.balancing import BalancingRules, Pair
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.devices import DeviceHost, DeviceRequest
 from troupe.scheduling.devices import plan as place
@@ -28,7 +29,7 @@ from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
 from troupe.twin.job_rates import JobRates
 from troupe.twin.profile import JobProfile
 from troupe.twin.trainers import single_rank_workers
-from troupe.twin.workload import Lengths, TeamWorkload, TwinTurn, Workload
+from troupe.twin.workload import Lengths, TeamWorkload, TwinTrajectory, TwinTurn, Workload
 
 Bottleneck = Literal["engines", "trainers", "longest trajectories", "hand-over"]
 
@@ -214,6 +215,7 @@ def plan_job(
         if options:
             more_seconds = min(_predict(wider, one).means.seconds for one in options[:_TRIED])
     measured, assumed = case.rates.origins()
+    assumed += _unmodelled(spec)
     run = None
     if picture:
         run = Twin(replace(twin_of(case, tried[0].split), spans=True)).run(_STEPS)
@@ -250,8 +252,9 @@ def _case(
             )
         shapes[name] = shape
     pipeline = spec.pipeline
+    started = pipeline.group_size + pipeline.redundant_trajectories
     workload: Workload = (
-        _workload(spec, habits) if profile is None else profile.workload(pipeline.group_size)
+        _workload(spec, habits, started) if profile is None else profile.workload(started)
     )
     sample = min(pipeline.queries_per_step, max(8, 256 // pipeline.group_size))
     scale = pipeline.queries_per_step / sample
@@ -259,8 +262,9 @@ def _case(
     contexts: dict[str, list[int]] = {name: [] for name in spec.policies}
     longest = 0.0
     for index in range(sample):
-        for trajectory in workload(index):
-            longest = max(longest, sum(turn.response for turn in trajectory.turns))
+        # Redundant trajectories end with their group: bounds count the shortest ones only.
+        for trajectory in sorted(workload(index), key=_drawn)[: pipeline.group_size]:
+            longest = max(longest, _drawn(trajectory))
             for turn in trajectory.turns:
                 kept = 0 if spec.policies[turn.policy].simulated else turn.shared
                 _add(turn, turn.prompt - kept, decoded, read, rows, contexts, scale)
@@ -269,6 +273,11 @@ def _case(
     return _Case(
         spec, costs, hosts, per_host, workload, rates, context, decoded, read, rows, longest
     )
+
+
+def _drawn(trajectory: TwinTrajectory) -> int:
+    """Response tokens of a trajectory."""
+    return sum(turn.response for turn in trajectory.turns)
 
 
 def _add(
@@ -287,8 +296,9 @@ def _add(
     contexts[turn.policy].append(turn.prompt + turn.response // 2)
 
 
-def _workload(spec: JobSpec, habits: Habits) -> TeamWorkload:
-    """Trajectories of the job's agents. Agents of one policy are its turns, one after another."""
+def _workload(spec: JobSpec, habits: Habits, group_size: int) -> TeamWorkload:
+    """Trajectories of the job's agents, `group_size` per query. Agents of one policy are its turns,
+    one after another."""
     policies, responses, most = [], {}, 0
     for one in spec.agents.values():
         policies.append(one.policy)
@@ -302,7 +312,7 @@ def _workload(spec: JobSpec, habits: Habits) -> TeamWorkload:
         prompt=Lengths(habits.prompt_tokens, 0.3),
         response=Lengths(habits.response_tokens or 256.0, habits.response_sigma),
         wait=Lengths(habits.wait_seconds, habits.wait_sigma),
-        group_size=spec.pipeline.group_size,
+        group_size=group_size,
         own_response=responses,
         most_context=most,
         seed=spec.seed,
@@ -498,6 +508,8 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
             ranks=max(1, one.gang),
             state_bytes=one.trainer_bytes // 2,
             trained=one.gang > 0,
+            alpha=spec.alpha_of(name),
+            minimum=spec.balancing.minimum_of(name),
         )
     if case.simulated:
         # Their trainer workers are processes that have no device, as `troupe up --trainers` starts.
@@ -513,6 +525,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
             )
             for number in range(split.training_hosts)
         ]
+    balancing, barred = _balancing(spec, split)
     switch = 0.0
     if pipeline.colocate:
         switch = max(one.trainer_bytes / case.device.host_link for one in split.policies.values())
@@ -521,17 +534,47 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
         workload=case.workload,
         trainers=trainers,
         mode=pipeline.mode,
-        alpha=pipeline.alpha,
         queries_per_step=pipeline.queries_per_step,
         micro_batch=pipeline.micro_batch_samples,
         in_flight=spec.limits.max_concurrent_trajectories,
         spare=pipeline.over_sampling,
+        redundant=pipeline.redundant_trajectories,
         rollout_workers=split.engine_hosts,
+        balancing=balancing,
+        barred=barred,
         switch_seconds=switch,
         share_prefixes=not case.simulated,
         prefix_cache=not case.simulated,
         control=_CONTROL,
     )
+
+
+def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | None, frozenset[Pair]]:
+    """The rules by which the twin moves engines between the policies of a split, and the pairs
+    between which none moves; no rules if engines stay with their policies."""
+    # The twin models neither restarts of engines nor backlogs in tokens; see `_unmodelled`.
+    section = spec.balancing.model_copy(update={"rebuild": False})
+    policies = {}
+    for name, policy in spec.policies.items():
+        one = split.policies[name]
+        fields = {"replicas": one.engines, "tensor_parallel": one.tensor_parallel}
+        policies[name] = policy.model_copy(
+            update={"engine": policy.engine.model_copy(update=fields)}
+        )
+    moves = section.inter is not False and section.measure == "turns"
+    if not (moves and section.possible(policies)):
+        return None, frozenset()
+    return section.rules, section.barred(policies)
+
+
+def _unmodelled(spec: JobSpec) -> list[str]:
+    """What the job asks of balancing and the trials leave out, for people."""
+    section, found = spec.balancing, []
+    if spec.balances and section.measure == "tokens":
+        found.append("engines stay with their policies (`balancing.measure: tokens`)")
+    elif spec.balances and section.rebuild:
+        found.append("engines move between equal policies only (without `balancing.rebuild`)")
+    return found
 
 
 def _predict(case: _Case, split: ClusterSplit) -> Prediction:
