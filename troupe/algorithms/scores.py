@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from troupe.states import TEAM
+
 MOST_VOTERS: Final = 64
 """Largest k of maj@k: its cost grows with the cube of k."""
-# The key of the team's reward.
-_TEAM: Final = "team"
 # The 97.5th percentile of the normal distribution: intervals of 95 %.
 _Z: Final = 1.959963984540054
 
@@ -29,8 +29,8 @@ def success_of(
     """
     if name is not None:
         return rewards.get(name, metrics.get(f"rewards.{name}", -math.inf))
-    if _TEAM in rewards:
-        return rewards[_TEAM]
+    if TEAM in rewards:
+        return rewards[TEAM]
     return sum(rewards.values()) / len(rewards) if rewards else -math.inf
 
 

@@ -17,6 +17,7 @@ from troupe.job.population import Pools
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
 from troupe.job.sections import AgentSpec, EvaluationSetSpec, RoutingSpec
 from troupe.rpc.errors import NotFound
+from troupe.states import TEAM
 
 # Defaults of jobs with an environment: fragments take equally long and are not compared.
 _PIPELINE: Final = {"mode": "sync", "group_size": 1}
@@ -72,7 +73,7 @@ class JobSpec(JobFields):
             raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
         if not self.trained_policies:
             raise ValueError("policies: none is trainable; set `trainable: true` on at least one")
-        if "team" in self.agents:
+        if TEAM in self.agents:
             raise ValueError(
                 "agents.team: the key `team` of rewards is the team's success and belongs to no "
                 "agent; choose another name"
@@ -163,7 +164,7 @@ class JobSpec(JobFields):
         return self
 
     def _check_success(self, field: str, success: str | None) -> None:
-        known = ("team", *self.agents, *self.rewards)
+        known = (TEAM, *self.agents, *self.rewards)
         if success is not None and success not in known:
             raise ValueError(
                 f"{field}.success: '{success}' is neither an agent nor one of `rewards`; "

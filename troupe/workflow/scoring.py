@@ -17,13 +17,12 @@ from troupe.outcomes import (
     shown,
     type_name,
 )
+from troupe.states import TEAM
 from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
 from troupe.workflow.loading import Query
 from troupe.workflow.messages import finite
 from troupe.workflow.turns import TurnRecord
 
-# Key of the team's success, reported beside the agents' rewards.
-TEAM = "team"
 # Longer than any agent's name.
 _NAME_CHARS = 200
 # Of an answer that is compared with others.

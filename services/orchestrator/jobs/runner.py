@@ -34,7 +34,8 @@ from services.orchestrator.jobs.checkpoints import best_value, keep_best
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.evaluation import EvaluationRunner
-from services.orchestrator.pipeline.metrics import JobTotals, SplitWatch
+from services.orchestrator.pipeline.metrics import JobTotals
+from services.orchestrator.pipeline.split_watch import SplitWatch
 from services.orchestrator.pipeline.steps import StepContext, StepWindow
 from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines

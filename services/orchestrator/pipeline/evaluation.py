@@ -13,7 +13,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.pipeline.failures import check_failures, report_failures
-from services.orchestrator.pipeline.metrics import TEAM, TEAM_SCORE, Tally
+from services.orchestrator.pipeline.metrics import TEAM_SCORE, Tally
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
@@ -27,7 +27,7 @@ from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
 from troupe.job.spec import evaluation_prefix
 from troupe.scheduling import admission
-from troupe.states import BOUNDS
+from troupe.states import BOUNDS, TEAM
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 

@@ -41,14 +41,13 @@ from services.orchestrator.pipeline.failures import (
 )
 from services.orchestrator.pipeline.metrics import (
     Redundancy,
-    SplitWatch,
-    StepTotals,
     Tally,
     add_to_profile,
     commit_metrics,
     staleness,
     without_signal,
 )
+from services.orchestrator.pipeline.split_watch import SplitWatch, StepTotals
 from services.orchestrator.pipeline.step_queries import (
     STALE,
     SURPLUS,

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from services.orchestrator.pipeline.metrics import TEAM
 from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import TRAJECTORY_KINDS, JobKeys, RedisAccess
 from troupe.rpc import NotFound
+from troupe.states import TEAM
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 

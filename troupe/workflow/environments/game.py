@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
+from troupe.states import TEAM
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, Seating, job_rules
 from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Local, open_environment
@@ -122,7 +123,7 @@ class GameWorkflow:
         rewards = reward_turns(outcome, self._credit)
         if environment.properties.cooperative:
             seats = outcome.rewards
-            rewards["team"] = sum(outcome.total(seat) for seat in seats) / len(seats)
+            rewards[TEAM] = sum(outcome.total(seat) for seat in seats) / len(seats)
         return rewards
 
     def seating(self, seats: Sequence[str], agents: Sequence[str], seed: int) -> Seating:

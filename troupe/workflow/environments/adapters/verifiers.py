@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from troupe.job.data import VerifiersSpec
+from troupe.states import TEAM
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.adapters.verifiers_process import pool_of
 from troupe.workflow.errors import EntrypointError, EnvironmentContractError
 from troupe.workflow.loading import Query
-from troupe.workflow.scoring import TEAM
 from troupe.workflow.tools import Tools
 from troupe.workflow.turns import TurnRecord
 

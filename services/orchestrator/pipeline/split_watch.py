@@ -1,0 +1,103 @@
+"""Whether a running job's engines and trainers are split well, from its newest steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.placement.engines import Engines
+from troupe.scheduling.defaults import CPU
+from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
+from troupe.twin.profile import JobProfile
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+
+class StepTotals:
+    """Sums over the trajectories of a step that ended while this process ran it."""
+
+    def __init__(self) -> None:
+        self.trajectories = 0
+        self.seconds = self.engine_seconds = 0.0
+        self.turns: dict[str, int] = {}
+        self.read: dict[str, int] = {}
+        self.drawn: dict[str, int] = {}
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Counts an ended trajectory."""
+        self.trajectories += 1
+        self.seconds += event.seconds
+        for turn in event.turns:
+            name = turn.policy
+            self.engine_seconds += turn.queue_seconds + turn.generate_seconds
+            self.turns[name] = self.turns.get(name, 0) + 1
+            read = max(0, turn.prompt_tokens - turn.cached_tokens)
+            self.read[name] = self.read.get(name, 0) + read
+            self.drawn[name] = self.drawn.get(name, 0) + turn.response_tokens
+
+
+class SplitWatch:
+    """The newest steps of a job, as `split_metrics` takes them."""
+
+    def __init__(self, job: JobContext, engines: Engines, profile: JobProfile) -> None:
+        self._job, self._engines, self._profile = job, engines, profile
+        self._steps: deque[StepUse] = deque(maxlen=MOST_STEPS)
+        # The first step of a runner warms engines and trainers up.
+        self._warm = False
+
+    def metrics(self, totals: StepTotals, values: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step with these totals and `values`; none where other jobs share the
+        cluster, whose use of it is not known, and in jobs of networks and populations."""
+        spec, shared = self._job.spec, self._job.shared
+        alone = len(shared.store.live) <= 1
+        languages = all(one.model is not None for one in spec.policies.values())
+        if not (alone and languages and spec.population is None and not spec.colocated):
+            return {}
+        if not self._warm:
+            self._warm = True
+            return {}
+        if not totals.trajectories:
+            return {}
+        counts = self._engines.counts
+        policies = {}
+        for name, policy in spec.policies.items():
+            if not totals.turns.get(name):
+                continue
+            train, publish = (
+                values.get(f"{name}/train/{what}", 0.0) for what in ("seconds", "publish_seconds")
+            )
+            policies[name] = PolicyUse(
+                engines=max(1, counts.get(name, 0)),
+                limit=policy.engine.max_running or CPU.max_running,
+                turns=totals.turns[name],
+                read_tokens=totals.read[name],
+                drawn_tokens=totals.drawn[name],
+                train_seconds=train + publish,
+                gang=policy.trainer.gang,
+            )
+        waits = max(0.0, totals.seconds - totals.engine_seconds)
+        self._steps.append(
+            StepUse(
+                values["step/seconds"],
+                values.get("rollout/seconds", 0.0),
+                totals.trajectories,
+                totals.seconds / totals.trajectories,
+                waits / totals.trajectories,
+                policies,
+            )
+        )
+        times = self._profile.policies
+        speeds = {name: times[name].engine.speed() for name in policies}
+        workers = shared.workers.usable(orch.WORKER_KIND_TRAINER)
+        return split_metrics(
+            self._steps,
+            {name: one for name, one in speeds.items() if one is not None},
+            mode=spec.pipeline.mode,
+            in_flight=spec.limits.max_concurrent_trajectories,
+            # Ranks on a CPU share it.
+            trainers=sum(
+                max(1, one.beat.trainer.ranks) if one.beat.trainer.device == "cuda" else 1
+                for one in workers
+            ),
+        )
