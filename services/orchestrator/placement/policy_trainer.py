@@ -109,7 +109,8 @@ class PolicyTrainer:
         self._job = job
         self.policy = policy
         self._lease = TrainerLease(job, policy, team.tables)
-        self._lease.was_bound = entry is not None
+        self._workers = self._lease.workers
+        self._workers.was_bound = entry is not None
         self._weights = None if entry is None else entry.weights
         self._binding = asyncio.Lock()
         # The version with which it began again (`population.restart`), if it did.
@@ -136,17 +137,17 @@ class PolicyTrainer:
     @property
     def worker(self) -> WorkerHandle | None:
         """The worker assigned to it, which has bound it or is about to."""
-        return self._lease.worker
+        return self._workers.leader
 
     @property
     def progress(self) -> tr.StepEvent | None:
         """The newest event of the running step, if there is one."""
-        return self._lease.progress
+        return self._lease.demand.progress
 
     @property
     def shortage(self) -> str:
         """Text that says which gang is waited for while trainers form smaller ones; else empty."""
-        few = self._lease.shortage
+        few = self._workers.shortage
         what = (
             "" if few is None else f"its gang has {few.ranks}, the trainers form one of {few.most}"
         )
@@ -155,20 +156,16 @@ class PolicyTrainer:
     @property
     def suspended(self) -> bool:
         """Whether its training state is suspended and waits for a device."""
-        return self._lease.suspended is not None
+        return self._lease.suspension.state is not None
 
     def take_swaps(self) -> dict[str, float]:
         """Suspensions and resumptions since the last call, and the seconds they cost."""
-        lease = self._lease
-        if not lease.swaps:
-            return {}
-        found = {"swaps": float(lease.swaps), "swap_seconds": lease.swap_seconds}
-        lease.swaps, lease.swap_seconds = 0, 0.0
-        return found
+        count, seconds = self._lease.suspension.take_swaps()
+        return {"swaps": float(count), "swap_seconds": seconds} if count else {}
 
     async def bind(self, deadline: Deadline) -> WorkerHandle:
         """The worker that has bound the policy; binds it to one if there is none."""
-        with self._lease.needed():
+        with self._lease.demand.needed():
             return await self._bind(deadline)
 
     async def _bind(self, deadline: Deadline) -> WorkerHandle:
@@ -177,14 +174,14 @@ class PolicyTrainer:
             while True:
                 self._crash_guard.check()
                 worker = await self._next_worker(deadline)
-                if lease.bound:
+                if self._workers.bound:
                     return worker
                 if not deaths.may_begin(self._job.job_id):
                     deadline.report(f"{self.policy} waits: workers died that several jobs were on")
                     await deadline.wait(deaths.turn(self._job.job_id))
                     continue
                 try:
-                    with lease.in_use():
+                    with lease.demand.in_use():
                         await self._bind_to(worker, deadline)
                 except TroupeError as error:
                     if isinstance(error, Unavailable):
@@ -202,13 +199,13 @@ class PolicyTrainer:
 
     async def rebind(self, deadline: Deadline) -> None:
         """Binds again, which publishes the weights again."""
-        self._publish, self._lease.bound = True, False
+        self._publish, self._workers.bound = True, False
         await self.bind(deadline)
 
     async def run_step(self, step: int, deadline: Deadline) -> es.StepCommit:
         """Trains a step and returns its commit, on as many workers as it takes."""
         attempts, lease = RetryBackoff(deadline), self._lease
-        with lease.training(step):
+        with lease.demand.training(step):
             while True:
                 try:
                     if attempts.count and (commit := await self._committed(step)) is not None:
@@ -221,7 +218,7 @@ class PolicyTrainer:
                     return commit
                 except TroupeError as error:
                     await deadline.wait(lease.settled())
-                    if error.kind == _SUSPENDED or (lease.suspended is not None):
+                    if error.kind == _SUSPENDED or self.suspended:
                         continue  # it is resumed when the scheduler assigns a worker
                     self.unbind_after(error)
                     if (attempts.count + 1).bit_count() == 1:  # 1, 2, 4, ...
@@ -236,8 +233,8 @@ class PolicyTrainer:
         if applied and commit.weights.version > self.weights.version:
             self._weights = commit.weights
             # The bound worker, or the suspended state, may still be at the version before.
-            self._lease.bound = False
-            self._lease.discard_suspended()
+            self._workers.bound = False
+            self._lease.suspension.discard()
         return commit
 
     async def restart(self, left: int, checksum: str, deadline: Deadline) -> pb.WeightsRef:
@@ -251,7 +248,7 @@ class PolicyTrainer:
         attempts, weight_versions = RetryBackoff(deadline), self._job.shared.weight_versions
         while True:
             try:
-                with self._lease.needed():
+                with self._lease.demand.needed():
                     worker = await self._bind(deadline)
                     if self.weights.version != left:
                         return self.weights  # an earlier attempt came so far
@@ -263,8 +260,8 @@ class PolicyTrainer:
                         checksum=checksum,
                     )
                     deadline.report(f"{self.policy} begins again")
-                    with self._lease.in_use():
-                        async with self._lease.while_alive(worker):
+                    with self._lease.demand.in_use():
+                        async with self._workers.while_alive(worker):
                             response = await worker.trainer.Restart(request, timeout=deadline.left)
                 done = (await weight_versions.entries(self._job.job_id))[self.policy].done
                 entry = await weight_versions.restart(self._job.job_id, done, response.weights)
@@ -288,7 +285,7 @@ class PolicyTrainer:
                     policy=self.policy,
                     version=self.weights.version,
                 )
-                async with self._lease.while_alive(worker):
+                async with self._workers.while_alive(worker):
                     saved = await worker.trainer.SaveCheckpoint(request, timeout=deadline.left)
                     return await copy_to_job_directory(
                         self._job, worker, request, saved, deadline.left
@@ -301,7 +298,7 @@ class PolicyTrainer:
     def checkpoint_progress(self) -> tuple[int, int]:
         """Written and all bytes of the checkpoint that its worker writes, as of its heartbeat."""
         key = (self._job.job_id, self.policy)
-        worker = self._lease.worker
+        worker = self.worker
         for one in () if worker is None else worker.beat.bindings:
             if (one.job_id, one.policy) == key:
                 return one.checkpoint_written_bytes, one.checkpoint_bytes
@@ -315,11 +312,11 @@ class PolicyTrainer:
         attempts, lease = RetryBackoff(deadline), self._lease
         async with self._binding:
             await deadline.wait(lease.settled())
-            while (worker := lease.worker) is not None:
+            while (worker := self.worker) is not None:
                 deadline.report(f"moving the training state of {self.policy} off its devices")
                 lease.suspend(empty_cache=True)
                 await deadline.wait(lease.settled())
-                if lease.worker is worker:
+                if self.worker is worker:
                     await attempts.failed(
                         Unavailable(f"{worker} did not suspend {self.policy}; see its log")
                     )
@@ -334,29 +331,29 @@ class PolicyTrainer:
 
     async def _next_worker(self, deadline: Deadline) -> WorkerHandle:
         """Waits for the worker that the scheduler assigns."""
-        lease, workers = self._lease, self._job.shared.workers
+        lease, registry = self._lease, self._job.shared.workers
         while True:
-            lease.check()
+            self._workers.check()
             await deadline.wait(lease.settled())
-            if (worker := lease.worker) is not None and worker.alive:
-                if not lease.broken:
+            if (worker := self.worker) is not None and worker.alive:
+                if not self._workers.broken:
                     return worker
                 lease.give_up_group()
                 continue
             if self.shortage:
                 deadline.report(self.shortage)
-            elif workers.usable(orch.WORKER_KIND_TRAINER):
+            elif registry.usable(orch.WORKER_KIND_TRAINER):
                 deadline.report(f"{self.policy} waits for its turn on a trainer worker")
             else:
                 deadline.report(f"waiting for a trainer worker for {self.policy}")
-            await deadline.wait(wait_for_first(lease.change(), workers.change()))
+            await deadline.wait(wait_for_first(self._workers.change(), registry.change()))
             self._crash_guard.check()
 
     async def _bind_to(self, worker: WorkerHandle, deadline: Deadline) -> None:
         known, lease = self._weights, self._lease
-        if known is not None and (state := lease.suspended) is not None:
+        if known is not None and (state := lease.suspension.state) is not None:
             resumed = state.version == known.version and await self._resume(worker, state, deadline)
-            lease.discard_suspended()
+            lease.suspension.discard()
             if resumed and not self._publish:
                 return
         request = tr.BindRequest(
@@ -366,13 +363,13 @@ class PolicyTrainer:
             spec_json=await lease.specification_on(worker),
             version=0 if known is None else known.version,
             checksum="" if known is None else known.checksum,
-            hosts=lease.hosts,
+            hosts=self._workers.hosts,
         )
         limit = min(deadline.left, self._job.shared.settings.bind_timeout_seconds)
         deadline.report(f"loading {self.policy} on {worker}")
-        async with self._lease.while_alive(worker):
+        async with self._workers.while_alive(worker):
             response = await worker.trainer.Bind(request, timeout=limit)
-        resolved = self._lease.resolved(response.resolved)
+        resolved = self._lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
         if known is None:
             entry = await self._job.shared.weight_versions.open(self._job.job_id, response.weights)
@@ -407,23 +404,23 @@ class PolicyTrainer:
             version=self.weights.version,
             checksum=self.weights.checksum,
             state=state,
-            hosts=self._lease.hosts,
+            hosts=self._workers.hosts,
         )
         deadline.report(f"resuming {self.policy} on {worker}")
         limit = min(deadline.left, self._job.shared.settings.bind_timeout_seconds)
         try:
-            async with self._lease.while_alive(worker):
+            async with self._workers.while_alive(worker):
                 response = await worker.trainer.Resume(request, timeout=limit)
         except TroupeError as error:
-            self._lease.discard_suspended()
+            self._lease.suspension.discard()
             if isinstance(error, (Unavailable, DeadlineExceeded)):
                 raise
             begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
             await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
             return False
-        resolved = self._lease.resolved(response.resolved)
+        resolved = self._lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
-        self._lease.resumed(response.seconds)
+        self._lease.suspension.resumed(response.seconds)
         self._lease.mark_bound(response.state_bytes)
         return True
 
@@ -440,11 +437,11 @@ class PolicyTrainer:
                 self.oldest, self.weights.version - self._job.spec.alpha_of(self.policy)
             ),
         )
-        async with self._lease.while_alive(worker):
+        async with self._workers.while_alive(worker):
             async for event in worker.trainer.RunStep(request, timeout=deadline.left):
                 if self.progress is None or event.samples > self.progress.samples:
                     attempts.reset()
-                self._lease.note(event)
+                self._lease.demand.note(event)
                 if event.HasField("commit"):
                     return event.commit
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
@@ -457,27 +454,27 @@ class PolicyTrainer:
 
     def _leave(self, worker: WorkerHandle) -> None:
         """Gives the worker up that could not bind the policy, or its group."""
-        if len(self._lease.group) > 1:
+        if len(self._workers.group) > 1:
             self._note_lost()
             self._lease.give_up_group()
         else:
-            self._lease.unassign(avoid=worker)
+            self._workers.unassign(avoid=worker)
 
     def unbind_after(self, error: TroupeError) -> None:
         """Forgets the binding if the worker is lost or says that there is none, and the group of a
         gang that has ended."""
-        lease = self._lease
+        workers = self._workers
         if self.worker is not None and isinstance(error, Unavailable):
             self._crash_guard.note(self.worker)
         if self.worker is not None and not self.worker.alive:
-            lease.unassign()
-        elif len(lease.group) > 1 and (lease.broken or error.kind in _GANG_ENDED):
+            workers.unassign()
+        elif len(workers.group) > 1 and (workers.broken or error.kind in _GANG_ENDED):
             self._note_lost()
-            lease.give_up_group()
+            self._lease.give_up_group()
         elif error.kind in RENEWABLE:
-            lease.bound = False
+            workers.bound = False
 
     def _note_lost(self) -> None:
-        for member in self._lease.group[1:]:
+        for member in self._workers.group[1:]:
             if not member.alive:
                 self._crash_guard.note(member)

@@ -11,11 +11,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
 from services.orchestrator.errors import Deadline, RetryBackoff, cancel_all
+from services.orchestrator.placement.leased_workers import LeasedWorkers
+from services.orchestrator.placement.suspension import PolicySuspension
 from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable
 from troupe.scheduling import binding
@@ -23,7 +25,6 @@ from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 
 if TYPE_CHECKING:
-    from services.orchestrator.placement.trainer_lease import TrainerLease
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
 
 _log = structlog.get_logger(__name__)
@@ -35,12 +36,36 @@ _KEPT_STEPS: Final = 64
 _MOST_RANKS: Final = 1 << 12
 
 
+class PolicyLease(Protocol):
+    """The lease of one policy, as the scheduler gives and takes it."""
+
+    name: str
+    workers: LeasedWorkers
+    suspension: PolicySuspension
+
+    def scheduling_view(self, now: float) -> binding.Policy:
+        """The policy for `binding.decide`; the scheduler adds where it is."""
+        ...
+
+    def suspend(self) -> None:
+        """Have the policy suspended, so that another one may have its worker."""
+        ...
+
+    def prefetch(self, worker: WorkerHandle) -> None:
+        """Have the suspended state fetched to `worker`, where the policy will be bound next."""
+        ...
+
+    def release_idle(self) -> None:
+        """Release the policy, which has been idle for long."""
+        ...
+
+
 class TrainerScheduler:
     """One loop that assigns trainer workers to policies, suspends and releases them."""
 
     def __init__(self, workers: WorkerRegistry) -> None:
         self._workers = workers
-        self._leases: dict[str, TrainerLease] = {}
+        self._leases: dict[str, PolicyLease] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._planned = 0
@@ -61,19 +86,19 @@ class TrainerScheduler:
         """Trainer workers that policies, or a job that waits for its first one, could use now."""
         return max(self._planned, int(self._workers.awaited(orch.WORKER_KIND_TRAINER)))
 
-    def add(self, policy: TrainerLease) -> None:
+    def add(self, policy: PolicyLease) -> None:
         """Schedules a policy from now on, in place of an earlier one of the same name."""
         self._leases[policy.name] = policy
         self.touch()
 
-    def remove(self, policy: TrainerLease) -> None:
+    def remove(self, policy: PolicyLease) -> None:
         """Stops scheduling a policy."""
         if self._leases.get(policy.name) is policy:
             del self._leases[policy.name]
         self.touch()
 
     def evict(
-        self, policy: TrainerLease, worker: WorkerHandle, release: Callable[[], Awaitable[object]]
+        self, policy: PolicyLease, worker: WorkerHandle, release: Callable[[], Awaitable[object]]
     ) -> None:
         """Repeats `release` at a worker that did not answer, since others wait for its device.
 
@@ -84,12 +109,12 @@ class TrainerScheduler:
         task.add_done_callback(self._evictions.discard)
 
     async def _evict(
-        self, policy: TrainerLease, worker: WorkerHandle, release: Callable[[], Awaitable[object]]
+        self, policy: PolicyLease, worker: WorkerHandle, release: Callable[[], Awaitable[object]]
     ) -> None:
         while worker.alive:
             await asyncio.sleep(_AGAIN_SECONDS)
             now = self._leases.get(policy.name, policy)
-            if now is not policy or now.worker is worker:
+            if now is not policy or now.workers.leader is worker:
                 return
             try:
                 await release()
@@ -132,9 +157,9 @@ class TrainerScheduler:
         again = math.inf
         for policy in policies:
             if problem := binding.too_large(policy, workers):
-                self._leases[policy.policy].refuse(_too_large(problem, policy))
+                self._leases[policy.policy].workers.refuse(_too_large(problem, policy))
             few = None if policy.bound else binding.too_many_ranks(policy, workers)
-            again = min(again, self._leases[policy.policy].fall_short(few, now))
+            again = min(again, self._leases[policy.policy].workers.fall_short(few, now))
         others = self._foreign(usable)
         plan = binding.decide(binding.BindingRules(), [*policies, *others], workers, now)
         self._planned = plan.wanted
@@ -142,7 +167,7 @@ class TrainerScheduler:
             one = self._leases[move.policy]
             match move:
                 case binding.Bind():
-                    one.assign(*(usable[worker_id] for worker_id in move.workers))
+                    one.workers.assign(*(usable[worker_id] for worker_id in move.workers))
                 case binding.Suspend():
                     one.suspend()
                 case binding.Prefetch():
@@ -152,11 +177,11 @@ class TrainerScheduler:
         return min(again, plan.again)
 
     def _policy(
-        self, one: TrainerLease, usable: dict[str, WorkerHandle], now: float
+        self, one: PolicyLease, usable: dict[str, WorkerHandle], now: float
     ) -> binding.Policy:
-        view, held, home = one.scheduling_view(now), one.worker, one.suspended_on()
+        view, held, home = one.scheduling_view(now), one.workers.leader, one.suspension.home
         if held is not None and held.alive:
-            return replace(view, bound=tuple(worker.worker_id for worker in one.group))
+            return replace(view, bound=tuple(worker.worker_id for worker in one.workers.group))
         near = set()
         for worker in usable.values():
             if home is not None and _same_host(home, worker):
@@ -168,7 +193,7 @@ class TrainerScheduler:
         there = [_rank_worker(worker) for worker in usable.values()]
         if view.ranks > 1 and binding.too_many_ranks(view, there):
             # A gang may need the worker that it has failed on.
-            view = replace(view, barred=view.barred - {one.avoided})
+            view = replace(view, barred=view.barred - {one.workers.avoided})
         ready = {w for w in view.prefetched if w in usable}
         return replace(view, near=frozenset(near), prefetched=frozenset(ready))
 

@@ -104,7 +104,7 @@ async def test_a_suspended_state_that_is_gone_costs_nothing_but_a_load(house: Cl
 async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
     house: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 1000.0)
+    monkeypatch.setattr("services.orchestrator.placement.suspension._STUCK_SECONDS", 1000.0)
     trainer = await house.add_trainer(TrainerScript(slots=1, lose_gang=True))
     job_id = await house.submit(job())
     ended = await house.wait(job_id)
@@ -116,7 +116,7 @@ async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
 async def test_a_policy_that_could_not_be_suspended_is_asked_again(
     house: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("services.orchestrator.placement.suspension._STUCK_SECONDS", 0.5)
     trainer = await house.add_trainer(TrainerScript(slots=1, full_suspensions=2))
     job_id = await house.submit(job())
     ended = await house.wait(job_id)
