@@ -1,4 +1,4 @@
-"""The counts of `scripts.house`: circles of imports."""
+"""The counts of `scripts.house`: circles of imports, names of classes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.house import circles, imports, modules, unexcused
+from scripts.house import circles, imports, modules, shared_class_names, unexcused
 
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 GRAPHS = st.dictionaries(
@@ -68,3 +68,14 @@ def test_unexcused_part_of_an_excused_circle_is_excused() -> None:
     excused = {frozenset("abc"): "being removed", frozenset("xy"): "gone"}
     rings = [["a", "b"], ["c", "d"]]
     assert unexcused(rings, excused) == ([["c", "d"]], [["x", "y"]])
+
+
+def test_shared_class_names_are_counted_by_package(tmp_path: Path) -> None:
+    for folder in ("troupe/job", "troupe/job/inner", "services/trainer"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("troupe/job/a", "troupe/job/inner/b", "services/trainer/c"):
+        (tmp_path / f"{file}.py").write_text("class Turn:\n    pass\n")
+    shared = shared_class_names(modules(tmp_path))
+    assert {name: [str(path) for path in paths] for name, paths in shared.items()} == {
+        "troupe/job: Turn": ["troupe/job/a.py", "troupe/job/inner/b.py"]
+    }
