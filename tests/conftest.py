@@ -109,9 +109,14 @@ def _import_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.fixture(autouse=True)
-def _edited_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of the suite are no users' modules: those that an edit makes the services import anew
-    would be others than those that the tests talk to."""
+@pytest.fixture(scope="session", autouse=True)
+def _edited_tests_stay() -> Iterator[None]:
+    """Keep services from importing modules of the suite anew, as they do with a user's modules.
+
+    They would talk to other modules than the tests, after an edit of any file or after a test that
+    has imported a file of its own. For the whole session: fixtures of modules prepare jobs, too.
+    """
     here = str(Path(__file__).parent)
-    monkeypatch.setattr(loading, "_INSTALLED", (*loading._INSTALLED, here))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_INSTALLED", (*loading._INSTALLED, here))
+        yield

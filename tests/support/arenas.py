@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.support.waiting import PATIENCE
 from troupe.networks.environments.matrix import MatrixGame
 from troupe.networks.vector import Actions, Observed, Stepped
 
@@ -52,7 +53,7 @@ class Waits(Agree):
     """Stays in its first step until it is released."""
 
     def step(self, actions: Actions) -> Stepped:
-        RELEASED.wait(30)
+        RELEASED.wait(PATIENCE)
         return super().step(actions)
 
 

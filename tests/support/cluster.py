@@ -19,6 +19,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from tests.support.fake_rollout import FakeRollout, RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 from troupe.rpc import connect, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -46,7 +47,7 @@ def job_yaml(
             for policy in policies
         },
         "pipeline": {"steps": 2, "queries_per_step": 2, "group_size": 2},
-        "limits": {"step_seconds": 30},
+        "limits": {"step_seconds": PATIENCE},
         "logging": {"tensorboard": False},
     }
     for path, value in over.items():
@@ -146,14 +147,14 @@ class Cluster:
         return (await self.api.GetJob(orch.GetJobRequest(job_id=job_id))).job
 
     async def wait(
-        self, job_id: str, states: Iterable[int] = ENDED, seconds: float = 100
+        self, job_id: str, states: Iterable[int] = ENDED, seconds: float = PATIENCE
     ) -> orch.Job:
         """Wait until the job is in one of `states`."""
         wanted = set(states)
         return await self.until(job_id, lambda job: job.state in wanted, seconds)
 
     async def until(
-        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = 100
+        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = PATIENCE
     ) -> orch.Job:
         """Wait until the job is `good`."""
         deadline = time.monotonic() + seconds
@@ -168,7 +169,7 @@ class Cluster:
     async def events(self, job_id: str) -> list[orch.JobEvent]:
         """The log of a job that has ended."""
         request = orch.WatchJobRequest(job_id=job_id)
-        return [event async for event in self.api.WatchJob(request, timeout=20)]
+        return [event async for event in self.api.WatchJob(request, timeout=PATIENCE)]
 
     async def notices(self, job_id: str) -> list[str]:
         """Texts of the notices of a job that has ended."""
@@ -216,7 +217,7 @@ class Cluster:
             heartbeat_seconds=0.1,
             lost_after_beats=5,
             activity_seconds=0.05,
-            workers_timeout_seconds=5,
+            workers_timeout_seconds=PATIENCE,
             cleanup_seconds=1,
         )
 

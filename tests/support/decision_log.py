@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tests.support.waiting import PATIENCE
 from troupe.scheduling import admission, balancing, binding, durability, elastic, routing, sharing
 from troupe.scheduling.elastic import cells, order
 
@@ -298,7 +299,7 @@ def replay(path: Path) -> dict[str, int]:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=True,
         )
         found = json.loads(ran.stdout)[str(path)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from services.experience_store.samples import SampleFills
 from services.experience_store.steps import StepStatus
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append, Appended
+from tests.support.waiting import until
 from troupe import tensors
 from troupe.rpc import TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -95,11 +95,11 @@ class Stage:
 
     async def until(self, counts: dict[str, int]) -> None:
         """Wait until the samples are in these states."""
-        async with asyncio.timeout(60):
-            while True:
-                if await self.counts() == counts:
-                    break
-                await asyncio.sleep(0.05)
+
+        async def so_many() -> bool:
+            return await self.counts() == counts
+
+        await until(so_many)
 
     async def append(
         self,

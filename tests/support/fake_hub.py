@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,7 +120,7 @@ def fake_hub() -> Iterator[FakeHub]:
                     self.rfile.readline()
                 self.rfile.readline()
             while hub.silent.is_set():
-                hub.silent.wait(0.05)
+                time.sleep(0.05)
             token = self.headers.get("Authorization", "")
             status, content = hub.answer(self.command, self.path, token, body)
             data = json.dumps(content).encode()

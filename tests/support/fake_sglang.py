@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.sglang_routes import add_routes
+from tests.support.waiting import until
 from troupe.checkpoints.format import CheckpointFormat, ModelArrangement
 from troupe.mixtures import RecordedRoutes, Routers
 
@@ -293,9 +294,7 @@ class Running:
         )
         self._server = uvicorn.Server(settings)
         self._task = asyncio.create_task(self._server.serve())
-        async with asyncio.timeout(10):
-            while not self._server.started:  # noqa: ASYNC110 - uvicorn offers no event
-                await asyncio.sleep(0.01)
+        await until(lambda: self._server.started)
 
     async def crash(self) -> None:
         """Stop listening and cut every connection."""

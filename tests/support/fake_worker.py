@@ -13,6 +13,7 @@ import grpc
 from services.chassis.app import RunningServer
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.settings import ServiceSettings
+from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable, connect
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
@@ -58,14 +59,22 @@ class FakeWorker:
         await self._server.open()
         await self._server.become_ready()
         self.settings = self._server.settings
+        await self.speak()
+
+    async def speak(self) -> None:
+        """Send heartbeats, from the start or after `fall_silent`."""
         self._beating = Heartbeat(self.settings, self.message, interval=0.1)
         await self._beating.start()
 
-    async def down(self) -> None:
-        """Die: the port closes, streams break, no heartbeat says goodbye."""
+    async def fall_silent(self) -> None:
+        """Send no more heartbeats; calls are answered as before."""
         beating, self._beating = self._beating, None
         if beating is not None:
             await beating.stop_beats()
+
+    async def down(self) -> None:
+        """Die: the port closes, streams break, no heartbeat says goodbye."""
+        await self.fall_silent()
         server, self._server = self._server, None
         if server is not None:
             await server.close()
@@ -73,7 +82,7 @@ class FakeWorker:
 
     async def death(self) -> None:
         """Wait until it has died."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await self._dead.wait()
 
     def die(self) -> Unavailable:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
-import time
+from functools import partial
 from pathlib import Path
 
+from redis import Redis
+
 from tests.support.ports import free_port
-from tests.support.redis_server import START_SECONDS, RedisServer
+from tests.support.redis_server import RedisServer
+from tests.support.waiting import block_until
 
 NODES = 3
 SLOTS = 16384
@@ -40,12 +43,9 @@ class RedisCluster:
 
     def wait_until_joined(self) -> None:
         """Return when every node knows that all slots are served."""
-        deadline = time.monotonic() + START_SECONDS
         for node in self.nodes:
             with node.client() as client:
-                while not self._is_joined(client.execute_command("CLUSTER INFO")):
-                    assert time.monotonic() < deadline, "the nodes do not find one another"
-                    time.sleep(0.05)
+                block_until(partial(self._knows_all, client), pause=0.05)
 
     def stop(self) -> None:
         """End all nodes. Idempotent."""
@@ -53,7 +53,8 @@ class RedisCluster:
             node.stop()
 
     @staticmethod
-    def _is_joined(info: object) -> bool:
+    def _knows_all(client: Redis) -> bool:
+        info: object = client.execute_command("CLUSTER INFO")
         text = str(info)
         if isinstance(info, dict):
             return info.get("cluster_state") == "ok" and info.get("cluster_known_nodes") == str(

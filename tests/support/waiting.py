@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -11,7 +13,27 @@ PATIENCE: Final = 200.0
 
 
 async def until(condition: Callable[[], object], pause: float = 0.005) -> None:
-    """Wait until `condition()` holds; look every `pause` seconds. Raises TimeoutError."""
+    """Wait until `condition()`, awaited if need be, holds; look every `pause` seconds.
+
+    Raises TimeoutError.
+    """
     async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - what tests look at has no event
+        while True:
+            held = condition()
+            if inspect.isawaitable(held):
+                held = await held
+            if held:
+                return
             await asyncio.sleep(pause)
+
+
+def block_until(condition: Callable[[], object], pause: float = 0.005) -> None:
+    """Block the thread until `condition()` holds; look every `pause` seconds.
+
+    Raises TimeoutError.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the condition did not hold within {PATIENCE:g} s")
+        time.sleep(pause)
