@@ -112,6 +112,9 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._streams: set[asyncio.Task[Any]] = set()
         self._unary: set[asyncio.Task[Any]] = set()
         self._cut: set[asyncio.Task[Any]] = set()
+        # Streams of which gRPC is sending a message. Cancelled there they would end without a
+        # status, and their clients would wait until the server stops.
+        self._sending: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -135,7 +138,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _cut_all(self, tasks: set[asyncio.Task[Any]]) -> None:
         self._cut |= tasks
-        for task in tasks:
+        for task in tasks - self._sending:
             task.cancel()
 
     def _wrap(self, method: str, handler: Any) -> Any:
@@ -208,15 +211,20 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     await responses
                 else:
                     async for response in responses:
+                        self._sending.add(task)
                         yield response
+                        self._sending.discard(task)
+                        if task in self._cut:
+                            await responses.aclose()
+                            raise self._cut_short()
             except BaseException as raised:
                 code, error = self._judge(raised, method, context)
                 if error is None:
                     raise
                 await _abort(context, error)
             finally:
-                self._streams.discard(task)
-                self._cut.discard(task)
+                for tasks in (self._streams, self._cut, self._sending):
+                    tasks.discard(task)
                 if call is not None:
                     call.end(code, error, self._settings.slow_call_seconds)
 
@@ -277,10 +285,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if task not in self._cut:
                 return grpc.StatusCode.CANCELLED, None
             task.uncancel()
-            cut = Unavailable(
-                f"{self._telemetry.service} shut down before the call ended",
-                kind="service_draining",
-            )
+            cut = self._cut_short()
             return cut.code, cut
         if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
@@ -306,6 +311,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
         error.__cause__ = raised
         return error.code, error
+
+    def _cut_short(self) -> Unavailable:
+        return Unavailable(
+            f"{self._telemetry.service} shut down before the call ended", kind="service_draining"
+        )
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:

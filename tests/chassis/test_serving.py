@@ -291,10 +291,8 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
         probed: list[Any] = []
         watching = asyncio.ensure_future(_read(stream, watched))
         probe = asyncio.ensure_future(_read(health.Watch(health_pb2.HealthCheckRequest()), probed))
-        async with asyncio.timeout(30):
-            # All three have reached the service.
-            while echo.runs < 2 or not watched or not probed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        # All three have reached the service.
+        await until(lambda: echo.runs == 2 and watched and probed)
         await server.close()
         assert (await unary).job.name == "sleep 0.5"
         assert echo.stopped
@@ -302,6 +300,24 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
             with pytest.raises(Unavailable) as caught:
                 await task
             assert caught.value.kind == "service_draining"
+
+
+async def test_a_stream_that_is_cut_while_it_sends_ends_with_the_reason() -> None:
+    class Floods(Echo):
+        async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> Any:
+            while True:
+                yield pb.JobEvent()
+
+    settings = ServiceSettings(drain_seconds=60, stream_drain_seconds=0.1)
+    async with serve(Floods(), settings) as server, connect(server.address, NOT_RETRIED) as channel:
+        heard: list[Any] = []
+        stream = OrchestratorStub(channel).WatchJob(pb.WatchJobRequest())
+        reading = asyncio.ensure_future(_read(stream, heard))
+        await until(lambda: heard)
+        await server.close()
+        with pytest.raises(Unavailable) as caught:
+            await reading
+        assert caught.value.kind == "service_draining"
 
 
 async def test_a_drain_ends_though_a_call_does_not(echo: Echo) -> None:
