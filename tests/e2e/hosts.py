@@ -19,10 +19,10 @@ from urllib.request import urlopen
 import psutil
 
 from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "between hosts"
-_START_SECONDS = 240.0
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Hosts:
         """SIGKILL, as a crash; its owner process goes with it."""
         process = self._running.pop(name)
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
         self._port_file(name).unlink(missing_ok=True)
 
     def restart(self, name: str) -> None:
@@ -152,7 +152,7 @@ class Hosts:
         """A service's `/metrics`."""
         host = self.hosts[self._environments[name]["host"]]
         port = self._port_file(name).read_text().split()[1]
-        with urlopen(f"http://{host.address}:{port}/metrics", timeout=10) as reply:
+        with urlopen(f"http://{host.address}:{port}/metrics", timeout=PATIENCE) as reply:
             return str(reply.read().decode())
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Hosts:
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():
             try:
-                process.wait(20)
+                process.wait(20)  # deadline: it is killed then
             except subprocess.TimeoutExpired:
                 process.kill()
         for host in self.hosts.values():
@@ -172,7 +172,7 @@ class Hosts:
         return host.directory / f"{name}.port"
 
     def _until_ready(self, name: str, host: Host) -> None:
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not self._port_file(name).exists():
             status = self._running[name].poll()
             assert status is None, f"{name} ended with {status}:\n{self.log(name)[-4000:]}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def population_job(
         # Whatever a policy says that knows nothing, there is something to learn from it.
         "algorithm": {"advantage": "rae"},
         "pipeline": {"steps": 2, "queries_per_step": 4, "group_size": 4, **(pipeline or {})},
-        "limits": {"trajectory_seconds": 60, "turn_seconds": 30, "step_seconds": 150},
+        "limits": {"trajectory_seconds": 200, "turn_seconds": 200, "step_seconds": 400},
         "logging": {"tensorboard": False},
         "population": {"iteration_steps": 1, "matches": {"least": 4}, **population},
         **(changes or {}),
@@ -146,10 +145,3 @@ async def training_casts(end: Ended) -> list[dict[str, str]]:
 async def another(house: House, pid: int) -> bool:
     """Whether the orchestrator is another process than `pid`."""
     return house.pid("orchestrator") != pid
-
-
-async def until(good: Callable[[], Awaitable[bool]]) -> None:
-    """It is another process that changes: there is no event to wait for."""
-    async with asyncio.timeout(120):
-        while not await good():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)

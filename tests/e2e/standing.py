@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_team
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
 from troupe.client.records import Job, Notice
 from troupe.cluster.daemon import start_detached, stop_running
@@ -100,9 +101,9 @@ async def ended(handle: AsyncJobHandle, seconds: float = 90) -> Ended:
     return Ended(job, notices, handle)
 
 
-async def until(handle: AsyncJobHandle, good: Callable[[Job], bool]) -> Job:
+async def until_job(handle: AsyncJobHandle, good: Callable[[Job], bool]) -> Job:
     """Wait until the job is as it should be."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not good(job := await handle.info()):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.05)
     return job

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.standing import BAD, Standing, ended, stand_up, until
+from tests.e2e.standing import BAD, Standing, ended, stand_up, until_job
 from troupe.client.records import JobState
 
 PATH = "policies.solver.model.path"
@@ -141,7 +141,7 @@ async def test_an_engine_that_dies_mid_turn(cluster: Standing) -> None:
     text = cluster.yaml(BAD + "chatty", **long, **{"pipeline.group_size": 16})
     async with cluster.client() as client:
         handle = await client.submit(text)
-        await until(handle, lambda job: "of 64 trajectories" in job.activity)
+        await until_job(handle, lambda job: "of 64 trajectories" in job.activity)
         # Engines live in the process of the rollout worker: all turns in hand are lost with it.
         cluster.kill("rollout-0")
         end = await ended(handle)
@@ -174,8 +174,8 @@ async def test_clumsy_hands(cluster: Standing) -> None:
         await handle.cancel("on second thoughts")
         other = await client.submit(cluster.yaml())
         await other.pause()
-        await until(handle, lambda job: job.state == JobState.CANCELLED)
-        await until(other, lambda job: job.state == JobState.PAUSED)
+        await until_job(handle, lambda job: job.state == JobState.CANCELLED)
+        await until_job(other, lambda job: job.state == JobState.PAUSED)
         for job in (handle, other):
             await job.resume()
             await job.resume()

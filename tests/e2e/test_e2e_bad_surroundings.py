@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.standing import Standing, ended, run_cli, stand_up, until
+from tests.e2e.standing import Standing, ended, run_cli, stand_up, until_job
 from tests.support import tiny_team
+from tests.support.waiting import PATIENCE
 from troupe.client.records import JobState
 from troupe.rpc import ResourceExhausted
 
@@ -127,7 +128,7 @@ async def test_a_message_over_the_limit_is_refused_and_harms_nobody(cluster: Sta
 async def test_redis_comes_back(cluster: Standing) -> None:
     async with cluster.client() as client:
         handle = await client.submit(cluster.yaml(**{"pipeline.steps": 20}))
-        await until(handle, lambda job: job.step >= 2)
+        await until_job(handle, lambda job: job.step >= 2)
         cluster.kill("redis")
         end = await ended(handle)
     assert (end.job.state, end.job.problem) == (JobState.SUCCEEDED, None)
@@ -152,7 +153,7 @@ async def test_a_service_that_gets_no_more_memory_costs_nothing(
 
 def said(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit status and the one line that a failing command leaves on stderr."""
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=PATIENCE)
     assert re.fullmatch(r"error: [^\n]+\n", err), err
     return process.returncode, err
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle, Notice
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 
@@ -63,7 +64,7 @@ async def learn(
             },
         )
     )
-    record = await handle.wait(timeout=140)
+    record = await handle.wait(timeout=PATIENCE)
     assert record.state == "succeeded", record
     assert not (await handle.audit()).violations
     states = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import shutil
@@ -14,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.standing import Standing, ended, stand_up, until
+from tests.e2e.standing import Standing, ended, stand_up, until_job
+from tests.support.waiting import PATIENCE, until
 from troupe.client.records import JobState
 from troupe.cluster import ClusterSettings
 from troupe.cluster.daemon import start_detached, stop_running
@@ -104,10 +104,10 @@ async def test_a_transfer_directory_that_fills_up_costs_nothing_but_speed(tmp_pa
         with stand_up(tmp_path, transfer_dir=disk) as cluster:
             async with cluster.client() as client:
                 handle = await client.submit(cluster.yaml(**{"pipeline.steps": 12}))
-                await until(handle, lambda job: job.step >= 2)
+                await until_job(handle, lambda job: job.step >= 2)
                 filler = fill(disk)
                 full_at = (await handle.info()).step
-                await until(handle, lambda job: job.state.ended or job.step >= full_at + 4)
+                await until_job(handle, lambda job: job.state.ended or job.step >= full_at + 4)
                 filler.unlink()
                 end = await ended(handle)
             assert (end.job.state, end.job.step) == (JobState.SUCCEEDED, 12), end
@@ -125,13 +125,11 @@ async def test_a_data_disk_that_fills_up_fails_the_job_until_there_is_room(tmp_p
             redis = cluster.pid("redis")
             async with cluster.client() as client:
                 handle = await client.submit(text)
-                await until(handle, lambda job: job.step >= 2)
+                await until_job(handle, lambda job: job.step >= 2)
                 filler = fill(disk)
-                async with asyncio.timeout(60):  # it ends when it cannot write
-                    while psutil.pid_exists(redis):  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                await until(lambda: not psutil.pid_exists(redis))  # it ends when it cannot write
                 filler.unlink()
-                if (await handle.wait(timeout=90)).state == JobState.FAILED:
+                if (await handle.wait(timeout=PATIENCE)).state == JobState.FAILED:
                     end = await ended(handle)
                     assert (end.problem.kind, end.problem.field) == ("storage_full", "data_dir")
                     await handle.resume()
@@ -150,7 +148,7 @@ async def test_a_data_directory_that_becomes_read_only_fails_the_job_until_it_is
         async with cluster.client() as client:
             text = cluster.yaml(**{"pipeline.steps": 12, "checkpoint.every": 1})
             handle = await client.submit(text)
-            await until(handle, lambda job: job.step >= 2)
+            await until_job(handle, lambda job: job.step >= 2)
             # Files that are open stay so, as when the kernel makes a damaged disk read-only.
             mounted("--bind", "-o", "ro", str(data_dir), str(data_dir))
             try:
@@ -185,9 +183,9 @@ async def test_a_data_directory_that_was_moved_goes_on(tmp_path: Path) -> None:
         async with cluster.client() as client:
             text = cluster.yaml(**{"pipeline.steps": 6, "checkpoint.every": 1})
             handle = await client.submit(text, "moved")
-            await until(handle, lambda job: job.step >= 2)
+            await until_job(handle, lambda job: job.step >= 2)
             await handle.pause()
-            await until(handle, lambda job: job.state == JobState.PAUSED)
+            await until_job(handle, lambda job: job.state == JobState.PAUSED)
         stop_running(cluster.data_dir)
         moved = tmp_path / "elsewhere" / "my runs"
         moved.parent.mkdir()

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from examples.data_set import tiny
 from tests.e2e.conftest import House
+from tests.support.waiting import PATIENCE
 from troupe.checkpoints.retention import versions_of_all
 from troupe.client import Notice
 from troupe.client.cli.display import print_summary
@@ -52,7 +53,7 @@ async def test_a_data_set_is_learned_evaluated_and_the_best_checkpoint_kept(
     assert versions_of_all(Path(record.directory))["solver"]
     again = only_evaluated(spec, ["held-out"], {"solver": checkpoint})
     handle = await house.client.submit(yaml.safe_dump(again))
-    record = await handle.wait(timeout=120)
+    record = await handle.wait(timeout=PATIENCE)
     assert (record.state, record.step, record.total_steps) == ("succeeded", 0, 0)
     assert record.before["held-out/pass@1"] == pytest.approx(best["value"])
     console = Console(width=100)

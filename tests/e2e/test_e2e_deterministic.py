@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 
 
 @pytest.mark.slow
@@ -34,7 +35,7 @@ async def test_sync_and_micro_batch_end_with_the_same_bits(
             "pipeline.deterministic": True,
         }
         handle = await house.client.submit(job(models, **over))
-        record = await handle.wait(timeout=140)
+        record = await handle.wait(timeout=PATIENCE)
         assert record.state == "succeeded", record
         assert not (await handle.audit()).violations
         states = []

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.rpc import FailedPrecondition
@@ -103,7 +104,7 @@ async def test_two_policies_of_two_replicas_and_a_gang_share_nothing(
             env={**os.environ, "TROUPE_DATA_DIR": str(settings.data_dir), "COLUMNS": "160"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
         lines = [line.split() for line in shown.stdout.splitlines() if " H100 " in line]
         assert len(lines) == 8, shown.stdout + shown.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
 from troupe.client.cli.app import main
 from troupe.cluster import ClusterSettings, EmbeddedCluster
@@ -26,7 +27,7 @@ async def test_trainers_end_between_jobs_and_are_back_for_the_next(
     ):
 
         async def parked() -> list[str]:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while True:
                 states = {one.name: one.state for one in cluster.state.services}
                 found = [name for name in states if states[name] == "parked"]
@@ -37,7 +38,7 @@ async def test_trainers_end_between_jobs_and_are_back_for_the_next(
         assert await parked() == ["trainer-0", "trainer-1"]
         for _ in range(2):
             handle = await client.submit(job(models, **{"pipeline.steps": 2}))
-            record = await handle.wait(timeout=120)
+            record = await handle.wait(timeout=PATIENCE)
             assert record.state == "succeeded", record
             assert not (await handle.audit()).violations
             assert await parked() == ["trainer-0", "trainer-1"]
@@ -51,5 +52,5 @@ async def test_trainers_end_between_jobs_and_are_back_for_the_next(
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
         return str(answer.read(), "utf-8")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.e2e.standing import BAD, ROOT, Standing, ended, stand_up
+from tests.support.waiting import PATIENCE
 from troupe.client.records import JobState
 from troupe.cluster.state import running_state
 
@@ -142,7 +143,7 @@ async def test_a_job_lives_on_while_others_misbehave(cluster: Standing) -> None:
                 JobState.FAILED,
                 "too_many_failed_trajectories",
             )
-        job = await good.wait(timeout=120)
+        job = await good.wait(timeout=PATIENCE)
         assert job.state == JobState.SUCCEEDED, job.problem
     assert _restarts(cluster) == 0
 

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from tests.e2e.hosts import TOKEN, Hosts, apart, may_separate
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
 from troupe.client.records import Job
 from troupe.rpc import ClientSettings, Unauthenticated
@@ -50,7 +51,7 @@ async def end(handle: AsyncJobHandle, hosts: Hosts) -> Job:
 
 
 async def reached(handle: AsyncJobHandle, good: Callable[[Job], bool]) -> None:
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(PATIENCE):
         while True:
             record = await handle.info()
             assert not record.state.ended, record
@@ -83,7 +84,7 @@ def moved(text: str, **labels: str) -> float:
 async def published(hosts: Hosts, handle: AsyncJobHandle, version: int) -> str:
     """Wait until a trainer publishes `version` of a policy: its name, at that very moment."""
     places = {"trainer-0": hosts.host("right"), "trainer-1": hosts.host("far")}
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(PATIENCE):
         while True:
             for name, place in places.items():
                 for policy in POLICIES:
@@ -235,7 +236,7 @@ async def test_values_of_a_host_that_is_lost_for_good_are_dropped_and_the_step_g
         lost = hosts.host("left").transfer
         await reached(handle, lambda record: record.state == "running")
         # Rows that were appended: of others nobody would ask for a value.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not await _rows_with_values_in(lost, handle):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         hosts.kill("rollout-0")

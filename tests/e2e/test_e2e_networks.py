@@ -15,6 +15,7 @@ import yaml
 
 from tests.e2e.conftest import House
 from tests.e2e.standing import run_cli
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncJobHandle
 from troupe.networks.exported import ExportedNetwork
 
@@ -60,14 +61,14 @@ async def test_a_killed_trainer_changes_no_bit_and_async_keeps_its_bound(
     assert returns[0, 0] in (0, 1, 7, 8), "what the two games pay"
     address, told = house.cluster.state.orchestrator_address, tmp_path / "told"
     cli = run_cli("export", quiet.id, str(told), "--cluster", address)
-    out, err = await asyncio.to_thread(cli.communicate, timeout=60)
+    out, err = await asyncio.to_thread(cli.communicate, timeout=PATIENCE)
     assert (cli.returncode, err) == (0, ""), out
     again = ExportedNetwork.read(told)
     assert again.weights.keys() == exported.weights.keys()
     assert all(torch.equal(again.weights[name], exported.weights[name]) for name in again.weights)
 
     handle = await house.client.submit(_job("two_step.yaml", mode="sync", deterministic=True))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE):
         while (await handle.info()).versions.get("team", 0) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     os.kill(house.pid("trainer-0"), signal.SIGKILL)

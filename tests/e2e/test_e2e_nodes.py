@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from tests.support.ports import free_port
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
 from troupe.rpc import ClientSettings
 
@@ -66,7 +67,7 @@ def supervisor(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(60) == 0
+                assert process.wait(PATIENCE) == 0
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -182,7 +183,7 @@ def psutil_gone() -> Iterator[None]:
 def _refused(directory: Path, arguments: list[str], *said: str, **environment: str) -> None:
     """A supervisor that ends by itself, with one line and no traceback."""
     with supervisor(directory, *arguments, **environment) as process:
-        assert process.wait(90) in (1, 2)
+        assert process.wait(PATIENCE) in (1, 2)
     text = Path(f"{directory}.log").read_text()
     assert "Traceback" not in text
     for word in said:

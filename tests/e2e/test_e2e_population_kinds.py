@@ -15,7 +15,8 @@ from tests.e2e.populated import (
     population_job,
     training_casts,
 )
-from tests.e2e.standing import Standing, ended, stand_up, until
+from tests.e2e.standing import Standing, ended, stand_up, until_job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, AsyncJobHandle
 from troupe.client.records import JobState
 from troupe.rpc import TroupeError
@@ -175,7 +176,7 @@ async def test_workers_that_die_and_a_pause_cost_no_match(
         cluster.kill(service)
     await played(handle, 90)
     await handle.pause()
-    await until(handle, lambda job: job.state in (JobState.PAUSED, JobState.SUCCEEDED))
+    await until_job(handle, lambda job: job.state in (JobState.PAUSED, JobState.SUCCEEDED))
     if (await handle.info()).state == JobState.PAUSED:
         await handle.resume()
     end = await ended(handle)
@@ -185,7 +186,7 @@ async def test_workers_that_die_and_a_pause_cost_no_match(
 
 async def played(handle: AsyncJobHandle, least: int) -> None:
     """Wait until so many matches are counted or known to have ended."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(TroupeError):  # the orchestrator comes back
                 if len(await handle.matches(limit=least)) >= least:
@@ -230,7 +231,7 @@ async def test_best_responses_that_begin_with_the_first_weights(
 
 async def done(handle: AsyncJobHandle, least: int) -> None:
     """Wait until so many steps are done: what is due after them is still to come."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(TroupeError):  # the orchestrator comes back
                 job = await handle.info()

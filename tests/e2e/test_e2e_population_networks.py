@@ -15,7 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import House
-from tests.e2e.populated import another, check_payoffs, until
+from tests.e2e.populated import another, check_payoffs
+from tests.support.waiting import until
 from troupe.client import AsyncJobHandle
 from troupe.client.population_records import Population
 from troupe.job.network import NetworkSpec

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from examples.games.kuhn import workflow
 from examples.games.model import make_model
 from tests.e2e.conftest import House
-from tests.e2e.populated import another, until
+from tests.e2e.populated import another
+from tests.support.waiting import PATIENCE, until
 from troupe.populations.enumerated import Enumeration, probabilities, score_request
 from troupe.populations.tree import agent_values, mixed
 from troupe.rpc import connect
@@ -45,7 +46,7 @@ def job(model: Path, **population: Any) -> str:
 
 async def population(api: Any, job_id: str) -> orch.Population:
     found: orch.Population = (
-        await api.GetPopulation(orch.GetPopulationRequest(job_id=job_id), timeout=30)
+        await api.GetPopulation(orch.GetPopulationRequest(job_id=job_id), timeout=PATIENCE)
     ).population
     return found
 
@@ -110,7 +111,9 @@ async def test_payoffs_of_a_game_are_computed_of_what_members_say(
         known = {}
         for slot in found.slots:
             request = score_request(tree.questions, handle.id, slot.policy, ends=True)
-            answer = await api.ScorePolicy(orch.ScorePolicyRequest(request=request), timeout=120)
+            answer = await api.ScorePolicy(
+                orch.ScorePolicyRequest(request=request), timeout=PATIENCE
+            )
             said = probabilities(tree.questions, answer.result)
             known[names.index(slot.member_id)] = tree.plans(tree.behaviours(said))
     cells = {tuple(cell.members): list(cell.mean) for cell in found.cells}

@@ -126,6 +126,6 @@ async def test_a_node_without_the_package_trains_two_versions_of_it(
                 assert settings_of["policies.solver.engine.max_running"] == ("64", "CPU")
                 assert settings_of["policies.checker.trainer.forward_tokens"] == ("1024", "CPU")
                 assert settings_of["policies.checker.model.dtype"][0] == "float32"
-                assert settings_of["limits.turn_seconds"] == ("20", "given")
+                assert settings_of["limits.turn_seconds"] == ("200", "given")
             with pytest.raises(FailedPrecondition):
                 await handles[0].resume(shipping(models, tmp_path / "2", seed=5))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 
@@ -43,7 +44,7 @@ async def trained(house: House, models: Path) -> tuple[Mapping[str, Any], float]
     for policy in POLICIES:
         over[f"policies.{policy}.trainer"] = {"quantum_seconds": 0.05}
     handle = await house.client.submit(job(models, **over))
-    record = await handle.wait(timeout=140)
+    record = await handle.wait(timeout=PATIENCE)
     assert record.state == "succeeded", record
     assert record.versions == dict.fromkeys(POLICIES, STEPS)
     assert not (await handle.audit()).violations

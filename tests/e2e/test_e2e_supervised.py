@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.standing import Standing, ended, stand_up, until
+from tests.e2e.standing import Standing, ended, stand_up, until_job
 from troupe.client import MetricsLogged
 from troupe.client.records import JobState
 from troupe.cluster.state import running_state
@@ -77,7 +77,7 @@ async def test_a_job_of_demonstrations_alone_goes_on_after_its_services_die(
         job.pop(name, None)
     async with cluster.client() as client:
         handle = await client.submit(yaml.safe_dump(job))
-        await until(handle, lambda one: one.step >= 2)
+        await until_job(handle, lambda one: one.step >= 2)
         state = running_state(cluster.data_dir)
         assert state is not None
         for service in state.services:
@@ -109,7 +109,7 @@ async def test_preferences_are_learned_although_services_die_and_rl_goes_on_from
     )
     async with cluster.client() as client:
         handle = await client.submit(text)
-        await until(handle, lambda one: one.step >= 2)
+        await until_job(handle, lambda one: one.step >= 2)
         state = running_state(cluster.data_dir)
         assert state is not None
         for service in state.services:
