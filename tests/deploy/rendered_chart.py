@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from tests.support.waiting import PATIENCE
+
 CHART = Path(__file__).resolve().parents[2] / "deploy/helm/troupe"
 RELEASE, NAMESPACE = "t", "agents"
 
@@ -48,7 +50,12 @@ def render(*cases: Values) -> list[Objects | Refused]:
     """The chart with each of `cases` as values over its own, linted; refusals are returned."""
     command = [sys.executable, "-c", _RENDER, str(CHART), RELEASE, NAMESPACE]
     run = subprocess.run(
-        command, input=json.dumps(cases), capture_output=True, text=True, check=False, timeout=110
+        command,
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     found: list[Objects | Refused] = []

@@ -33,6 +33,7 @@ from tests.reward.containers import (  # noqa: F401 - tests of sandboxes that ne
     test_a_containers_cores,
     test_an_image_that_is_not_there,
 )
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET: Final = "10.213.7"
@@ -284,7 +285,7 @@ def test_a_release_trains_through_the_panel_although_pods_die(
             base_url=f"https://127.0.0.1:{release.panel_port}",
             headers={"Authorization": f"Bearer {release.token}"},
             verify=ssl.create_default_context(cafile=str(tmp_path / "ca.crt")),
-            timeout=60,
+            timeout=PATIENCE,
         ) as panel:
             assert panel.get("/api/cluster", headers={"Authorization": ""}).status_code == 401
             _wait(lambda: _alive(panel) == 3, 300, lambda: "a rollout, a trainer, a gang's lead")
@@ -353,7 +354,7 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
         policy["model"]["path"] = f"{place}/reasoning_team/{name}"
     spec["pipeline"]["steps"] = 4
     spec["evaluation"]["queries"] = 16
-    with httpx.Client(base_url=compose.url, timeout=30) as panel:  # type: ignore[attr-defined]
+    with httpx.Client(base_url=compose.url, timeout=PATIENCE) as panel:  # type: ignore[attr-defined]
         _wait(lambda: panel.get("/healthz").status_code == 200, 180, "the panel to answer")
         _wait(lambda: _alive(panel) >= 4, 180, "two rollout and two trainer workers")
         reply = panel.post(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = "[console_scripts]\ntroupe = troupe.cli:main\n"
 OURS = "[console_scripts]\ntroupe = troupe.client.cli.app:main\n"
@@ -32,7 +34,7 @@ def python(*arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

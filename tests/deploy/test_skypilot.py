@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 TASKS = sorted((ROOT / "deploy/skypilot").glob("*.yaml"))
 VERSION = "0.14.1"
@@ -116,7 +118,7 @@ def _run(tmp_path: Path, file: str, **env: str) -> tuple[int, list[str]]:
             "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
             **env,
         },
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     return done.returncode, log.read_text().splitlines()

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.support.tiny_team import job, make_model
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("TROUPE_SLURM_TOOL")
@@ -97,7 +98,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
             env={**os.environ, "SLURM_CONF": str(place / "slurm.conf")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
         return done.stdout + done.stderr
@@ -108,7 +109,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
     finally:
         run("scancel", "--full", "--user=root")
         _until(lambda: not run("squeue", "-h").strip(), 60, "Slurm to be empty", quiet=True)
-        subprocess.run([TOOL, "down", str(place)], check=False, timeout=60)
+        subprocess.run([TOOL, "down", str(place)], check=False, timeout=PATIENCE)
         for process in _daemons(str(place / "slurm.conf")):
             process.kill()
 
