@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.waiting import PATIENCE, block_until
 
 _PROGRAM = """
 from benchmarks.command import finish
@@ -34,7 +34,7 @@ def test_the_instruction_sets_are_in_table_and_object(
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=PATIENCE,
         env=environment,
     )
     line, last = done.stdout.splitlines()
@@ -55,7 +55,7 @@ def test_every_benchmark_ends_by_it() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE,
     )
     if done.returncode:
         pytest.skip("this is no git checkout")
@@ -97,22 +97,15 @@ def test_a_signal_ends_a_benchmark_with_all_that_it_started(
         return [one for one in process.children(recursive=True) if "redis" in one.name()]
 
     try:
-        _until(lambda: redis() or process.poll() is not None)
+        block_until(lambda: redis() or process.poll() is not None)
         assert process.poll() is None
         started = process.children(recursive=True)
         process.send_signal(number)
-        assert process.wait(100) == 128 + number
-        _until(lambda: not any(one.is_running() for one in started))
+        assert process.wait(PATIENCE) == 128 + number
+        block_until(lambda: not any(one.is_running() for one in started))
     finally:
         for one in (process, *process.children(recursive=True)) if process.is_running() else ():
             one.kill()
-
-
-def _until(good: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 100
-    while not good():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_directories_in_shared_memory_are_locked() -> None:

@@ -14,6 +14,7 @@ from testbed.chaos.fault_injector import POWER_OFF, FaultInjector
 from testbed.chaos.faults import Freeze, SlowDisk, Stall, kill
 from testbed.chaos.schedule import PlannedFault
 from tests.support.stub_services import write_stub_services
+from tests.support.waiting import until
 from troupe.cluster import ClusterSettings
 from troupe.cluster.redis import ping
 
@@ -135,9 +136,7 @@ async def test_a_frozen_service_stands_still_with_all_its_processes(
     await fault.inject(cluster)
     family = [parent, *children]
     # A process stands still when it has met the signal, some moments after it was sent.
-    async with asyncio.timeout(10):
-        while {one.status() for one in family} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: {one.status() for one in family} == {psutil.STATUS_STOPPED})
     await fault.heal(cluster)
     assert psutil.STATUS_STOPPED not in {one.status() for one in family}
 

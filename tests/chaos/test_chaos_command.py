@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support import tiny_team
+from tests.support.waiting import PATIENCE
 from troupe.client.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,10 +81,10 @@ def test_a_signal_stops_the_cluster(tmp_path: Path, models: Path, number: signal
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
     process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + number
     assert "interrupted: the cluster is stopped" in out
-    _, left = psutil.wait_procs(family, timeout=10)
+    _, left = psutil.wait_procs(family, timeout=PATIENCE)
     assert left == []
 
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from testbed.chaos.proxy import Link, ProxiedNetwork, wire
+from tests.support.waiting import PATIENCE
 from troupe.cluster.layout import ANYBODY
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect
 from troupe.rpc.channel import channel_options
@@ -77,7 +78,7 @@ async def test_a_silent_partition_hangs_and_what_was_held_arrives(
         await ask(stub)
         link.hold()
         waiting = asyncio.ensure_future(
-            stub.GetJob(pb.GetJobRequest(job_id="held"), timeout=20)  # type: ignore[arg-type]
+            stub.GetJob(pb.GetJobRequest(job_id="held"), timeout=PATIENCE)  # type: ignore[arg-type]
         )
         await asyncio.sleep(0.3)
         assert not waiting.done()
@@ -100,7 +101,7 @@ async def test_a_severed_wire_refuses_at_once_and_heals(link: Link) -> None:
         with pytest.raises(Unavailable):
             await ask(stub)
         link.heal()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 try:
                     assert await ask(stub) == "x"
@@ -129,7 +130,7 @@ async def test_a_queue_that_nobody_empties_pushes_back(echo: tuple[Echo, str], l
         link.hold(forth=True, back=False)
         passed = link.passed
         big = pb.SubmitJobRequest(spec="x" * (4 << 20))
-        sending = [asyncio.ensure_future(stub.SubmitJob(big, timeout=30)) for _ in range(4)]
+        sending = [asyncio.ensure_future(stub.SubmitJob(big, timeout=PATIENCE)) for _ in range(4)]
         await asyncio.sleep(0.5)
         # 16 MiB are on their way, and none of them went through nor piled up in the proxy.
         assert link.passed - passed < 1000  # but for what came back

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.fuzz.conftest import Target
 from tests.fuzz.messages import MessageMaker
+from tests.support.waiting import PATIENCE
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import DETAILS_KEY
 from troupe.v1 import (
@@ -147,7 +148,7 @@ async def call(
         made = channel.unary_unary(method.path)(body, timeout=timeout, metadata=metadata)
     try:
         if descriptor.server_streaming:
-            async with asyncio.timeout(1.5):
+            async with asyncio.timeout(1.5):  # deadline: some streams have no end
                 number = 0
                 async for _ in made:
                     number += 1
@@ -253,7 +254,7 @@ async def all_are_healthy(target: Target) -> None:
         if one.probe == "grpc":
             async with grpc.aio.insecure_channel(one.address) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
-                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
                 assert reply.status == health_pb2.HealthCheckResponse.SERVING, one.name
 
 
@@ -275,4 +276,4 @@ async def test_a_method_that_there_is_not_and_a_body_over_the_limit_are_refused(
 
 
 async def _unary(channel: grpc.aio.Channel, path: str, body: bytes) -> Any:
-    return await channel.unary_unary(path)(body, timeout=60)
+    return await channel.unary_unary(path)(body, timeout=PATIENCE)
