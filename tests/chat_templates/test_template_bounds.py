@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_team import make_model
+from tests.support.waiting import PATIENCE
 from troupe.chat_templates import TemplateLimitError
 from troupe.chat_templates.bounded import BoundedTemplate
 from troupe.job import ModelSpec
@@ -188,4 +189,4 @@ def test_a_hostile_template_is_refused_when_its_model_is_loaded(tmp_path: Path, 
 
 def test_workflows_need_no_jinja_before_a_template_is_rendered() -> None:
     code = "import sys, troupe.workflow; assert 'jinja2' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.support.waiting import PATIENCE
 from troupe.checkpoints import hub as uploads
 from troupe.checkpoints.hub import HubRepository
 from troupe.checkpoints.verifying import Lineage, digests
@@ -155,7 +156,7 @@ def test_a_hub_that_falls_silent_in_an_upload_is_given_up(
     hub.silent.clear()
     for thread in threading.enumerate():
         if thread.name == "hub":
-            thread.join(20)
+            thread.join(PATIENCE)
     assert len(hub.repositories["me/model"]) == 5
 
 

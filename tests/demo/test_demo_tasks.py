@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from troupe.demo.tasks import TASKS, TeamTasks, score, split_of
 
 INDICES = st.integers(0, 2**31 - 1)
@@ -80,4 +81,4 @@ def test_query_is_of_the_split_that_is_asked(seed: int, index: int) -> None:
 
 def test_tasks_import_without_reasoning_gym() -> None:
     code = "import sys; sys.modules['reasoning_gym'] = None; import troupe.demo.tasks"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

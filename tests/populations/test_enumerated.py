@@ -13,6 +13,7 @@ from open_spiel.python.algorithms.exploitability import nash_conv as their_nash_
 from open_spiel.python.policy import TabularPolicy
 
 from examples.games.kuhn import kuhn, workflow
+from tests.support.waiting import PATIENCE
 from troupe.populations.enumerated import FORFEIT, Enumeration, probabilities, score_request
 from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.v1 import rollout_pb2 as pb
@@ -114,7 +115,9 @@ async def test_matches_come_to_what_was_enumerated(rule: IllegalRule) -> None:
 
     got = []
     for seed in range(200):
-        played = await play(matches, {"seed": seed}, policy=say, agents=("a", "b"), seconds=20)
+        played = await play(
+            matches, {"seed": seed}, policy=say, agents=("a", "b"), seconds=PATIENCE
+        )
         got.append(played.metrics["return_p0"])
     error = np.std(got) / math.sqrt(len(got))
     assert abs(np.mean(got) - expected) < 4 * error, (np.mean(got), expected)
