@@ -12,6 +12,7 @@ from services.experience_store.database import Database
 from services.experience_store.records import PolicyKeys
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition, NotFound, TroupeError, new_id
 
 CLAIMED = Response.OUTCOME_CLAIMED
@@ -122,29 +123,29 @@ async def test_a_waiting_claim_is_woken_by_the_last_trajectory(stage: Stage) -> 
     *most, (query, trajectory) = stage.trajectories
     for early in most:
         await stage.append(*early)
-    waiting = asyncio.create_task(stage.claim(wait=30))
+    waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await stage.append(query, trajectory)
-    response = await asyncio.wait_for(waiting, 10)
+    response = await asyncio.wait_for(waiting, PATIENCE)
     assert len(response.samples) == 4
 
 
 async def test_a_waiting_claim_is_woken_by_another_replica(stage: Stage, replica: Store) -> None:
-    waiting = asyncio.create_task(stage.claim(wait=30))
+    waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     other = Stage(replica, stage.job, stage.policies, stage.queries, stage.group_size)
     await other.append_all()
-    assert len((await asyncio.wait_for(waiting, 10)).samples) == 4
+    assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
 
 
 async def test_a_waiting_claim_hears_its_own_process_without_pubsub(redis_url: str) -> None:
     store = Store(Database(redis_url))  # never started: it hears nothing from Redis
     stage = await make_stage(store, new_id("job"))
-    waiting = asyncio.create_task(stage.claim(wait=30))
+    waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     await stage.append_all()
-    assert len((await asyncio.wait_for(waiting, 10)).samples) == 4
+    assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
     await store.stop()
 
 
@@ -152,7 +153,7 @@ async def test_a_waiting_claim_is_woken_when_a_lease_runs_out(stage: Stage) -> N
     await stage.append_all()
     assert len((await stage.claim("zombie", lease=0.2)).samples) == 4
     # Within less than the wait: one that nobody woke would come back with nothing.
-    response = await stage.claim("trainer", wait=60)
+    response = await stage.claim("trainer", wait=PATIENCE)
     assert len(response.samples) == 4
 
 
@@ -170,10 +171,10 @@ async def test_a_wait_ends_by_its_deadline_without_asking_again(stage: Stage) ->
 
 
 async def test_a_stopping_store_lets_waiters_go(stage: Stage) -> None:
-    waiting = asyncio.create_task(stage.claim(wait=60))
+    waiting = asyncio.create_task(stage.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     await stage.store.notices.stop()
-    assert (await asyncio.wait_for(waiting, 10)).outcome == WAIT
+    assert (await asyncio.wait_for(waiting, PATIENCE)).outcome == WAIT
 
 
 async def test_an_expired_claim_is_lost_and_its_claimant_begins_again(stage: Stage) -> None:

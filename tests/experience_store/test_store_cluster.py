@@ -13,6 +13,7 @@ from services.experience_store.store import Store
 from tests.experience_store.test_store_audit import audit, play
 from tests.support.experience import Stage, ids_of, make_stage
 from tests.support.redis_cluster import RedisCluster
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import FailedPrecondition, Unavailable, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -64,22 +65,25 @@ async def test_the_life_of_a_job(stage: Stage, cluster: RedisCluster) -> None:
 
 
 async def test_notices_cross_the_nodes(stage: Stage) -> None:
-    async def watch() -> list[store_pb.TableStatus]:
-        return [status async for status in stage.store.watching.watch(stage.job)]
+    seen: list[store_pb.TableStatus] = []
+
+    async def watch() -> None:
+        async for status in stage.store.watching.watch(stage.job):
+            seen.append(status)  # noqa: PERF401 - each is looked at as it comes
 
     watching = asyncio.create_task(watch())
     waiting = [
-        asyncio.create_task(stage.claim(claim=policy, policy=policy, wait=30))
+        asyncio.create_task(stage.claim(claim=policy, policy=policy, wait=PATIENCE))
         for policy in POLICIES
     ]
     await asyncio.sleep(0.05)
     await stage.append_all()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         for claim in asyncio.as_completed(waiting):
             assert len((await claim).samples) == 4
-        await asyncio.sleep(0.3)
+        await until(lambda: seen and seen[-1].sealed)
         await stage.store.tables.drop(stage.job)
-        assert [status.sealed for status in await watching][-1]
+        await watching
 
 
 async def test_scripts_that_a_node_forgot_are_loaded_again(
@@ -103,7 +107,7 @@ async def test_a_node_that_comes_back_has_lost_nothing(stage: Stage, cluster: Re
     assert str(cluster.nodes[0].port) in str(error.value), "where the cluster is looked for"
     node.start()
     await asyncio.to_thread(cluster.wait_until_joined)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         for trajectory in rest:
             while True:
                 try:
@@ -121,7 +125,7 @@ async def test_a_node_that_comes_back_has_lost_nothing(stage: Stage, cluster: Re
 async def test_the_wrong_kind_of_redis_is_named(cluster: RedisCluster, redis_url: str) -> None:
     single = Store(Database(redis_url.replace("redis://", "redis-cluster://")))
     with pytest.raises(FailedPrecondition, match="no Redis Cluster") as error:
-        await asyncio.wait_for(single.start(), 20)
+        await asyncio.wait_for(single.start(), PATIENCE)
     assert (error.value.kind, error.value.field) == ("redis_url", "redis_url")
     await single.stop()
     node = Database(cluster.url.replace("redis-cluster://", "redis://"))

@@ -10,6 +10,7 @@ import pytest
 
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from tests.support.waiting import PATIENCE
 from troupe.rpc import new_id
 
 
@@ -63,7 +64,7 @@ async def test_a_burst_of_trajectories_is_taken_whole(store: Store) -> None:
     async def train() -> list[str]:
         seen: list[str] = []
         while True:
-            response = await stage.claim(claim=new_id("claim"), samples=32, wait=30)
+            response = await stage.claim(claim=new_id("claim"), samples=32, wait=PATIENCE)
             if response.outcome == Response.OUTCOME_EXHAUSTED:
                 return seen
             assert len(response.samples) == 32

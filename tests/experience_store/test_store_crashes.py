@@ -11,6 +11,7 @@ from services.experience_store.store import Store
 from tests.experience_store.mortal import MortalLife
 from tests.support.crashing import MOMENTS, CrashError
 from tests.support.experience import Response, ids_of, make_sample
+from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition, new_id
 
 POLICIES = ("checker", "solver")
@@ -55,7 +56,7 @@ class Life(MortalLife):
             await stage.fill(name, policy=policy, reward=float(len(name)))
 
         async def claim(name: str) -> Response:
-            return await stage.claim(claim=name, policy=policy, samples=3, wait=10)
+            return await stage.claim(claim=name, policy=policy, samples=3, wait=PATIENCE)
 
         for name in await self.call(listed):
             await self.call(partial(fill, name))
@@ -159,7 +160,7 @@ async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: s
         await survivor.start()
         stage.store = survivor
         for policy in POLICIES:
-            response = await stage.claim(policy=policy, wait=20)
+            response = await stage.claim(policy=policy, wait=PATIENCE)
             assert len(response.samples) == 4
         await survivor.stop()
 

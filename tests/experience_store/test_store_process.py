@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.support.experience import ids_of
 from tests.support.experience_client import Client
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE
 from troupe.rpc import ClientSettings, connect
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -32,16 +34,12 @@ class Process:
         env = self._env | {"TROUPE_PORT": str(self.port)}
         command = [sys.executable, "-m", "services.experience_store"]
         self._process = subprocess.Popen(command, env=env)  # noqa: ASYNC220 - returns at once
-        async with asyncio.timeout(60):
-            while not self._port_file.exists():
-                assert self._process.poll() is None
-                await asyncio.sleep(0.05)
-        self.port = int(self._port_file.read_text().split()[0])
+        self.port, *_ = await asyncio.to_thread(ports_of, self._process, self._port_file)
 
     def end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
-        return self._process.wait(30)
+        return self._process.wait(PATIENCE)
 
 
 async def test_a_killed_store_goes_on_where_it_was(redis_url: str, tmp_path: Path) -> None:

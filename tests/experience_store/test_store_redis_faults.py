@@ -19,6 +19,7 @@ from tests.support.experience import Response, Stage, ids_of, make_stage
 from tests.support.experience_client import Client
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import (
     NO_RETRY,
     ClientSettings,
@@ -75,19 +76,19 @@ async def test_waiting_claimants_hear_of_writes_after_a_restart(
 ) -> None:
     server.kill()
     server.start()
-    waiting = asyncio.create_task(own.claim(wait=30))
+    waiting = asyncio.create_task(own.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     await own.append_all()
-    assert len((await asyncio.wait_for(waiting, 20)).samples) == 4
+    assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
 
 
 async def test_a_lost_subscription_is_made_anew(own: Stage, server: RedisServer) -> None:
-    waiting = asyncio.create_task(own.claim(wait=30))
+    waiting = asyncio.create_task(own.claim(wait=PATIENCE))
     await asyncio.sleep(0.05)
     with server.client() as client:
         client.client_kill_filter(_type="pubsub")
     await own.append_all()
-    assert len((await asyncio.wait_for(waiting, 20)).samples) == 4
+    assert len((await asyncio.wait_for(waiting, PATIENCE)).samples) == 4
 
 
 async def test_a_redis_that_does_not_answer_is_given_up_in_time(
@@ -95,7 +96,7 @@ async def test_a_redis_that_does_not_answer_is_given_up_in_time(
 ) -> None:
     server.pause()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             with pytest.raises(Unavailable, match="does not answer"):
                 await own.append_all()
     finally:
@@ -164,7 +165,7 @@ async def test_a_redis_that_wants_a_password_says_how_to_give_it(tmp_path: Path)
     for url in (server.url, server.url.replace("//", "//:wrong@")):
         store = Store(Database(url))
         with pytest.raises(FailedPrecondition) as error:
-            await asyncio.wait_for(store.start(), 20)
+            await asyncio.wait_for(store.start(), PATIENCE)
         assert error.value.kind == "redis_refuses"
         assert "wrong" not in str(error.value).replace("WRONGPASS", "")
         await store.stop()
@@ -181,16 +182,12 @@ async def test_a_redis_that_hangs_at_the_start_is_waited_for_and_named(
     store = Store(Database(server.url, timeout=0.2))
     starting = asyncio.create_task(store.start())
     try:
-        for _ in range(400):
-            await asyncio.sleep(0.05)
-            if "does not answer" in (store.database.problem or ""):
-                break
-        assert "does not answer" in (store.database.problem or "")
+        await until(lambda: "does not answer" in (store.database.problem or ""))
         assert f"127.0.0.1:{server.port}" in (store.database.problem or "")
         assert not starting.done()
     finally:
         server.resume()
-    await asyncio.wait_for(starting, 20)
+    await asyncio.wait_for(starting, PATIENCE)
     assert store.database.problem is None
     await store.stop()
 
@@ -205,7 +202,7 @@ async def test_another_program_at_the_address_is_no_redis() -> None:
         port = other.sockets[0].getsockname()[1]
         store = Store(Database(f"redis://127.0.0.1:{port}/0", timeout=0.5))
         with pytest.raises(TroupeError) as error:
-            await asyncio.wait_for(store.start(), 20)
+            await asyncio.wait_for(store.start(), PATIENCE)
         assert f"127.0.0.1:{port}" in str(error.value)
         assert "HTTP" in str(error.value)
         await store.stop()
@@ -239,7 +236,7 @@ async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path
         store = store_grpc.ExperienceStoreStub(channel)
         question = store_pb.GetStepRequest(job_id="job", step=0)
         check = health_pb2.HealthCheckRequest(service="troupe.v1.ExperienceStore")
-        await asyncio.sleep(0.3)
+        await until(lambda: running.service.problem)
         assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(Unavailable) as error:
             await store.GetStep(question)
@@ -247,7 +244,7 @@ async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path
         assert error.value.kind == "service_starting"
         assert f"Redis at 127.0.0.1:{redis_server.port}/0" in str(error.value)
         redis_server.start()
-        await asyncio.wait_for(ready, 20)
+        await asyncio.wait_for(ready, PATIENCE)
         assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING
         redis_server.kill()
         with pytest.raises(Unavailable) as error:
@@ -269,5 +266,5 @@ async def test_a_client_that_retries_does_not_notice_a_restart_of_redis(tmp_path
         opening = asyncio.ensure_future(client.stub.OpenStep(client.open_request()))
         await asyncio.sleep(0.3)
         redis_server.start()
-        assert not (await asyncio.wait_for(opening, 30)).existed
+        assert not (await asyncio.wait_for(opening, PATIENCE)).existed
         await channel.close(None)

@@ -9,6 +9,7 @@ import pytest
 from services.experience_store.store import Store
 from tests.experience_store.rosters import end, refused, rows_left
 from tests.support.experience import Response, Stage, make_sample, make_stage
+from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -26,10 +27,10 @@ async def test_a_step_that_is_held_open_is_not_over(held: Stage) -> None:
     with pytest.raises(FailedPrecondition, match="held open") as error:
         await held.commit(["c1"])
     assert error.value.kind == "step_unsealed"
-    waiting = asyncio.create_task(held.claim(claim="c2", samples=4, wait=20))
+    waiting = asyncio.create_task(held.claim(claim="c2", samples=4, wait=PATIENCE))
     await asyncio.sleep(0.05)
     assert await held.amend(close=True) == []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert len((await waiting).samples) == 2
     assert (await held.claim()).outcome == EXHAUSTED
     assert (await held.status()).sealed

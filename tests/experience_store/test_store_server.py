@@ -11,6 +11,7 @@ import pytest
 from services.experience_store.samples import FILL_BATCH
 from tests.support.experience import make_sample
 from tests.support.experience_client import Client
+from tests.support.waiting import PATIENCE
 from troupe import tensors
 from troupe.rpc import (
     AlreadyExists,
@@ -106,7 +107,7 @@ async def test_late_columns_watching_and_listing(client: Client) -> None:
         )
         assert filled.accepted
     assert filled.state == pb.SAMPLE_STATE_READY
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         async for status in watching:
             if status.sealed and status.counts[0].ready == 2:
                 break
@@ -153,7 +154,7 @@ async def test_a_claim_repeated_while_it_waits_may_know_other_claims(client: Cli
     repeated = asyncio.ensure_future(client.stub.ClaimMicroBatch(request))
     for query, trajectory in TRAJECTORIES:
         await client.stub.AppendTrajectory(client.append_request(query, trajectory))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         first, second = await asyncio.gather(waiting, repeated)
     assert len(second.samples) == 2
     assert [row.sample for row in first.samples] == [row.sample for row in second.samples]
@@ -240,7 +241,7 @@ async def test_a_roster_over_grpc(client: Client) -> None:
     assert not late.accepted
     moved = await client.stub.AppendTrajectory(client.append_request("q2", "q2-t0"))
     assert (moved.accepted, moved.step) == (True, 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         async for status in watching:
             if (status.step, status.closed) == (0, True) and status.sealed:
                 break

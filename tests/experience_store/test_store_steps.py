@@ -10,6 +10,7 @@ from services.experience_store.notices import Notices
 from services.experience_store.records import JobTableKeys
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
+from tests.support.waiting import PATIENCE
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -125,7 +126,7 @@ async def test_watchers_see_every_change_and_the_end(stage: Stage) -> None:
     assert (first.trajectories_ended, first.trajectories_expected) == (0, 4)
     await stage.append_all()
     told = 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not (status := await anext(statuses)).sealed:
             told += 1
         while status.counts[1].ready != 4:
