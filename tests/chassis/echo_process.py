@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,13 +33,3 @@ def launch() -> Iterator[Launch]:
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> tuple[int, int]:
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    grpc_port, metrics_port = path.read_text().split()
-    return int(grpc_port), int(metrics_port)

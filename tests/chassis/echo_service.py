@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -73,6 +74,9 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
                 await asyncio.sleep(float(argument))
             elif verb == "block":
                 time.sleep(float(argument))  # noqa: ASYNC251 - the fault that is tested
+            elif verb == "note":
+                Path(argument).touch()  # noqa: ASYNC240 - a file of a test
+                await asyncio.sleep(0.5)
             elif verb == "raise":
                 raise ValueError(argument)
             elif verb == "starve":

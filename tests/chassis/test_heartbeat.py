@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from services.chassis.app import serve
 from services.chassis.heartbeat import Heartbeat, host_id
 from services.chassis.settings import ServiceSettings
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, block_until, until
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
 
@@ -74,8 +73,7 @@ async def test_a_late_answer_does_not_keep_it_from_beating() -> None:
         worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
         beat = Heartbeat(worker, pb.HeartbeatRequest, interval=0.05)
         await beat.start()
-        async with asyncio.timeout(5):
-            await until(lambda: len(listener.heard) >= 5)
+        await until(lambda: len(listener.heard) >= 5)
         await beat.stop()
         assert listener.heard[-1].draining
 
@@ -98,6 +96,7 @@ async def test_a_busy_event_loop_is_reported_and_does_not_keep_it_from_beating()
         assert all(one.loop_seconds < 1 for one in heard)
         fresh = {one.doing for one in heard}
         assert len(fresh) > 1, "every beat of a loop that advances has news"
+        # The event loop does not advance meanwhile.
         block_until(lambda: heard[-1].loop_seconds > 0.5)
         busy = [one for one in heard if one.doing == heard[-1].doing]
         assert len(busy) >= 4, "it beats on"
@@ -106,14 +105,6 @@ async def test_a_busy_event_loop_is_reported_and_does_not_keep_it_from_beating()
         assert heard[-1].loop_seconds < busy[-1].loop_seconds
         await beat.stop()
         assert heard[-1].draining
-
-
-def block_until(condition: Callable[[], bool]) -> None:
-    """Does not let the event loop advance until then."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -130,7 +121,7 @@ def in_a_thread(service: Listener) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        yield address.result(60)
+        yield address.result(PATIENCE)
     finally:
         end.set()
         thread.join()

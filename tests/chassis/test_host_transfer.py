@@ -19,6 +19,7 @@ from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
+from tests.support.waiting import until
 from troupe.rpc import Unauthenticated, Unavailable
 from troupe.transfer import Choice, KeyNotFound
 from troupe.transfer.remote import TransferOwner
@@ -173,9 +174,8 @@ async def test_processes_of_a_host_share_an_owner_and_what_it_fetched(house: Hou
     await in_thread(second.fetch, KEY)
     assert (await in_thread(first.fetch, KEY))[1].transport not in ("grpc", "ucx")
     await first.stop()
-    async with asyncio.timeout(10):  # the other one takes over
-        while second._owner._process is None:  # type: ignore[union-attr]  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    # The other one takes over.
+    await until(lambda: second._owner._process is not None)  # type: ignore[union-attr]
     assert second.address == first.address, "at the same port"
     right.set("job/solver/weights@2", WEIGHTS)
     assert (await in_thread(second.fetch, "job/solver/weights@2"))[1] == BY_GRPC

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 PROGRAM = """
 import logging, sys
 from services.chassis import logs
@@ -20,7 +22,7 @@ logging.getLogger("troupe.other").info("an event")
 @pytest.mark.parametrize(("level", "requests"), [("info", False), ("debug", True)])
 def test_requests_of_http_clients_are_logged_for_debugging_only(level: str, requests: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, level], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, level], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     assert "a fault" in done.stderr

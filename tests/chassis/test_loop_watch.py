@@ -9,6 +9,7 @@ import pytest
 
 from services.chassis import telemetry as module
 from services.chassis.telemetry import LoopWatch, Telemetry
+from tests.support.waiting import until
 
 
 def late(telemetry: Telemetry, clock: str, seconds: float) -> float:
@@ -28,9 +29,7 @@ def looks(telemetry: Telemetry) -> float:
 async def until_looked(telemetry: Telemetry, more: int) -> None:
     """Waits for `more` looks."""
     wanted = looks(telemetry) + more
-    async with asyncio.timeout(20):
-        while looks(telemetry) < wanted:  # noqa: ASYNC110 - nothing announces a look
-            await asyncio.sleep(0.01)
+    await until(lambda: looks(telemetry) >= wanted)
 
 
 async def test_a_blocking_call_and_one_that_computes_are_told_apart() -> None:

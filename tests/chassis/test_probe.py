@@ -9,6 +9,7 @@ from echo_service import Echo
 
 from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
+from tests.support.waiting import PATIENCE
 
 
 async def _probe(*arguments: str) -> tuple[int, str]:
@@ -16,7 +17,7 @@ async def _probe(*arguments: str) -> tuple[int, str]:
         *(sys.executable, "-m", "services.chassis.probe", *arguments),
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await asyncio.wait_for(process.communicate(), 30)
+    _, said = await asyncio.wait_for(process.communicate(), PATIENCE)
     assert process.returncode is not None
     return process.returncode, said.decode()
 

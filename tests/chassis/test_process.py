@@ -6,16 +6,17 @@ import re
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import grpc
 import pytest
-from echo_process import ECHO, Launch, wait_for
+from echo_process import ECHO, Launch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.processes import ports_of, runs
+from tests.support.waiting import PATIENCE, block_until
 from troupe.rpc import NO_RETRY, ClientSettings, Internal, connect_sync
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -24,15 +25,16 @@ from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 def test_sigterm_drains_and_exits_with_zero(launch: Launch, tmp_path: Path) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file)
-    port, metrics_port = wait_for(port_file, process)
+    port, metrics_port = ports_of(process, port_file)
     assert port > 0 < metrics_port
     with connect_sync(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(1) as threads:
-        order = pb.GetJobRequest(job_id="sleep 0.5")
+        begun = tmp_path / "begun"
+        order = pb.GetJobRequest(job_id=f"note {begun}")
         slow = threads.submit(OrchestratorStub(channel).GetJob, order)
-        time.sleep(0.2)
+        block_until(begun.exists)
         process.send_signal(signal.SIGTERM)
-        assert slow.result().job.name == "sleep 0.5"
-    assert process.wait(10) == 0
+        assert slow.result().job.step == 1
+    assert process.wait(PATIENCE) == 0
     assert not port_file.exists()
     _, logged = process.communicate()
     assert '"event": "draining"' in logged
@@ -47,11 +49,11 @@ def test_a_service_opens_as_many_files_as_it_may(
     port_file = tmp_path / "ports"
     limited = ["prlimit", f"--nofile={soft}:{hard}"]
     process = launch(*limited, *ECHO, TROUPE_PORT_FILE=port_file)
-    wait_for(port_file, process)
+    ports_of(process, port_file)
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert re.search(rf"Max open files +{hard} +{hard} ", limits), limits
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE) == 0
     _, logged = process.communicate()
     assert (f"may have {hard} open files" in logged) == warned
 
@@ -63,11 +65,11 @@ def test_sigint_while_starting_stops_cleanly(launch: Launch) -> None:
     process = launch(ECHO_START_SECONDS=60, TROUPE_PORT=port)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         response = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=PATIENCE
         )
     assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,14 +88,14 @@ def test_nothing_that_runs_in_a_service_ends_it(
 ) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file)
-    port, _ = wait_for(port_file, process)
+    port, _ = ports_of(process, port_file)
     with connect_sync(f"127.0.0.1:{port}", ClientSettings(retry=NO_RETRY)) as channel:
         stub = OrchestratorStub(channel)
         with nullcontext() if said is None else pytest.raises(Internal, match=re.escape(said)):
-            stub.GetJob(pb.GetJobRequest(job_id=order), timeout=10)
-        assert stub.GetJob(pb.GetJobRequest(job_id="after"), timeout=10).job.name == "after"
+            stub.GetJob(pb.GetJobRequest(job_id=order), timeout=PATIENCE)
+        assert stub.GetJob(pb.GetJobRequest(job_id="after"), timeout=PATIENCE).job.name == "after"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 def test_port_in_use_is_one_clear_line(launch: Launch) -> None:
@@ -102,7 +104,7 @@ def test_port_in_use_is_one_clear_line(launch: Launch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         process = launch(TROUPE_PORT=port)
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE) == 1
     _, said = process.communicate()
     assert said.count("\n") == 1
     assert f"port {port} on 127.0.0.1 is in use" in said
@@ -112,10 +114,10 @@ def test_port_in_use_is_one_clear_line(launch: Launch) -> None:
 def test_bad_settings_and_failed_starts_are_one_clear_line(launch: Launch) -> None:
     wrong = launch(TROUPE_PORT=70000)
     failing = launch(ECHO_FAIL=1, TROUPE_LOG_LEVEL="error")
-    assert wrong.wait(20) == 2
+    assert wrong.wait(PATIENCE) == 2
     _, said = wrong.communicate()
     assert said.startswith("echo_service.py: TROUPE_PORT = '70000': ")
-    assert failing.wait(20) == 1
+    assert failing.wait(PATIENCE) == 1
     _, said = failing.communicate()
     assert said == "echo_service.py: model.path: no model here. Give a path that exists.\n"
 
@@ -133,19 +135,9 @@ def test_it_stops_when_its_parent_is_gone(launch: Launch, tmp_path: Path) -> Non
         *ECHO,
         TROUPE_PORT_FILE=port_file,
     )
-    wait_for(port_file, parent)
+    ports_of(parent, port_file)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 10
-    while port_file.exists() or _alive(child):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
+    block_until(lambda: not port_file.exists() and not runs(child))

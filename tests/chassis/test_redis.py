@@ -14,6 +14,7 @@ from services.chassis.redis import RedisClient, RedisWatch
 from services.chassis.telemetry import Telemetry
 from services.orchestrator.state.redis import RedisAccess
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE, block_until, until
 from troupe.cluster.redis import ping, require_redis
 from troupe.rpc import (
     NO_RETRY,
@@ -77,8 +78,7 @@ def with_a_snapshot_that_fails(plain: redis.Redis) -> None:
     (directory / "taken" / "by").mkdir(parents=True)
     plain.config_set("dbfilename", "taken")
     plain.bgsave()
-    while plain.info("persistence")["rdb_last_bgsave_status"] != "err":
-        threading.Event().wait(0.02)
+    block_until(lambda: plain.info("persistence")["rdb_last_bgsave_status"] == "err")
     plain.config_set("save", "3600 1")
 
 
@@ -121,7 +121,7 @@ async def test_a_redis_that_runs_an_endless_script_names_its_end(server: RedisSe
 
         endless = threading.Thread(target=loop)
         endless.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 try:
                     await client.ping()
@@ -144,9 +144,7 @@ async def test_a_redis_that_loads_its_data_is_waited_for() -> None:
         port = loading.sockets[0].getsockname()[1]
         client = client_of(f"redis://127.0.0.1:{port}/0")
         starting = asyncio.create_task(client.wait_ready())
-        async with asyncio.timeout(60):
-            while "reading its data" not in (client.problem or ""):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: "reading its data" in (client.problem or ""))
         assert not starting.done()
         starting.cancel()
         await client.close()
@@ -250,7 +248,7 @@ async def test_a_cluster_and_its_services_are_told_alike_why_redis_refuses_them(
         plain.config_set("requirepass", "right")
     url = server.url.replace("//", f"//{user}")
     client = client_of(url)
-    for refused in (client.wait_ready(), require_redis(url, timeout=30)):
+    for refused in (client.wait_ready(), require_redis(url, timeout=PATIENCE)):
         with pytest.raises(FailedPrecondition) as caught:
             await refused
         assert caught.value.kind == "redis_refuses"
@@ -303,13 +301,13 @@ async def test_a_redis_cluster_is_for_samples_only(url: str) -> None:
 
 
 async def test_a_cluster_is_not_started_on_a_redis_that_may_evict(server: RedisServer) -> None:
-    await require_redis(server.url, timeout=30)
+    await require_redis(server.url, timeout=PATIENCE)
     assert await ping(server.url, 30) is None
     with server.client() as plain:
         plain.config_set("maxmemory", "1gb")
         plain.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(FailedPrecondition) as caught:
-        await require_redis(server.url, timeout=30)
+        await require_redis(server.url, timeout=PATIENCE)
     assert caught.value.kind == "redis_evicts"
     assert "maxmemory-policy = allkeys-lru" in str(await ping(server.url, 30))
 
@@ -362,9 +360,9 @@ async def test_a_client_that_waits_for_room_goes_on_when_there_is_some(
     with server.client() as plain:
         plain.config_set("maxmemory", 1)
         writing = asyncio.create_task(client.run_script("write", ["key"], ["1"]))
-        await asyncio.wait({writing}, timeout=0.2)
+        await asyncio.sleep(0.2)
         assert not writing.done()
         plain.config_set("maxmemory", 0)
-        await asyncio.wait_for(writing, 60)
+        await asyncio.wait_for(writing, PATIENCE)
         assert plain.get("key") == b"1"
     await client.close()

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from echo_process import Launch, wait_for
+from echo_process import Launch
 from opentelemetry import context, trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE
 from troupe.rpc import connect_sync
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -43,7 +45,7 @@ def test_spans_are_exported_in_the_callers_trace(launch: Launch, tmp_path: Path)
         OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}",
         OTEL_BSP_SCHEDULE_DELAY="100",
     )
-    echo_port, _ = wait_for(tmp_path / "ports", process)
+    echo_port, _ = ports_of(process, tmp_path / "ports")
     parent = trace.SpanContext(0xABCDEF << 96, 0x1234 << 32, False, trace.TraceFlags(1))
     token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(parent)))
     try:
@@ -51,7 +53,7 @@ def test_spans_are_exported_in_the_callers_trace(launch: Launch, tmp_path: Path)
             OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="x"))
     finally:
         context.detach(token)
-    assert collector.came.wait(20)
+    assert collector.came.wait(PATIENCE)
     (span,) = collector.spans
     assert span.name == "troupe.v1.Orchestrator/GetJob"
     assert span.trace_id == parent.trace_id.to_bytes(16, "big")

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
 from tests.chassis.echo_service import Echo
+from tests.support.waiting import PATIENCE
 from troupe.client.cli.failures import explain
 from troupe.cluster.redis import require_redis
 from troupe.functions.library.judge import ChatError, complete
@@ -203,12 +204,12 @@ async def test_calls_between_services_pass_no_proxy(proxy: RecordingProxy) -> No
         port = server.address.rpartition(":")[2]
         for host in ("127.0.0.1", "localhost"):
             async with connect(f"{host}:{port}") as channel:
-                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=PATIENCE)
             with connect_sync(f"{host}:{port}") as plain:
                 call = plain.unary_unary("/grpc.health.v1.Health/Check")
-                await asyncio.to_thread(call, b"", timeout=10)
+                await asyncio.to_thread(call, b"", timeout=PATIENCE)
         probe = [sys.executable, "-m", "services.chassis.probe", server.address]
-        done = await asyncio.to_thread(subprocess.run, probe, cwd=ROOT, timeout=60)
+        done = await asyncio.to_thread(subprocess.run, probe, cwd=ROOT, timeout=PATIENCE)
         assert done.returncode == 0
     async with connect("no-such-host.invalid:1", _hasty()) as channel:
         with pytest.raises(TroupeError):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from troupe import http_bodies
 from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 
@@ -61,7 +62,7 @@ def test_many_at_once_are_whole_or_refused_and_nothing_stays_held(
             except ClientGone:
                 assert gone[number]
 
-        await asyncio.wait_for(asyncio.gather(*map(one, range(len(requests)))), 10)
+        await asyncio.wait_for(asyncio.gather(*map(one, range(len(requests)))), PATIENCE)
         assert reader._held == 0
         assert not reader._held_by
 
@@ -118,7 +119,7 @@ async def test_half_sent_bodies_of_one_client_leave_the_others_their_memory(
     for client in range(20):
         whole = b"y" * 1000
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(PATIENCE),
             reader.read(declared(None), sent(whole), client) as one,
             reader.read(declared(1000), sent(whole), client) as other,
         ):
@@ -137,7 +138,7 @@ async def test_bodies_that_have_arrived_in_part_do_not_wait_for_one_another() ->
         async with reader.read(declared(None), receive, number % 2) as body:
             return len(body)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         assert await asyncio.gather(*map(one, range(6))) == [100] * 6
     assert reader._held == 0
 

@@ -25,6 +25,7 @@ from tests.chassis.echo_service import Echo
 from tests.support.fake_orchestrator import FakeOrchestrator
 from tests.support.fake_orchestrator import serve as serve_orchestrator
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.client import AsyncClient
 from troupe.client.cli.app import main
@@ -143,9 +144,9 @@ async def test_a_service_is_called_probed_and_measured_at_ipv6_loopback() -> Non
     async with serve(Echo(), ServiceSettings(host="::1")) as server:
         assert server.address == f"[::1]:{server.settings.port}"
         async with connect(server.address, ClientSettings(retry=NO_RETRY)) as channel:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=PATIENCE)
         probe = [sys.executable, "-m", "services.chassis.probe", server.address]
-        done = await asyncio.to_thread(subprocess.run, probe, cwd=ROOT, timeout=120)
+        done = await asyncio.to_thread(subprocess.run, probe, cwd=ROOT, timeout=PATIENCE)
         assert done.returncode == 0
         async with httpx.AsyncClient() as client:
             metrics = await client.get(http_url("::1", server.metrics_port) + "/metrics")
@@ -179,7 +180,7 @@ async def test_the_endpoint_is_reached_at_the_address_that_it_tells(host: str) -
         async with httpx.AsyncClient() as client:
             for one in hosts:
                 url = httpx.URL(endpoint.base_url + "/chat/completions").copy_with(host=one)
-                assert (await client.post(url, json=body, timeout=60)).status_code == 200
+                assert (await client.post(url, json=body, timeout=PATIENCE)).status_code == 200
     finally:
         await server.stop()
     if host == "::":
@@ -204,7 +205,7 @@ def test_the_transfer_owner_is_reached_at_the_address_that_it_tells(
         far, _ = split_address(owner.address)
         assert far == reachable_host(host)
         with grpc.insecure_channel(owner.local) as channel:
-            grpc.channel_ready_future(channel).result(timeout=60)
+            grpc.channel_ready_future(channel).result(timeout=PATIENCE)
     finally:
         owner.close()
 
@@ -224,12 +225,14 @@ def redis_at_ipv6(tmp_path: Path) -> Iterator[str]:
 
 @needs_ipv6
 async def test_redis_is_reached_at_ipv6_loopback(redis_at_ipv6: str) -> None:
-    client = RedisClient(redis_at_ipv6, {}, name="test", retries=NO_RETRY, timeout=20, patience=20)
+    client = RedisClient(
+        redis_at_ipv6, {}, name="test", retries=NO_RETRY, timeout=PATIENCE, patience=PATIENCE
+    )
     await client.wait_ready()
     await client.ping()
     assert client.address.startswith("[::1]:")
     await client.close()
-    await require_redis(redis_at_ipv6, timeout=20)
+    await require_redis(redis_at_ipv6, timeout=PATIENCE)
 
 
 @needs_ipv6

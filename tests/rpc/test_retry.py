@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from troupe.rpc import (
     NO_RETRY,
     Attempts,
@@ -97,10 +98,10 @@ async def test_full_is_repeated_only_when_the_server_says_when() -> None:
 
 
 async def test_no_attempt_starts_that_the_deadline_forbids() -> None:
-    call = Flaky(Unavailable("later", retry_after_ms=60_000))
-    async with asyncio.timeout(30):
+    call = Flaky(Unavailable("later", retry_after_ms=6_000_000))
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(Unavailable):
-            await QUICK.run(call, 40)
+            await QUICK.run(call, 4000)
 
 
 def test_sync_and_no_retry() -> None:

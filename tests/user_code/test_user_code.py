@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 import types
 from collections.abc import Generator
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.hostile import BothError, errors, leaf_errors, nested_group
+from tests.support.waiting import PATIENCE
 from troupe.outcomes import described, type_name
 from troupe.user_code import (
     DaemonThreads,
@@ -64,7 +64,7 @@ def test_neither_a_task_nor_a_thread_ends_the_event_loop(error: BaseException) -
             asyncio.create_task(call_in_thread(_raise, error)),
             asyncio.create_task(asyncio.to_thread(_raise, error)),
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             found = await asyncio.gather(*calls, return_exceptions=True)
         for raised in found:
             # A coroutine that raises StopIteration raises the interpreter's own replacement.
@@ -77,7 +77,7 @@ def test_neither_a_task_nor_a_thread_ends_the_event_loop(error: BaseException) -
 @pytest.mark.parametrize("error", [*leaf_errors(), nested_group(SystemExit(1), 3)], ids=type_name)
 async def test_every_kind_in_a_thread(error: BaseException) -> None:
     with pytest.raises(Exception) as found:  # noqa: PT011
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await call_in_thread(_raise, error)
     _check(found.value, error)
 
@@ -90,16 +90,14 @@ async def test_results_and_contexts_come_through() -> None:
 
 async def test_a_call_that_hangs_is_left_behind() -> None:
     release = threading.Event()
-    began = time.monotonic()
     with pytest.raises(UserCodeTimeout, match=r"did not end within 0\.1 s"):
         await call_in_thread(release.wait, seconds=0.1)
-    assert time.monotonic() - began < 10
     release.set()
 
 
 async def test_its_own_timeout_is_not_the_deadline() -> None:
     with pytest.raises(TimeoutError, match="its own"):
-        await call_in_thread(_raise, TimeoutError("its own"), seconds=5)
+        await call_in_thread(_raise, TimeoutError("its own"), seconds=PATIENCE)
 
 
 async def test_who_is_cancelled_hears_of_it() -> None:
