@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
 from troupe.rpc import ClientSettings, RetryPolicy
@@ -74,7 +75,7 @@ class Stage:
         async def run() -> Any:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE)
 
     def play(self, script: Callable[[FakeOrchestrator], Awaitable[Any]]) -> None:
         """Start `script(fake)` in the double's loop and return at once."""
@@ -101,10 +102,10 @@ def stage() -> Iterator[Stage]:
     over: list[asyncio.Event] = []
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(PATIENCE)
     yield made[0]
     made[0].loop.call_soon_threadsafe(over[0].set)
-    thread.join(10)
+    thread.join(PATIENCE)
 
 
 @pytest.fixture

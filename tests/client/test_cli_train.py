@@ -17,6 +17,7 @@ import pytest
 
 from tests.client.conftest import JOB_YAML
 from tests.support.stub_services import write_stub_services
+from tests.support.waiting import PATIENCE
 from troupe.client.cli.app import main
 from troupe.cluster.daemon import stop_running
 from troupe.cluster.state import ClusterState, is_alive, read_state, running_state
@@ -24,7 +25,6 @@ from troupe.cluster.state import ClusterState, is_alive, read_state, running_sta
 Capture = pytest.CaptureFixture[str]
 Run = Callable[..., tuple[int, str, str]]
 # On a machine that does much else besides, a start takes its time.
-PATIENCE = 90.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
+from tests.support.waiting import PATIENCE
 from troupe.client import (
     Activity,
     AsyncClient,
@@ -137,7 +138,7 @@ async def test_a_watch_survives_a_restart_of_the_orchestrator(job_yaml: str) -> 
         await asyncio.sleep(0.3)  # nobody listens yet
         async with serve(fake, port):
             await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 events = await watching
 
     assert len(events) == 4
@@ -167,7 +168,7 @@ async def test_a_watch_of_a_quiet_job_survives_every_restart_of_the_orchestrator
             assert not watching.done()
         async with serve(fake, port):
             await fake.move(job.id, *RUN[1:], S.JOB_STATE_SUCCEEDED)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 await watching
     assert len(seen) == 4
 
@@ -191,7 +192,7 @@ async def test_waiting_ends_with_the_job_or_at_the_deadline(
     await fake.move(job.id, *RUN)
     fake.jobs[job.id].activity = "rolling out 3 of 8"
     with pytest.raises(DeadlineExceeded) as caught:
-        await job.wait(timeout=0.1)
+        await job.wait(timeout=1)  # deadline: the job does not end
     assert "is running at step 0 of 3 (rolling out 3 of 8)" in str(caught.value)
 
     waiting = asyncio.create_task(job.result())
@@ -213,7 +214,7 @@ async def test_a_failed_job_raises_its_problem(
     await fake.move(job.id, S.JOB_STATE_FAILED, problem=problem)
 
     with pytest.raises(JobFailed) as caught:
-        await job.result(timeout=5)
+        await job.result(timeout=PATIENCE)
 
     assert caught.value.field == "policies.solver.model.path"
     assert caught.value.job.state == JobState.FAILED
@@ -228,13 +229,13 @@ async def test_steering(client: AsyncClient, fake: FakeOrchestrator, job_yaml: s
     assert (await job.cancel("enough")).state == JobState.CANCELLED
     assert fake.requests("CancelJob")[0].reason == "enough"
     with pytest.raises(JobCancelled, match="troupe jobs resume"):
-        await job.result(timeout=5)
+        await job.result(timeout=PATIENCE)
     with pytest.raises(FailedPrecondition, match="the job is cancelled"):
         await job.pause()
 
 
 async def test_an_unknown_job_is_named_with_the_remedy(client: AsyncClient) -> None:
-    for call in (client.job("nope").info(), client.job("nope").wait(5)):
+    for call in (client.job("nope").info(), client.job("nope").wait(PATIENCE)):
         with pytest.raises(NotFound, match="troupe jobs list"):
             await call
 

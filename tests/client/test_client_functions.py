@@ -17,6 +17,7 @@ import pytest
 from tests.client.conftest import QUICK, Run
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.client import (
     Client,
     Function,
@@ -159,7 +160,7 @@ def test_a_call_can_be_cancelled_by_its_id(client: Client, deployed: list[Functi
     caller.start()
     while not client.functions.cancel("long"):
         time.sleep(0.02)
-    caller.join(60)
+    caller.join(PATIENCE)
     assert failed[0].kind == "cancelled"
 
 
@@ -198,7 +199,7 @@ async def test_a_service_that_restarted_is_told_without_being_asked(
         listed = await stub.ListFunctions(pb.ListFunctionsRequest())
         return any(one.function.name == "exact" for one in listed.functions)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not await told():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await channel.close()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.client.conftest import Stage
 from tests.support.fake_orchestrator import S
+from tests.support.waiting import PATIENCE
 from troupe.client import (
     AsyncClient,
     AsyncFunctions,
@@ -55,7 +56,7 @@ def test_a_job_from_submit_to_result(stage: Stage, job_yaml: str) -> None:
         events = list(job.watch())
 
         assert [e.step for e in events if isinstance(e, MetricsLogged)] == [1, 2, 3]
-        assert job.result(timeout=5).after == {"team_success": 1.0}
+        assert job.result(timeout=PATIENCE).after == {"team_success": 1.0}
         assert troupe.jobs()[0].state == JobState.SUCCEEDED
         assert troupe.job("mine").generate("solver", "1 + 1 =").text == "four"
 
@@ -68,7 +69,7 @@ def test_a_watch_may_be_left_and_the_client_used_on(stage: Stage, job_yaml: str)
             break
         assert job.info().state == JobState.SUBMITTED
         with pytest.raises(DeadlineExceeded):
-            job.wait(timeout=0.1)
+            job.wait(timeout=0.1)  # deadline: the job does not end
 
 
 def test_errors_are_those_of_the_asyncio_client(stage: Stage) -> None:
@@ -97,5 +98,5 @@ def test_several_threads_may_share_a_client(stage: Stage, job_yaml: str) -> None
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(PATIENCE)
         assert {job.id for job in troupe.jobs()} == {f"job-{i}" for i in range(8)}
