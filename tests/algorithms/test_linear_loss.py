@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.peaks import tensor_peak
 from troupe.algorithms.linear_loss import Head, Teacher, linear_loss, linear_scores
 from troupe.algorithms.logprobs import selective_log_softmax
 
@@ -116,22 +117,9 @@ def test_under_autocast_products_are_in_half_precision_and_scores_are_not() -> N
 
 def test_logits_of_all_tokens_never_exist() -> None:
     """What is held at once grows with a block, not with the tokens."""
-    from torch.profiler import ProfilerActivity, profile
-
     n, d, v, block = 512, 4, 2048, 16
     hidden, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
     targets, heat = torch.randint(v, (n,)), torch.ones(n, 1)
-
-    def peak(run: Any) -> int:
-        """Most bytes held at once of what `run` allocates."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            run()
-        held = most = 0
-        for event in record.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                most = max(most, held)
-        return most
 
     def chunked() -> None:
         linear_loss(
@@ -143,8 +131,8 @@ def test_logits_of_all_tokens_never_exist() -> None:
         torch.autograd.backward(logprobs.sum() + entropy.sum())
 
     logits = 4 * n * v
-    assert peak(plain) >= 2 * logits
-    assert peak(chunked) <= logits / 4
+    assert tensor_peak(plain) >= 2 * logits
+    assert tensor_peak(chunked) <= logits / 4
 
 
 @settings(deadline=None, max_examples=60)

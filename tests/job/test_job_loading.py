@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.jobs import job_text
 from troupe.client.cli.specification import apply_assignments
 from troupe.job import JobSpecError, load_job, parse_job, parse_job_in_thread
 
@@ -27,14 +28,7 @@ JOB: dict[str, Any] = {
 
 def written(**changes: Any) -> str:
     """The job with fields replaced by dotted name (`__` for the dot)."""
-    spec = yaml.safe_load(yaml.safe_dump(JOB))
-    for name, value in changes.items():
-        *path, last = name.split("__")
-        section = spec
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return yaml.safe_dump(spec)
+    return job_text(JOB, changes)
 
 
 def fault(text: str) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from services.chassis.app import RunningServer
 from services.chassis.settings import ServiceSettings
 from services.experience_store.server import StoreSettings
@@ -18,6 +16,7 @@ from services.orchestrator.server import make_service as make_orchestrator
 from services.orchestrator.settings import OrchestratorSettings
 from tests.support.fake_rollout import FakeRollout, RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
+from tests.support.jobs import job_text
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 from troupe.rpc import connect, new_id
@@ -50,13 +49,7 @@ def job_yaml(
         "limits": {"step_seconds": PATIENCE},
         "logging": {"tensorboard": False},
     }
-    for path, value in over.items():
-        *sections, last = path.replace("__", ".").split(".")
-        place = job
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return yaml.safe_dump(job)
+    return job_text(job, over)
 
 
 class Cluster:

@@ -1,4 +1,4 @@
-"""Resident memory of this process while something runs, as the kernel counts it."""
+"""How much memory something takes while it runs: of the process, or in tensors."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def growth(work: Callable[[], object]) -> int:
             return _field("VmHWM") - before
     finally:
         libc.mallopt(_MMAP_THRESHOLD, _USUAL)
+
+
+def tensor_peak(run: Callable[[], object]) -> int:
+    """The most bytes of tensors on the CPU that `run` holds at once."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    held = most = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tests.support.jobs import job_text
 from troupe.workflow import branch
 
 LETTERS = "abcdefgh ?"
@@ -201,13 +200,7 @@ def job(models: Path, **changes: Any) -> str:
         "limits": {"trajectory_seconds": 200, "turn_seconds": 200, "step_seconds": 400},
         "logging": {"tensorboard": False},
     }
-    for name, value in changes.items():
-        *path, last = name.split(".")
-        section = spec
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return yaml.safe_dump(spec)
+    return job_text(spec, changes)
 
 
 async def annotated(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:

@@ -10,9 +10,9 @@ import torch
 
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
-from services.trainer.learning.samples import Row
 from tests.support.training import make_spec
 from tests.trainer.batches import random_rows
+from tests.trainer.learning.test_supervised import gradient
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -27,16 +27,6 @@ def learner_of(tokenizer: Path, mode: str = "sync", **algorithm: Any) -> Learner
     spec = make_spec(tokenizer, algorithm=algorithm | own, pipeline=pipeline)
     model = load_model("solver", spec.policies["solver"], 0).double()
     return Learner(model, spec, "solver", forward_tokens=60)
-
-
-def gradient(learner: Learner, rows: list[Row], cuts: list[int]) -> torch.Tensor:
-    """Of a step in micro-batches that begin at `cuts`."""
-    learner.discard()
-    for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-        learner.accumulate(rows[start:stop])
-    learner.complete()
-    found = [p.grad for p in learner.model.parameters() if p.grad is not None]
-    return torch.cat([one.flatten() for one in found]).clone()
 
 
 PAIRS = [

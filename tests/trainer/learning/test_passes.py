@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.learning import passes
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.passes import configure_model
+from tests.support.peaks import tensor_peak
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.learning.test_expert_load import MIXTURE
@@ -55,18 +55,6 @@ def gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
     return torch.cat([g.flatten() for g in grads if g is not None])
 
 
-def peak(run: Any) -> int:
-    """Most bytes held at once of what `run` allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = most = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
-
-
 def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: Path) -> None:
     wide = {"num_hidden_layers": 8, "intermediate_size": 256}
     plain = learner_of(tokenizer, {}, **wide)
@@ -75,7 +63,7 @@ def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: 
     for name, learner in {"plain": plain, "again": again}.items():
         gradient(learner)  # what is made once is made
         learner.discard()
-        most[name] = peak(lambda learner=learner: gradient(learner))
+        most[name] = tensor_peak(lambda learner=learner: gradient(learner))
     assert torch.equal(gradient(plain, 1), gradient(again, 1))
     assert most["again"] < 0.7 * most["plain"]
 

@@ -46,6 +46,7 @@ def given(rows: list[Row]) -> list[Row]:
 
 
 def gradient(learner: Learner, rows: list[Row], cuts: list[int]) -> torch.Tensor:
+    """The gradient of a step in micro-batches that begin at `cuts`."""
     learner.discard()
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         learner.accumulate(rows[start:stop])
