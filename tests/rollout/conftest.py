@@ -1,12 +1,19 @@
-"""The neighbours of the rollout service as processes, shared by all its tests."""
+"""A rollout service for each test, and its neighbours as processes, which all tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from services.rollout import job_setup, jobs
+from services.rollout.engines.factory import make_engine
+from services.rollout.job_setup import EngineFactory
+from services.rollout.serving import supervision
+from tests.rollout import plays, worlds
+from tests.rollout.house import House, open_house
 from tests.rollout.processes import ServiceProcess
 
 
@@ -44,3 +51,36 @@ def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
     each would thaw and walk all of them (half a second). Who tests just that has its own."""
     for module in (jobs, job_setup):
         monkeypatch.setattr(module, "settle", lambda: None)
+
+
+@pytest.fixture
+def workshop() -> EngineFactory:
+    """What makes the engines of `house`."""
+    return make_engine
+
+
+@pytest.fixture
+async def house(
+    tmp_path: Path, store_process: ServiceProcess, workshop: EngineFactory
+) -> AsyncIterator[House]:
+    """A rollout service that has an experience store, and plays that nobody has begun."""
+    plays.RELEASED = asyncio.Event()
+    worlds.reset()
+    async with open_house(tmp_path, store=store_process.address, make=workshop) as house:
+        yield house
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that were lost are started again at once."""
+    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
+
+
+@pytest.fixture
+async def rewarded_house(
+    tmp_path: Path, store_process: ServiceProcess, reward_process: ServiceProcess
+) -> AsyncIterator[House]:
+    """A rollout service that has an experience store and a reward service."""
+    neighbours = {"store": store_process.address, "reward": reward_process.address}
+    async with open_house(tmp_path, **neighbours) as house:
+        yield house

@@ -9,6 +9,7 @@ from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
 from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.turns import EngineTurn
+from tests.support.waiting import PATIENCE
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -41,7 +42,7 @@ class FragileEngine(EmbeddedEngine):
         if self.halt_at is not None and self._turns._generated >= self.halt_at:
             self.halt_at = None
             self.halted.set()
-            self.let_go.wait(20)
+            self.let_go.wait(PATIENCE)
 
     async def start(self) -> None:
         if self.failing_starts:

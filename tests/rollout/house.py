@@ -19,6 +19,7 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.job_setup import EngineFactory
 from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
@@ -89,7 +90,7 @@ def make_spec(workflow: str = "team", **changes: Any) -> dict[str, Any]:
         },
         "policies": {"big": policy, "small": policy} if pair else {"big": policy},
         "pipeline": {"steps": 1, "queries_per_step": 2, "group_size": 2},
-        "limits": {"turn_seconds": 20, "trajectory_seconds": 30},
+        "limits": {"turn_seconds": PATIENCE, "trajectory_seconds": PATIENCE},
     }
     return _merge(json.loads(json.dumps(spec)), changes)
 
@@ -141,7 +142,7 @@ class House:
             spec_json=validated.model_dump_json(),
             weights=refs,
         )
-        return await self.rollout.PrepareJob(request, timeout=60)  # type: ignore[no-any-return]
+        return await self.rollout.PrepareJob(request, timeout=PATIENCE)  # type: ignore[no-any-return]
 
     async def open_step(
         self,
@@ -175,7 +176,7 @@ class House:
         request = pb.RunQueriesRequest(
             request_id=new_id("run"), job_id=self.job_id, step=step, tickets=tickets, **how
         )
-        return self.rollout.RunQueries(request, timeout=60)
+        return self.rollout.RunQueries(request, timeout=PATIENCE)
 
     async def run(
         self, tickets: Sequence[pb.Ticket], step: int = 0
@@ -196,7 +197,7 @@ class House:
     async def update(self, ref: common.WeightsRef) -> pb.UpdateWeightsResponse:
         """UpdateWeights."""
         request = pb.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
-        return await self.rollout.UpdateWeights(request, timeout=30)  # type: ignore[no-any-return]
+        return await self.rollout.UpdateWeights(request, timeout=PATIENCE)  # type: ignore[no-any-return]
 
     async def step(self, step: int = 0) -> store_pb.GetStepResponse:
         """What the store knows of a step."""

@@ -20,6 +20,12 @@ RELEASED: asyncio.Event | None = None
 """Set by a test that lets `waits` go on."""
 
 
+def go_on() -> None:
+    """Let `waits` go on."""
+    assert RELEASED is not None
+    RELEASED.set()
+
+
 class Numbers:
     """A task set: {"question": "3+4", "answer": "7"}."""
 

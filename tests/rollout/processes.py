@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0
 
 
 class ServiceProcess:
@@ -43,7 +44,7 @@ class ServiceProcess:
                 env=environment,
                 stderr=log,
             )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not port_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = (self._directory / f"{self._name}.log").read_text()[-3000:]
@@ -61,4 +62,4 @@ class ServiceProcess:
         """End it in order."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(20)
+            self._process.wait(PATIENCE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -24,18 +23,6 @@ COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 RUNNING = common.TRAJECTORY_STATE_RUNNING
 
 
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    plays.RELEASED = asyncio.Event()
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
-
-
-def go_on() -> None:
-    assert plays.RELEASED is not None
-    plays.RELEASED.set()
-
-
 async def abort(house: House, *trajectory_ids: str, reason: str = "stale: too old") -> list[str]:
     request = pb.AbortTrajectoriesRequest(
         request_id=new_id("abort"),
@@ -43,7 +30,7 @@ async def abort(house: House, *trajectory_ids: str, reason: str = "stale: too ol
         trajectory_ids=trajectory_ids,
         reason=reason,
     )
-    response = await house.rollout.AbortTrajectories(request, timeout=10)
+    response = await house.rollout.AbortTrajectories(request, timeout=PATIENCE)
     return list(response.aborted_trajectory_ids)
 
 
@@ -82,7 +69,7 @@ async def test_aborted_trajectories_end_in_the_store_and_on_every_stream(house: 
     await until(lambda: len(house.service._runner) == 2)
     assert sorted((await house.step()).ended_trajectory_ids) == doomed
     assert await abort(house, *doomed) == []  # they have ended
-    go_on()
+    plays.go_on()
     for ended in (await first, await second):
         states = {name: (event.state, event.reason) for name, event in ended.items()}
         assert states == {
@@ -105,7 +92,7 @@ async def test_trajectories_that_wait_for_a_place_are_aborted_too(house: House) 
     assert await abort(house, *waiting) == waiting
     await until(lambda: len(house.service._runner) == 2)
     assert await abort(house, "q0-s0-t0") == ["q0-s0-t0"]  # its place goes to the next one
-    go_on()
+    plays.go_on()
     states = {name: event.state for name, event in (await running).items()}
     assert states.pop("q0-s0-t1") == COMPLETED
     assert set(states.values()) == {ABORTED}
@@ -136,7 +123,7 @@ async def test_an_aborted_evaluation_tells_no_store(tmp_path: Path) -> None:
         running = asyncio.create_task(house.run(evaluation(2)))
         await until(lambda: len(house.service._runner) == 2)
         assert await abort(house, "h0-e0-t0", reason="") == ["h0-e0-t0"]
-        go_on()
+        plays.go_on()
         ended = await running
         assert (ended["h0-e0-t0"].state, ended["h0-e0-t0"].reason) == (ABORTED, "aborted")
         assert ended["h1-e0-t0"].state == COMPLETED
@@ -176,7 +163,7 @@ async def test_what_the_store_has_dropped_ends_as_aborted(house: House) -> None:
     running = asyncio.create_task(house.run(training()))
     await until(lambda: len(house.service._runner) == 4)
     await amend(house, step=0, drop_query_ids=["q1"], drop_reason="surplus", close=True)
-    go_on()  # nobody has told this worker
+    plays.go_on()  # nobody has told this worker
     ended = await running
     assert {ended[f"q0-s0-t{n}"].state for n in (0, 1)} == {COMPLETED}
     assert {ended[f"q1-s0-t{n}"].state for n in (0, 1)} == {ABORTED}
@@ -192,7 +179,7 @@ async def test_what_was_carried_over_is_complete_in_the_later_step(house: House)
     running = asyncio.create_task(house.run(training()))
     await until(lambda: len(house.service._runner) == 4)
     await amend(house, step=0, carry_query_ids=["q1"], carry_to=1, close=True)
-    go_on()
+    plays.go_on()
     assert {e.state for e in (await running).values()} == {COMPLETED}
     assert (await house.step(0)).sealed
     assert sorted((await house.step(1)).ended_trajectory_ids) == ["q1-s0-t0", "q1-s0-t1"]
@@ -226,9 +213,9 @@ async def test_who_is_aborted_in_the_moment_that_it_is_asked_for_ends_in_the_sto
     assert runner.abort(house.job_id, [tickets[0].trajectory_id], "stale: too old")
     await until(lambda: len(runner) == 1)
     assert (await house.step()).ended_trajectory_ids == [tickets[0].trajectory_id]
-    go_on()
+    plays.go_on()
     ended = {}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         async for bundle in listener.bundles():
             ended.update({event.trajectory_id: event.state for event in bundle})
     assert ended == {tickets[0].trajectory_id: ABORTED, tickets[1].trajectory_id: COMPLETED}
@@ -239,7 +226,7 @@ async def test_who_listens_to_a_job_that_is_released_at_once_hears_of_it(house: 
     runner = house.service._runner
     job = house.service._jobs.get(house.job_id)
     listener = await runner.listen(job, 0, evaluation(2))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await runner.cancel(house.job_id)  # in the same turn of the event loop
         assert len(runner) == 0  # else whoever asks for them again would wait for ever
         with pytest.raises(Unavailable, match="was cancelled"):

@@ -14,7 +14,7 @@ from tests.rollout import plays
 from tests.rollout.house import House, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.rollout.test_rollout_aborting import abort
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
@@ -58,7 +58,7 @@ async def test_they_go_on_when_their_step_asks_for_them(house: House) -> None:
         assert not (await house.step()).ended_trajectory_ids
         ended = await house.run(training())
         # Whoever began them hears of it, too, and the call is over.
-        assert await asyncio.wait_for(following, 10) == 4
+        assert await asyncio.wait_for(following, PATIENCE) == 4
     states = {name: event.state for name, event in ended.items()}
     assert states == {
         "q0-s0-t0": COMPLETED,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.rollout.serving import policy, supervision
+from services.rollout.serving import policy
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
+from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import TroupeError, new_id
 from troupe.v1 import common_pb2 as common
@@ -47,12 +48,9 @@ class Servers(Workshop):
         policy_spec: PolicySpec,
         *,
         replica: int,
-        deterministic: bool,
-        routed_experts: bool = False,
+        **how: Any,
     ) -> FragileEngine:
-        engine = super().__call__(
-            engine_id, policy_name, policy_spec, replica=replica, deterministic=deterministic
-        )
+        engine = super().__call__(engine_id, policy_name, policy_spec, replica=replica, **how)
         if replica in self.missing:
             engine.absent = self.there
         engine.failing_starts = 1 if replica in self.refusing else 0
@@ -66,18 +64,15 @@ def servers() -> Servers:
 
 @pytest.fixture
 async def house(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, quick_restarts: None
 ) -> AsyncIterator[House]:
-    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(policy, "_LATE_SECONDS", 0.05)
     async with open_house(tmp_path, make=servers) as house:
         yield house
 
 
 async def until_healthy(engine: FragileEngine) -> None:
-    async with asyncio.timeout(20):
-        while engine.state != HEALTHY:  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(0.002)
+    await until(lambda: engine.state == HEALTHY)
 
 
 async def test_a_server_that_comes_later_joins_with_the_weights_of_the_day(
@@ -116,5 +111,5 @@ async def test_a_job_is_released_while_a_server_is_still_absent(
 ) -> None:
     await house.prepare("one_turn", **ATTACHED)
     request = pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
-    await house.rollout.ReleaseJob(request, timeout=10)
+    await house.rollout.ReleaseJob(request, timeout=PATIENCE)
     assert {e.state for e in servers.engines["big"]} == {common.ENGINE_STATE_STOPPED}

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
-from tests.rollout.house import House, evaluation, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, evaluation, training
 from troupe.rpc import InvalidArgument
 from troupe.v1 import rollout_pb2 as pb
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 async def test_a_cast_decides_whose_engines_draw_a_turn(house: House) -> None:

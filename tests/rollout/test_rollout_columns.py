@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from services.rollout.trajectories.records import INLINE_BYTES
 from tests.rollout import plays
-from tests.rollout.house import House, evaluation, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, evaluation, training
 from tests.rollout.test_rollout_aborting import abort, amend, hold_open
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe import tensors
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    plays.RELEASED = asyncio.Event()
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 async def test_small_columns_travel_inline_and_large_ones_by_reference(house: House) -> None:
@@ -74,8 +64,7 @@ async def test_values_of_a_dropped_trajectory_are_not_left_behind(house: House) 
     running = asyncio.create_task(house.run(training(2, 1)))
     await until(lambda: len(house.service._runner) == 2)
     await amend(house, step=0, drop_query_ids=["q1"], drop_reason="surplus", close=True)
-    assert plays.RELEASED is not None
-    plays.RELEASED.set()
+    plays.go_on()
     await running
     [row] = await house.samples("big")
     assert row.query_id == "q0"
@@ -97,7 +86,7 @@ async def test_values_of_an_aborted_trajectory_are_not_left_behind(
 
     monkeypatch.setattr(house.service._runner._store, "complete", slow)
     running = asyncio.create_task(house.run(training(1, 1)))
-    await asyncio.wait_for(on_its_way.wait(), 20)
+    await asyncio.wait_for(on_its_way.wait(), PATIENCE)
     kept = house.transfer.roots[0] / house.job_id / "columns"
     assert list(kept.iterdir())
     await abort(house, "q0-s0-t0")

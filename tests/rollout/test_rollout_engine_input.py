@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import CONFIG, House, evaluation, make_spec, open_house, weights
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
@@ -25,12 +25,6 @@ def workshop() -> Workshop:
     return Workshop()
 
 
-@pytest.fixture
-async def house(tmp_path: Path, workshop: Workshop) -> AsyncIterator[House]:
-    async with open_house(tmp_path, make=workshop) as house:
-        yield house
-
-
 async def generate(house: House, ids: list[int], **sampling: int) -> pb.GenerateResponse:
     request = pb.GenerateRequest(
         job_id=house.job_id,
@@ -38,7 +32,7 @@ async def generate(house: House, ids: list[int], **sampling: int) -> pb.Generate
         input_ids=ids,
         sampling=common.SamplingParams(**sampling),
     )
-    answer: pb.GenerateResponse = await house.rollout.Generate(request, timeout=20)
+    answer: pb.GenerateResponse = await house.rollout.Generate(request, timeout=PATIENCE)
     return answer
 
 
@@ -80,9 +74,7 @@ async def test_a_sleeping_engine_misses_an_update_and_catches_up(
     await asyncio.sleep(1.2)  # its keeper looks every second, and leaves it alone
     assert first.asleep
     await first.wake()
-    async with asyncio.timeout(20):
-        while first.state != HEALTHY:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: first.state == HEALTHY)
     assert first.version == 1
 
 
@@ -93,9 +85,7 @@ async def test_restarted_turns_complete_their_trajectories_in_one_version(
     await house.prepare("long_winded", policies={"big": {"engine": engine_spec}})
     [engine] = workshop.engines["big"]
     running = asyncio.create_task(house.run(evaluation(4)))
-    async with asyncio.timeout(20):
-        while engine.load().generated_tokens < 10:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await until(lambda: engine.load().generated_tokens >= 10)
     await house.update(house.publish("big", 1))
     for event in (await running).values():
         assert event.state == COMPLETED
@@ -139,8 +129,8 @@ async def test_engines_leave_their_devices_and_come_back_with_the_newest_version
     await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
     first, second = workshop.engines["big"]
     who: dict[str, Any] = {"job_id": house.job_id, "policies": ["big"]}
-    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=20)
-    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=20)
+    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=PATIENCE)
     assert first.asleep == second.asleep == {"weights", "kv_cache"}
     # An update waits for them, and one that dies is not brought back onto the device.
     await house.update(house.publish("big", 1))
@@ -149,10 +139,10 @@ async def test_engines_leave_their_devices_and_come_back_with_the_newest_version
     assert (first.asleep, second.state) == ({"weights", "kv_cache"}, common.ENGINE_STATE_DEAD)
     # Turns wait.
     running = asyncio.create_task(house.run(evaluation(2)))
-    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=20)
-    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=20)
+    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=PATIENCE)
     assert {(e.state, e.version) for e in (first, second)} == {(HEALTHY, 1)}
     assert {event.state for event in (await running).values()} == {COMPLETED}
     request = pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
     with pytest.raises(InvalidArgument, match="has no policy 'none'"):
-        await house.rollout.SleepEngines(request, timeout=20)
+        await house.rollout.SleepEngines(request, timeout=PATIENCE)

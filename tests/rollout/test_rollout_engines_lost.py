@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from services.rollout.serving import supervision
 from tests.rollout.fragile import Workshop
-from tests.rollout.house import House, evaluation, open_house
+from tests.rollout.house import House, evaluation
 from tests.support.waiting import until
 from troupe.rpc import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as common
@@ -18,20 +15,12 @@ from troupe.v1 import rollout_pb2 as pb
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 HEALTHY = common.ENGINE_STATE_HEALTHY
+pytestmark = pytest.mark.usefixtures("quick_restarts")
 
 
 @pytest.fixture
 def workshop() -> Workshop:
     return Workshop()
-
-
-@pytest.fixture
-async def house(
-    tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[House]:
-    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
-    async with open_house(tmp_path, make=workshop) as house:
-        yield house
 
 
 async def test_an_engine_that_dies_mid_turn_comes_back_and_the_turn_is_repeated(

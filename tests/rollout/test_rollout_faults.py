@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from services.rollout import rewards
-from services.rollout.serving import supervision
 from tests.rollout import plays
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import PLAYS, House, open_house, training
@@ -141,9 +140,8 @@ async def test_an_invocation_that_somebody_else_cancelled_is_asked_for_again(
 
 
 async def test_an_engine_that_is_away_for_long_changes_no_bit_of_a_deterministic_job(
-    tmp_path: Path, store_process: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store_process: ServiceProcess, quick_restarts: None
 ) -> None:
-    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
     rows = []
     for disturbed in (False, True):
         workshop = Workshop()

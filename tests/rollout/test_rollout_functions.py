@@ -16,6 +16,7 @@ from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import until
 from troupe.functions.costs import to_spec
 from troupe.functions.sources import SourceStore
 from troupe.job import parse_job
@@ -149,9 +150,9 @@ async def test_a_trajectory_has_a_sandbox_until_it_ends(
             for _ in range(2):  # another trajectory has another
                 event = await house.run_one(index=3)
                 assert event.rewards["solver"] == 2.0, event.reason
-            async with asyncio.timeout(60):
-                while (directory / "reward.log").read_text().count("trajectory was closed") < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until(
+                lambda: (directory / "reward.log").read_text().count("trajectory was closed") >= 2
+            )
     finally:
         process.stop()
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
-from tests.rollout.house import House, make_spec, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, make_spec, training
 from troupe.v1 import common_pb2 as common
 from troupe.workflow.environments import COUNTERS, GameWorkflow, PlayRules
 
 NAUGHTY = "tests.workflow.environments.zoo:Naughty"
 game: GameWorkflow
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 async def test_an_episode_whose_process_died_is_played_again(house: House, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.trajectories.concurrency import ConcurrencyGate, Turnstile
+from tests.support.waiting import PATIENCE
 
 
 async def test_the_gate_is_fair_and_bounded() -> None:
@@ -48,7 +49,7 @@ def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
             passed.append(query)
 
     async def play() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*(pass_through(query) for query in queries))
 
     asyncio.run(play())
@@ -96,7 +97,7 @@ async def test_trajectories_whose_turns_end_together_go_on_a_few_per_round_of_th
     assert went_on == [number for number in range(100) if number != 50]
     assert max(after - before for before, after in pairwise(seen)) <= 4
     # What comes later finds it free.
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         await turnstile.wait()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +23,10 @@ async def prepare(house: House, workflow: str, **changes: Any) -> None:
     await house.prepare_raw(make_spec("fine", **changes) | {"workflow": f"{HERE}:{workflow}"})
 
 
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with open_house(tmp_path) as house:
-        yield house
-
-
 async def test_every_outcome_of_a_workflow_is_an_end_with_a_reason(house: House) -> None:
     names = hostile_plays.NAMES
     await prepare(house, "play", tasks={"source": f"{HERE}:Cases"})
-    began = time.monotonic()
     ended = await house.run(evaluation(len(names)))
-    assert time.monotonic() - began < 40
     for index, name in enumerate(names):
         event, wanted = ended[f"h{index}-e0-t0"], hostile_plays.CASES[name][1]
         state = COMPLETED if wanted is None else FAILED

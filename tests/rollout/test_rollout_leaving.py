@@ -13,6 +13,7 @@ from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import NOBODY, House, evaluation, weights
+from tests.support.waiting import until
 from troupe.rpc import connect
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common
@@ -61,9 +62,7 @@ async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
             await house.prepare("long_winded")
             [engine] = workshop.engines["big"]
             running = asyncio.create_task(house.run(evaluation(4)))
-            async with asyncio.timeout(20):
-                while engine.load().running < 4:  # noqa: ASYNC110 - it signals nothing
-                    await asyncio.sleep(0.002)
+            await until(lambda: engine.load().running >= 4)
             before = len(listening.beats)
         ended = await running
         assert {event.state for event in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}

@@ -9,28 +9,16 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.house import PLAYS, House, evaluation, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import PLAYS, House, evaluation, training
 
 OURS = ("troupe.workflow", "services.rollout")
 TRAJECTORIES = 8
-
-
-@pytest.fixture
-async def house(
-    tmp_path: Path, store_process: ServiceProcess, reward_process: ServiceProcess
-) -> AsyncIterator[House]:
-    async with open_house(
-        tmp_path, store=store_process.address, reward=reward_process.address
-    ) as house:
-        yield house
 
 
 @contextmanager
@@ -71,21 +59,21 @@ def leftovers() -> Iterator[Counter[str]]:
         "uses_tool",
     ],
 )
-async def test_a_trajectory_is_freed_when_it_ends(house: House, workflow: str) -> None:
+async def test_a_trajectory_is_freed_when_it_ends(rewarded_house: House, workflow: str) -> None:
     tools = {"add": {"entrypoint": f"{PLAYS}:add"}} if workflow == "uses_tool" else {}
-    await house.prepare(workflow, tools=tools)
-    await house.run(evaluation(1, index=7))  # what is made once for a job
+    await rewarded_house.prepare(workflow, tools=tools)
+    await rewarded_house.run(evaluation(1, index=7))  # what is made once for a job
     with leftovers() as found:
-        endings = await house.run(evaluation(TRAJECTORIES))
+        endings = await rewarded_house.run(evaluation(TRAJECTORIES))
         await asyncio.sleep(0.1)  # the call's own ending
     assert len(endings) == TRAJECTORIES
     assert not found
 
 
-async def test_so_is_one_that_is_stored(house: House) -> None:
-    await house.prepare("team")
-    await house.open_step(queries=TRAJECTORIES // 2)
+async def test_so_is_one_that_is_stored(rewarded_house: House) -> None:
+    await rewarded_house.prepare("team")
+    await rewarded_house.open_step(queries=TRAJECTORIES // 2)
     with leftovers() as found:
-        await house.run(training(queries=TRAJECTORIES // 2))
+        await rewarded_house.run(training(queries=TRAJECTORIES // 2))
         await asyncio.sleep(0.1)
     assert not found

@@ -9,7 +9,7 @@ from services.rollout.engines.errors import PromptTooLong
 from services.rollout.engines.requests import VersionSpan
 from services.rollout.serving.router import Backlog, Losses, StickyRoute
 from tests.rollout.hand_engines import TEN, ask, drew, make, settle
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 async def test_turns_of_a_dead_engine_go_on_elsewhere() -> None:
@@ -97,10 +97,10 @@ async def test_an_engine_that_dies_with_the_last_token_drawn_has_ended_the_turn(
     holders = {name: next(e for e in (first, second) if name in e.held) for name in ("said", "cut")}
     holders["said"].die(drew(3, "stop", version=4))
     holders["cut"].die(drew(5, "length"))  # there was no room for more
-    generation = await asyncio.wait_for(said, 30)
+    generation = await asyncio.wait_for(said, PATIENCE)
     assert (generation.token_ids, generation.finish_reason) == ([20, 21, 22], "stop")
     assert generation.versions == [VersionSpan(4, 0, 3)]
-    generation = await asyncio.wait_for(cut, 30)
+    generation = await asyncio.wait_for(cut, PATIENCE)
     assert (len(generation.token_ids), generation.finish_reason) == (5, "length")
     assert router.take_losses() == Losses()
     assert router.backlog == Backlog(0, 0, 0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from services.rollout.garbage import collect_seldom, collect_survivors
-from tests.rollout.house import House, evaluation, open_house
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, evaluation
 
 # Objects of one collection: 0.4 to 1.3 us each, so at most 33 ms.
 WALKED = 25_000
@@ -42,16 +40,6 @@ def collections() -> Iterator[list[tuple[int, int]]]:
     gc.unfreeze()
 
 
-@pytest.fixture
-async def house(
-    tmp_path: Path, store_process: ServiceProcess, reward_process: ServiceProcess
-) -> AsyncIterator[House]:
-    async with open_house(
-        tmp_path, store=store_process.address, reward=reward_process.address
-    ) as house:
-        yield house
-
-
 def test_no_collection_walks_more_than_is_new(collections: list[tuple[int, int]]) -> None:
     collect_seldom()
     collections.clear()
@@ -70,9 +58,9 @@ def test_cycles_that_a_trajectory_leaves_still_go(collections: list[tuple[int, i
 
 
 async def test_older_cycles_go_when_few_trajectories_run(
-    house: House, collections: list[tuple[int, int]]
+    rewarded_house: House, collections: list[tuple[int, int]]
 ) -> None:
-    await house.prepare("one_turn")
+    await rewarded_house.prepare("one_turn")
     collect_seldom()
     collections.clear()
     cycle = _Cycle()
@@ -81,7 +69,7 @@ async def test_older_cycles_go_when_few_trajectories_run(
     del cycle
     assert left() is not None, waiting
     assert {generation for generation, _ in collections} <= {0}
-    await house.run(evaluation(2))
+    await rewarded_house.run(evaluation(2))
     assert left() is None
 
 

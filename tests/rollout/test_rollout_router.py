@@ -14,6 +14,7 @@ from services.rollout.engines.errors import BadTurn, PromptTooLong, TurnDeadline
 from services.rollout.engines.requests import EngineResponse
 from services.rollout.serving.router import Backlog, StickyRoute
 from tests.rollout.hand_engines import HEALTHY, HandEngine, ask, make, settle
+from tests.support.waiting import PATIENCE
 from troupe.rpc.errors import AlreadyExists, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
@@ -210,7 +211,7 @@ def test_property_no_turn_is_lost_and_no_limit_exceeded(
             if engine.engine_id not in here:
                 router.add(engine)  # type: ignore[arg-type]
         router.wake()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not all(task.done() for task in tasks):
                 for engine in engines:
                     for request_id, future in engine.held.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from services.rollout.engines.requests import ScoreRequest
 from tests.rollout.hand_engines import HandEngine
 from tests.rollout.house import CONFIG, House, open_house, training, weights
 from tests.rollout.processes import ServiceProcess
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import make_tokenizer
 from troupe import tensors
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
@@ -29,15 +29,9 @@ TEXT = pb.ScoreContinuation(text="12")
 USER = [common.ChatMessage(role="user", content="3+4")]
 
 
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with open_house(tmp_path) as house:
-        yield house
-
-
 async def score(house: House, *prompts: pb.ScorePrompt, **given: Any) -> pb.ScoreResponse:
     request = pb.ScoreRequest(job_id=house.job_id, policy="big", prompts=prompts, **given)
-    answer: pb.ScoreResponse = await house.rollout.Score(request, timeout=20)
+    answer: pb.ScoreResponse = await house.rollout.Score(request, timeout=PATIENCE)
     return answer
 
 

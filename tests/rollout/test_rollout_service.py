@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.house import House, evaluation, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, evaluation, training
 from troupe import tensors
 from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 async def test_a_step_of_two_policies_ends_as_rows_in_the_store(house: House) -> None:

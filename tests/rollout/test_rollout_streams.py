@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,6 @@ from troupe.v1 import rollout_pb2 as pb
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 RUNNING = common.TRAJECTORY_STATE_RUNNING
 SCORING = common.TRAJECTORY_STATE_SCORING
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    plays.RELEASED = asyncio.Event()
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
-
-
-def go_on() -> None:
-    assert plays.RELEASED is not None
-    plays.RELEASED.set()
 
 
 async def test_every_move_of_a_trajectory_is_reported(house: House) -> None:
@@ -84,7 +71,7 @@ async def test_a_second_caller_joins_what_runs_and_keeps_it_alive(house: House) 
     first.cancel()
     await asyncio.sleep(0.1)
     assert len(house.service._runner) == 3  # the second caller still listens
-    go_on()
+    plays.go_on()
     ended = await second
     assert {e.state for e in ended.values()} == {COMPLETED}
     assert {len(e.turns) for e in ended.values()} == {1}
@@ -110,7 +97,7 @@ async def test_serial_mode_plays_one_query_at_a_time(house: House) -> None:
     await until(lambda: job.gate._inside == 2)
     await asyncio.sleep(0.05)
     assert job.gate._inside == 2
-    go_on()
+    plays.go_on()
     assert {e.state for e in (await running).values()} == {COMPLETED}
 
 
@@ -121,7 +108,7 @@ async def test_at_most_so_many_trajectories_run_at_once(house: House) -> None:
     await until(lambda: job.gate._inside == 3)
     await asyncio.sleep(0.05)
     assert job.gate._inside == 3
-    go_on()
+    plays.go_on()
     assert len(await running) == 5
 
 
@@ -142,7 +129,7 @@ async def test_a_store_that_restarts_costs_time_and_nothing_else(
             running = asyncio.create_task(house.run(training()))
             await until(lambda: len(house.service._runner) == 4)
             store.kill()
-            go_on()
+            plays.go_on()
             await asyncio.sleep(0.3)
             await asyncio.to_thread(store.start)
             ended = await running
@@ -188,7 +175,7 @@ async def test_the_heartbeat_tells_engines_and_work(house: House) -> None:
     assert beat.doing == "2 trajectories in flight"
     assert [e.policy for e in beat.engines] == ["big"]
     assert {e.worker_id for e in beat.engines} == {"w0"}
-    go_on()
+    plays.go_on()
     await running
 
 

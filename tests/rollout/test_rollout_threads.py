@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.house import evaluation, open_house
+from tests.support.waiting import PATIENCE
 from troupe.user_code import DaemonThreads
 from troupe.v1 import common_pb2 as common
 
@@ -58,7 +59,7 @@ def test_a_process_ends_whatever_hangs_in_threads() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("given up\n", "")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import gc, sys, threading
@@ -34,7 +36,7 @@ def test_libraries_are_imported_without_the_collector_which_then_goes_on() -> No
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.stdout == "warm\n", done.stderr

@@ -7,8 +7,7 @@ import random
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import EngineResponse, SamplingParams
 from tests.rollout.engines.models import VOCABULARY
-
-LONG = 30.0
+from tests.support.waiting import PATIENCE
 
 
 def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
@@ -16,7 +15,7 @@ def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
 
 
 async def ask(
-    engine: ServingEngine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
+    engine: ServingEngine, name: str, ids: list[int], seconds: float = PATIENCE, **sampling: object
 ) -> EngineResponse:
     params = SamplingParams(**{"max_new_tokens": 8, "seed": 1, **sampling})  # type: ignore[arg-type]
     return await engine.generate(name, ids, params, deadline_seconds=seconds)

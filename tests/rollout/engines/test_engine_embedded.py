@@ -99,10 +99,14 @@ async def test_more_turns_than_run_at_once(transfer: Transfer, model: PreTrained
     await engine.update_weights(publish(transfer, model, 0), transfer)
     rng = random.Random(5)
     tasks = [asyncio.ensure_future(ask(engine, f"r{i}", prompt(rng))) for i in range(40)]
-    await asyncio.sleep(0.02)
-    load = engine.load()
-    assert load.running + load.waiting > 30
-    assert load.outstanding_tokens > 300
+    loads = [engine.load()]
+
+    def many() -> bool:
+        loads.append(engine.load())
+        return loads[-1].running + loads[-1].waiting > 30
+
+    await until(many, 0)
+    assert loads[-1].outstanding_tokens > 300
     answers = await asyncio.gather(*tasks)
     assert all(len(a.token_ids) == 8 for a in answers)
     load = engine.load()
@@ -181,7 +185,7 @@ async def test_a_dead_engine_fails_its_turns_and_comes_back_stale(
         asyncio.ensure_future(ask(engine, f"r{i}", [i + 1] * 20, max_new_tokens=200))
         for i in range(5)
     ]
-    await asyncio.sleep(0.03)
+    await until(lambda: engine.load().running == 5, 0)
 
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
@@ -233,10 +237,8 @@ async def test_an_idle_engine_that_would_not_generate_is_found(
 ) -> None:
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY
-    for _ in range(500):  # the thread counts when the step is over
-        if engine.load().generated_tokens:
-            break
-        await asyncio.sleep(0.01)
+    # The thread counts when the step is over.
+    await until(lambda: engine.load().generated_tokens)
     assert engine.load().generated_tokens == 1  # a real one
     assert engine.load().running == 0
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)

@@ -168,8 +168,7 @@ async def test_turns_in_hand_are_kept_across_an_update(kind: str, transfer: Tran
             asyncio.ensure_future(ask(engine, f"r{i}", [i + 1], max_new_tokens=200))
             for i in range(3)
         ]
-        await until(lambda: engine.load().running == 3)
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.load().running == 3, 0)
         await engine.update_weights(publish(transfer, make_model(1), 1), transfer)
         for answer in await asyncio.gather(*tasks):
             assert len(answer.token_ids) == 200

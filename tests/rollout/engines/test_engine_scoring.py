@@ -24,7 +24,7 @@ from services.rollout.engines.errors import (
 from services.rollout.engines.requests import ScoreRequest
 from services.rollout.engines.slot_batcher import SlotBatcher
 from testbed.simulated_engine import SimulatedEngine
-from tests.rollout.engines.asking import LONG, ask, prompt
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
     make_model,
@@ -32,6 +32,7 @@ from tests.rollout.engines.models import (
     publish,
     reference_logprobs,
 )
+from tests.support.waiting import PATIENCE
 from troupe.transfer import Transfer
 
 
@@ -53,7 +54,7 @@ async def test_scores_are_those_of_a_plain_forward_pass(
     turns = [
         asyncio.ensure_future(ask(engine, f"t{n}", [n, 1], max_new_tokens=60)) for n in range(4)
     ]
-    scored = await engine.score(asked, temperature, deadline_seconds=LONG)
+    scored = await engine.score(asked, temperature, deadline_seconds=PATIENCE)
     assert (scored.version, scored.checksum) == (0, engine.checksum)
     for one, got in zip(asked, scored.logprobs, strict=True):
         expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids), temperature)
@@ -66,7 +67,7 @@ async def test_scores_are_those_of_a_plain_forward_pass(
 
 async def test_scores_sum_to_one_and_agree_with_what_is_drawn(engine: EmbeddedEngine) -> None:
     asked = [ScoreRequest((3, 4), (token,)) for token in range(VOCABULARY)]
-    scored = await engine.score(asked, 1.0, deadline_seconds=LONG)
+    scored = await engine.score(asked, 1.0, deadline_seconds=PATIENCE)
     assert sum(math.exp(row[0]) for row in scored.logprobs) == pytest.approx(1.0)
     drawn = await ask(engine, "r", [3, 4], max_new_tokens=1)
     assert drawn.logprobs[0] == pytest.approx(scored.logprobs[drawn.token_ids[0]][0], abs=2e-4)
@@ -78,7 +79,7 @@ async def test_one_version_scores_all(
     monkeypatch.setattr(embedded, "PASS_TOKENS", 8)  # many passes, and updates between them
     models = [make_model(seed) for seed in range(4)]
     asked = questions(10)
-    scoring = asyncio.ensure_future(engine.score(asked, 1.0, deadline_seconds=LONG))
+    scoring = asyncio.ensure_future(engine.score(asked, 1.0, deadline_seconds=PATIENCE))
     for version in (1, 2, 3):
         await engine.update_weights(publish(transfer, models[version], version), transfer)
     scored = await scoring
@@ -116,7 +117,7 @@ async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -
     if not isinstance(batcher, SlotBatcher):
         pytest.skip("transformers' manager decides itself when it goes on")
     turn = asyncio.ensure_future(ask(engine, "t", [1, 2], max_new_tokens=200))
-    async with asyncio.timeout(LONG):
+    async with asyncio.timeout(PATIENCE):
         while not batcher._passes:  # noqa: ASYNC110 - another thread's work
             await asyncio.sleep(0.001)
     began = batcher._passes
@@ -132,7 +133,7 @@ async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -
 
 async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
     async def score(*asked: ScoreRequest) -> None:
-        await engine.score(asked, 1.0, deadline_seconds=LONG)
+        await engine.score(asked, 1.0, deadline_seconds=PATIENCE)
 
     with pytest.raises(BadTurn, match="nothing is asked"):
         await score()
@@ -155,7 +156,7 @@ async def test_weights_that_are_no_numbers(
         model.get_input_embeddings().weight.fill_(float("nan"))
     await engine.update_weights(publish(transfer, model, 1), transfer)
     with pytest.raises(NonFiniteLogits, match="version 1"):
-        await engine.score([ScoreRequest((1,), (2,))], 1.0, deadline_seconds=LONG)
+        await engine.score([ScoreRequest((1,), (2,))], 1.0, deadline_seconds=PATIENCE)
 
 
 async def test_an_engine_without_weights_or_without_a_model_scores_nothing(
@@ -165,11 +166,11 @@ async def test_an_engine_without_weights_or_without_a_model_scores_nothing(
     stale = EmbeddedEngine("e0", "solver", policy_spec())
     await stale.start()
     with pytest.raises(EngineStale):
-        await stale.score(asked, 1.0, deadline_seconds=LONG)
+        await stale.score(asked, 1.0, deadline_seconds=PATIENCE)
     await stale.stop()
     simulated = SimulatedEngine("e1", "solver", policy_spec())
     await simulated.start()
     await simulated.update_weights(publish(transfer, model, 0), transfer)
     with pytest.raises(ScoreRefused, match=r"engine.kind = simulated"):
-        await simulated.score(asked, 1.0, deadline_seconds=LONG)
+        await simulated.score(asked, 1.0, deadline_seconds=PATIENCE)
     await simulated.stop()

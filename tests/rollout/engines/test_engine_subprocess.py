@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,7 +23,7 @@ from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.weights import skeleton
-from tests.rollout.engines.asking import LONG, ask, prompt
+from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     CONFIG,
     make_model,
@@ -32,7 +31,8 @@ from tests.rollout.engines.models import (
     publish,
     reference_logprobs,
 )
-from tests.support.waiting import until
+from tests.support.processes import runs
+from tests.support.waiting import PATIENCE, block_until, until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
@@ -76,7 +76,7 @@ def test_messages_keep_their_order_and_what_is_exact_stays_exact() -> None:
     values = [0.1, -1e-300, float("-inf"), float(torch.tensor(-4.6052).item())]
     for i in range(500):
         box.put("drew", i, values)
-    box.close(LONG)
+    box.close(PATIENCE)
     ours.close()
     heard: list[batcher.Message] = []
     while len(heard) < 500:
@@ -90,7 +90,7 @@ def test_who_sends_hears_that_nobody_listens() -> None:
     box = batcher.Outbox(ours, gone.set)
     theirs.close()
     box.put("turn")
-    assert gone.wait(LONG)
+    assert gone.wait(PATIENCE)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ async def test_a_start_that_nobody_waits_for_leaves_no_process(
         with pytest.raises(asyncio.CancelledError):
             await start
     [process] = processes
-    assert await asyncio.to_thread(process.wait, LONG) == -signal.SIGKILL
+    assert await asyncio.to_thread(process.wait, PATIENCE) == -signal.SIGKILL
     assert engine._batcher is None
     assert not engine._life.serves
 
@@ -209,7 +209,7 @@ async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
         max_context=64,
         threads=1,
         keep_cache=False,
-        start_seconds=LONG,
+        start_seconds=PATIENCE,
         drew=lambda count: None,
         exited=lambda reason: None,
     )
@@ -280,16 +280,5 @@ def test_the_process_ends_with_a_worker_that_is_killed() -> None:
         pid = int(worker.stdout.readline())
     finally:
         worker.kill()
-        worker.wait(LONG)
-    until_then = time.monotonic() + 60
-    while _runs(pid):
-        assert time.monotonic() < until_then
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        worker.wait(PATIENCE)
+    block_until(lambda: not runs(pid))

@@ -141,7 +141,7 @@ async def test_an_update_that_breaks_half_way_leaves_it_stale(
 ) -> None:
     ref = publish(transfer, make_model(1), 1)
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=200))
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.load().running == 1, 0)
 
     def broken(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
         last = max(tensors)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,16 @@ import pytest
 from services.rollout.engines import base
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import UpdateFailed
-from services.rollout.serving import supervision
 from tests.rollout.fragile import FragileEngine, Workshop
-from tests.rollout.house import House, evaluation, open_house
-from tests.support.waiting import until
+from tests.rollout.house import House, evaluation
+from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 
+pytestmark = pytest.mark.usefixtures("quick_restarts")
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 HEALTHY = common.ENGINE_STATE_HEALTHY
 TWO: dict[str, Any] = {"policies": {"big": {"engine": {"replicas": 2}}}}
@@ -53,15 +51,6 @@ def workshop() -> Made:
     return Made()
 
 
-@pytest.fixture
-async def house(
-    tmp_path: Path, workshop: Made, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[House]:
-    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
-    async with open_house(tmp_path, make=workshop) as house:
-        yield house
-
-
 async def move(
     house: House, engine: ServingEngine | str, policy: str, **how: Any
 ) -> pb.MoveEngineResponse:
@@ -72,7 +61,7 @@ async def move(
         policy=policy,
         **how,
     )
-    return await house.rollout.MoveEngine(request, timeout=30)  # type: ignore[no-any-return]
+    return await house.rollout.MoveEngine(request, timeout=PATIENCE)  # type: ignore[no-any-return]
 
 
 async def listed(house: House) -> dict[str, tuple[str, int]]:
@@ -256,7 +245,7 @@ async def test_a_job_that_is_released_stops_the_engine_on_its_way(
     moving = asyncio.create_task(move(house, second, "small"))
     await until(lambda: second.state == common.ENGINE_STATE_STALE)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=10
+        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=PATIENCE
     )
     assert second.state == common.ENGINE_STATE_STOPPED
     with pytest.raises(TroupeError):
@@ -332,7 +321,7 @@ async def test_a_job_that_is_released_stops_the_engine_on_its_way_back(
     await stopping.wait()
     assert second.engine_id in await listed(house)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=10
+        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=PATIENCE
     )
     made = [engine for engines in workshop.engines.values() for engine in engines]
     assert {engine.state for engine in made} == {common.ENGINE_STATE_STOPPED}

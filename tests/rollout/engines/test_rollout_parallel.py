@@ -10,6 +10,7 @@ from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.turns import EngineTurn
 from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.house import evaluation, open_house
+from tests.support.waiting import PATIENCE
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common
 
@@ -26,7 +27,7 @@ class MeetingEngine(SimulatedEngine):
         self._barrier = asyncio.Barrier(TOGETHER)
 
     async def _serve(self, turn: EngineTurn) -> EngineResponse:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await self._barrier.wait()
         MeetingEngine.met += 1
         return await super()._serve(turn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from services.rollout import job_setup, jobs
 from services.rollout.engines.weights import skeleton
 from services.rollout.job_setup import settle
-from tests.rollout.house import CONFIG, PLAYS, House, make_spec, open_house, tokenizer_path
+from tests.rollout.house import CONFIG, PLAYS, House, make_spec, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
-
-
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with open_house(tmp_path) as house:
-        yield house
 
 
 async def refused(house: House, workflow: str = "team", **changes: Any) -> TroupeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import pytest
 
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import SamplingParams
-from services.rollout.serving import supervision
 from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop
-from tests.rollout.house import House, evaluation, make_spec, open_house
+from tests.rollout.house import House, evaluation, make_spec
 from tests.support.waiting import until
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
@@ -24,20 +23,12 @@ from troupe.v1 import rollout_pb2 as pb
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
 PATIENT = {"turn_seconds": 50, "trajectory_seconds": 55}
+pytestmark = pytest.mark.usefixtures("quick_restarts")
 
 
 @pytest.fixture
 def workshop() -> Workshop:
     return Workshop()
-
-
-@pytest.fixture
-async def house(
-    tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[House]:
-    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
-    async with open_house(tmp_path, make=workshop) as house:
-        yield house
 
 
 async def disturbed(

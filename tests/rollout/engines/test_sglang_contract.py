@@ -32,6 +32,7 @@ from tests.rollout.engines.models import (
 )
 from tests.rollout.engines.real_server import RealServer, running
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import PATIENCE
 from troupe.checkpoints.merging import merge_in_place
 from troupe.v1 import common_pb2 as pb
 
@@ -168,7 +169,7 @@ async def test_a_paused_server_keeps_its_turns(client: SglangClient) -> None:
     await client.flush_cache()
     await client.set_version("7")
     await client.resume()
-    metas = await asyncio.wait_for(asyncio.gather(running, late), 60)
+    metas = await asyncio.wait_for(asyncio.gather(running, late), PATIENCE)
     assert all(len(meta["output_token_logprobs"]) == 200 for meta in metas)
     assert metas[1]["weight_versions"] == [{"version": "7", "start": 0, "end": 200}]
 

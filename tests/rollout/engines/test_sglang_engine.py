@@ -341,7 +341,7 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
         asyncio.ensure_future(engine.generate(f"k{i}", [1], params, deadline_seconds=60))
         for i in range(4)
     ]
-    await asyncio.sleep(0.1)
+    await until(lambda: engine.load().running == 4)
     process = engine._server._process
     assert process is not None
     assert process.pid is not None

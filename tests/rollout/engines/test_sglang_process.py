@@ -1,36 +1,26 @@
 """A launched server: its log, its end, and that it does not outlive us."""
 
-# ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - these tests watch processes and files
+# ruff: noqa: ASYNC220, ASYNC240 - these tests watch processes and files
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from services.rollout.engines.server_process import ServerProcess, free_port
+from tests.support.processes import runs
+from tests.support.waiting import PATIENCE, until
 
 STUBBORN = "trap '' TERM; echo up; sleep 600 & echo $!; wait; sleep 600"
 
 
-def exists(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def until_written(log: Path, lines: int) -> list[str]:
-    async with asyncio.timeout(10):
-        while not log.exists() or len(log.read_text().splitlines()) < lines:
-            await asyncio.sleep(0.01)
+    await until(lambda: log.exists() and len(log.read_text().splitlines()) >= lines)
     return log.read_text().splitlines()
 
 
@@ -38,9 +28,7 @@ async def test_log_exit_code_and_tail(tmp_path: Path) -> None:
     process = ServerProcess(["/bin/sh", "-c", "seq 20; echo oops >&2; exit 7"], tmp_path / "l/log")
     assert process.exit_code is None
     await process.start()
-    async with asyncio.timeout(10):
-        while process.running:
-            await asyncio.sleep(0.01)
+    await until(lambda: not process.running)
     assert process.exit_code == 7
     assert process.tail().splitlines()[-1] == "oops"
     assert len(process.tail().splitlines()) == 8
@@ -52,12 +40,10 @@ async def test_stop_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.Mon
     process = ServerProcess(["/bin/sh", "-c", STUBBORN], tmp_path / "log")
     await process.start()
     child = int((await until_written(tmp_path / "log", 2))[1])
-    assert exists(child)
+    assert runs(child)
     await process.stop()
     assert not process.running
-    async with asyncio.timeout(5):
-        while exists(child):
-            await asyncio.sleep(0.01)
+    await until(lambda: not runs(child))
 
 
 async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
@@ -77,14 +63,11 @@ async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
     )
     try:
         server = int((await until_written(log, 1))[0])
-        assert exists(server)
+        assert runs(server)
     finally:
         os.kill(owner.pid, signal.SIGKILL)
-        owner.wait(10)
-    deadline = time.monotonic() + 5
-    while exists(server) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    assert not exists(server)
+        owner.wait(PATIENCE)
+    await until(lambda: not runs(server))
 
 
 def test_free_ports_differ() -> None:

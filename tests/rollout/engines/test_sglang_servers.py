@@ -28,7 +28,7 @@ from services.rollout.engines.sglang.update import (
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.workflow.stage import make_tokenizer
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
@@ -229,7 +229,7 @@ async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
     monkeypatch.setattr("services.rollout.engines.sglang.engine._CHECK_SECONDS", 0.2)
     await engine.check()
     fake.faults.hangs = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert await engine.check() == pb.ENGINE_STATE_SUSPECT
         fake.faults.hangs = False
         assert await engine.check() == pb.ENGINE_STATE_HEALTHY

@@ -23,7 +23,7 @@ from tests.rollout.engines.models import (
     transfer_in,
 )
 from tests.support.fake_sglang import FakeSglang, serve
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import Unavailable
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -196,7 +196,7 @@ async def test_turns_with_tokens_that_a_lost_keeper_had_not_verified_are_returne
     pair.follower.follow_keeper(False)
     pair.follower.distrust("its keeper was lost")
     await pair.follower.update_weights(pair.ref(2), pair.transfer)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(TurnReturned, match="version 1"):
             await turn
 
@@ -209,7 +209,7 @@ async def test_a_turn_that_its_keepers_pause_aborts_is_returned_at_once(pair: Pa
     await until(lambda: any(len(call.tokens) > 5 for call in pair.fake.calls.values()))
     for call in pair.fake.calls.values():
         call.aborted = True
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(TurnReturned, match="new weights"):
             await turn
 

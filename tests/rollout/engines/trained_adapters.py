@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.rollout.engines.models import make_model, policy_spec
+from tests.rollout.engines.models import make_model, policy_spec, publish_tensors
 from troupe.checkpoints.adapters import AdapterContent, base_key
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import Transfer
@@ -65,16 +65,7 @@ class TrainedAdapter:
             "tensors": tensors,
             **changes,
         }
-        key = f"job/{policy}/weights@{version}"
-        manifest = transfer.set(key, AdapterContent(**about).to_tensors())
-        return pb.WeightsRef(
-            job_id="job",
-            policy=policy,
-            version=version,
-            key=key,
-            checksum=manifest.checksum,
-            num_bytes=manifest.num_bytes,
-        )
+        return publish_tensors(transfer, AdapterContent(**about).to_tensors(), version, policy)
 
     def logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """Log-probs of `response`, by PEFT's forward pass."""

@@ -17,7 +17,7 @@ from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.rollout.test_rollout_aborting import abort
 from tests.support import arenas
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe import tensors
 from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
@@ -54,7 +54,7 @@ def _spec(source: str = "Agree", **changes: Any) -> JobSpec:
             "agents": {"agent_0": {"policy": "big"}, "agent_1": {"policy": "small"}},
             "policies": {"big": {"network": NETWORK}, "small": {"network": NETWORK}},
             "pipeline": {"steps": 1, "queries_per_step": 2},
-            "limits": {"turn_seconds": 5, "trajectory_seconds": 20},
+            "limits": {"turn_seconds": PATIENCE, "trajectory_seconds": PATIENCE},
             **changes,
         }
     )
@@ -87,7 +87,7 @@ async def _prepare(house: House, spec: JobSpec, spaces: Spaces = SPACES) -> list
     request = pb.PrepareJobRequest(
         request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=refs
     )
-    await house.rollout.PrepareJob(request, timeout=60)
+    await house.rollout.PrepareJob(request, timeout=PATIENCE)
     return refs
 
 
@@ -192,7 +192,7 @@ async def test_a_cast_is_played_and_only_the_learners_fragment_is_kept(house: Ho
     request = pb.PrepareJobRequest(
         request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=chooses
     )
-    await house.rollout.PrepareJob(request, timeout=60)
+    await house.rollout.PrepareJob(request, timeout=PATIENCE)
     await house.open_step(queries=2, group_size=1)
     tickets = training(2, 1)
     seatings = (("agent_0", "agent_1"), ("agent_1", "agent_0"))
@@ -332,7 +332,7 @@ async def test_a_job_that_cannot_be_prepared_leaves_no_environment_behind(house:
     spec = _spec("Counted")
     await _prepare(house, spec)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id(), job_id=house.job_id), timeout=30
+        pb.ReleaseJobRequest(request_id=new_id(), job_id=house.job_id), timeout=PATIENCE
     )
     assert arenas.Counted.there == 0
     other = Spaces(observation=3, state=3, actions=2, steps=2)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.records import RowDestination
 from services.rollout.trajectories.trajectory import TrajectoryAttempts, is_environments
 from tests.rollout import worlds
-from tests.rollout.house import House, make_spec, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, make_spec, training
 from tests.rollout.test_rollout_aborting import abort
+from tests.support.processes import runs
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -27,13 +25,6 @@ ABORTED = common.TRAJECTORY_STATE_ABORTED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 FAILED = common.TRAJECTORY_STATE_FAILED
 WORLDS = "tests.rollout.worlds"
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    worlds.reset()
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 async def prepare(house: House, workflow: str, **limits: float) -> None:
@@ -83,9 +74,7 @@ async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) ->
     again and again meanwhile."""
     await prepare(house, "some_get_stuck", trajectory_seconds=1.5, trajectory_retries=3)
     stuck = asyncio.create_task(house.run(training()))
-    async with asyncio.timeout(20):
-        while len(worlds.STUCK) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(worlds.STUCK) >= 4)
     # While they are stuck others go on, one after the other.
     for _ in range(3):
         event = await house.run_one(index=2)
@@ -96,15 +85,13 @@ async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) ->
     assert all(event.reason.startswith("deadline: ") for event in ended.values())
     assert all(event.metrics["environment_retries"] == 0 for event in ended.values())
     assert worlds.CHILDREN
-    async with asyncio.timeout(10):
-        while any(map(alive, worlds.CHILDREN)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(map(runs, worlds.CHILDREN)))
 
 
 async def test_what_is_stale_ends_at_once_wherever_it_hangs(house: House) -> None:
     await prepare(house, "some_get_stuck", trajectory_seconds=60)
     running = asyncio.create_task(house.run(training()))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while len(worlds.STUCK) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for query, left in (("q0", 2), ("q1", 0)):
@@ -116,13 +103,6 @@ async def test_what_is_stale_ends_at_once_wherever_it_hangs(house: House) -> Non
         ended = await running
     assert {event.reason for event in ended.values()} == {"stale: too old"}
     assert {len(event.turns) for event in ended.values()} == {1}, "as far as they came"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
@@ -188,7 +168,7 @@ async def test_who_is_aborted_while_its_end_is_stored_ended_as_the_store_says(
 
     monkeypatch.setattr(log, "_end", answers_late)
     running = asyncio.create_task(house.run(training(1, 1)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await stored.wait()
         assert await abort(house, "q0-s0-t0") == ["q0-s0-t0"]
         [event] = (await running).values()

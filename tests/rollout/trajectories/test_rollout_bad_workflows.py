@@ -6,7 +6,7 @@ import inspect
 import re
 import time
 import types
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ from troupe.v1 import common_pb2 as common
 FAILED = common.TRAJECTORY_STATE_FAILED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 QUICK = {"limits": {"trajectory_seconds": 0.5, "turn_seconds": 5}}
-
-
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with open_house(tmp_path) as house:
-        yield house
 
 
 @pytest.mark.parametrize(

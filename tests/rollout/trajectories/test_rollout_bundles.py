@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.rollout.trajectories import runner
 from services.rollout.trajectories.runner import TrajectoryListener
+from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
@@ -61,7 +62,7 @@ async def test_what_was_heard_before_a_trajectory_was_lost_is_told_first() -> No
     for news in (event(0), event(1), Unavailable("the store is away"), event(2)):
         listener.deliver(news)
     told = listener.bundles()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert [one.trajectory_id for one in await anext(told)] == ["0", "1"]
         with pytest.raises(Unavailable, match="the store is away"):
             await anext(told)

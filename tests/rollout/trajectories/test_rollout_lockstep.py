@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.lockstep import BarrierMember, Lockstep
+from tests.support.waiting import PATIENCE
 from troupe.workflow.backend import EndpointOptions
 
 
@@ -50,7 +51,7 @@ def test_nobody_begins_a_call_while_another_has_one(plans: list[list[int]]) -> N
         seats = [lockstep.member(clock()) for _ in plans]
         for seat in seats:
             lockstep.join(seat)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*(one(seats[n], f"t{n}", c) for n, c in enumerate(plans)))
         return world
 
@@ -105,7 +106,7 @@ async def test_who_ends_holds_nobody_up(how: str) -> None:
                     pass
 
     first = asyncio.create_task(gone())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.sleep(0)
         second = asyncio.create_task(stays())
         await asyncio.sleep(0.01)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.orchestrator.state.trajectories import repeat_shared
 from services.rollout.trajectories.transcripts import transcript_of
-from tests.rollout import worlds
-from tests.rollout.house import House, evaluation, make_spec, open_house, training
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.house import House, evaluation, make_spec, training
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import ScriptedPolicy, TurnRecord, play
@@ -69,13 +65,6 @@ def test_a_conversation_is_sent_once() -> None:
     assert sent.ByteSize() < 1.1 * 20 * 3000
     repeat_shared(sent.turns)
     assert sent.ByteSize() > 19 * 19 * 1000
-
-
-@pytest.fixture
-async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
-    worlds.reset()
-    async with open_house(tmp_path, store=store_process.address) as house:
-        yield house
 
 
 def with_text(events: dict[str, pb.TrajectoryEvent]) -> set[str]:
