@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from services.orchestrator.pipeline.steps import StepRunner
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
+from tests.support.waiting import PATIENCE
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -197,7 +198,7 @@ async def test_what_could_be_used_again_is_freed_in_the_end(cluster: Cluster) ->
     assert max(row.values["staleness/max"] for row in rows) <= 2
     # The job is over, and soon so are its tables: none of its payloads is left.
     redis = Redis.from_url(cluster.settings.redis_url)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while True:
             if not [key async for key in redis.scan_iter(f"*{job_id}*") if b":rows:" in key]:
                 break

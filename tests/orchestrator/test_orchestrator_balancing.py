@@ -31,9 +31,9 @@ def job(**over: Any) -> str:
 
 
 async def running(cluster: Cluster, text: str) -> tuple[str, FakeRollout]:
-    """A job that runs until the test says otherwise: its trajectories take ten seconds."""
+    """A job that runs until the test says otherwise."""
     [worker] = cluster.rollouts
-    worker.script.seconds = 10
+    worker.script.seconds = 1000
     job_id = await cluster.submit(text)
     await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
     return job_id, worker
@@ -170,7 +170,8 @@ async def test_workers_are_balanced_each_by_itself_and_those_that_leave_not_at_a
     assert first.moves == []
     # It says that it leaves: what it does now is its own business.
     first.draining = True
-    await asyncio.sleep(0.3)
+    workers = cluster.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
+    await until(lambda: len(workers.usable(orch.WORKER_KIND_ROLLOUT)) == 1)
     first.script.waiting = {"checker": 30}
     await asyncio.sleep(0.5)
     assert first.calls["MoveEngine"] == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -49,7 +50,7 @@ class Process:
         """Bring it back whenever it dies, as a supervisor does, until `until()` is so. Returns how
         often it died."""
         deaths = 0
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(2 * PATIENCE):
             done = asyncio.ensure_future(until())
             while not done.done():
                 ended = asyncio.ensure_future(self.process.wait())
@@ -62,12 +63,12 @@ class Process:
         return deaths
 
 
-async def until(cluster: Cluster, job_id: str, state: pb.JobState.ValueType) -> None:
+async def until_state(cluster: Cluster, job_id: str, state: pb.JobState.ValueType) -> None:
     """Wait until the job is in the state, however long an orchestrator takes to come back."""
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(Unavailable):
-                await cluster.wait(job_id, [state], seconds=200)
+                await cluster.wait(job_id, [state])
                 return
 
 
@@ -86,9 +87,9 @@ async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
     process = Process(cluster, modules)
     await process.start()
     try:
-        await until(cluster, good, pb.JOB_STATE_RUNNING)
+        await until_state(cluster, good, pb.JOB_STATE_RUNNING)
         bad = await cluster.submit(job_yaml("bad", logging__wandb_project="p"), job_id="bad")
-        deaths = await process.kept(lambda: until(cluster, bad, pb.JOB_STATE_FAILED))
+        deaths = await process.kept(lambda: until_state(cluster, bad, pb.JOB_STATE_FAILED))
         jobs = {
             job.job_id: job for job in (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
         }
@@ -96,7 +97,7 @@ async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
         assert jobs[bad].problem.kind == "orchestrator_keeps_dying"
         assert "died 3 times" in jobs[bad].problem.message
         assert deaths == 3
-        await until(cluster, good, pb.JOB_STATE_RUNNING)
+        await until_state(cluster, good, pb.JOB_STATE_RUNNING)
     finally:
         process.process.terminate()
         await process.process.wait()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.rpc import InvalidArgument
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -32,7 +33,7 @@ async def test_a_step_of_the_largest_size_does_not_block(cluster: Cluster) -> No
     text = job_yaml("large", pipeline__queries_per_step=32_768, pipeline__group_size=8)
     job_id = await cluster.submit(text)
     held = 0.0
-    for _ in range(60):
+    for _ in range(int(PATIENCE)):
         held = max(held, await longest_hold(1))
         if len(cluster.rollouts[0].ran) >= 1024 + 4:
             break

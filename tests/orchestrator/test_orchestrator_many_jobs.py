@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -17,7 +18,6 @@ from troupe.v1 import orchestrator_pb2 as orch
 JOBS = 200
 AT_ONCE = 4
 # On a busy machine workers count as lost for a while, and are found again.
-PATIENCE = 120.0
 # Redis holds the record, log, metrics and newest trajectories of an ended job, and of each of its
 # two policies the versions and what became of the newest samples.
 KEYS_PER_JOB = 40

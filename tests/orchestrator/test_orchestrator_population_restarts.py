@@ -16,6 +16,7 @@ from tests.orchestrator.playing import (
     population,
 )
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -104,7 +105,7 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
 
     monkeypatch.setattr(WeightVersions, "restart", stay)
     troubled = await cluster.submit(game("troubled", pipeline__steps=3, population=RESTART))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await stuck.wait()
     await cluster.stop_orchestrator()
     monkeypatch.setattr(WeightVersions, "restart", restart)

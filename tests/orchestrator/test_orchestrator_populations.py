@@ -16,6 +16,7 @@ from tests.orchestrator.playing import (
     population,
 )
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -55,7 +56,8 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
     # People may talk to it, and to what a slot serves, after it has ended.
     for policy in ("player", "all--0"):
         await cluster.api.GeneratePolicy(
-            orch.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]), timeout=20
+            orch.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]),
+            timeout=PATIENCE,
         )
     # Training: the learner on one side, a member on the other, in turn on either.
     train = [t for t in cluster.rollouts[0].tickets if t.purpose == ro.Ticket.PURPOSE_TRAIN]
@@ -143,10 +145,12 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     first = cluster.rollouts[0]
     first.script.break_after, first.script.die = 3, True
     job_id = await cluster.submit(game())
-    async with asyncio.timeout(60):
-        # Three of the first four have ended for good, and nobody plays the last one.
-        while (await population(cluster, job_id)).matches_due != 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    async def one_is_due() -> bool:
+        """Three of the first four have ended for good, and nobody plays the last one."""
+        return (await population(cluster, job_id)).matches_due == 1
+
+    await until(one_is_due)
     second = await cluster.add_rollout()
     second.keys, second.script.reward = first.keys, first.script.reward
     cluster.rollouts[0] = second
@@ -282,7 +286,7 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
     assert (await cluster.wait(done)).state == pb.JOB_STATE_SUCCEEDED
     assert not published(cluster)
     await cluster.api.GeneratePolicy(
-        orch.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]), timeout=20
+        orch.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]), timeout=PATIENCE
     )
     assert not published(cluster), "what was published to be talked to"
     cluster.rollouts[0].script.seconds = 0.05

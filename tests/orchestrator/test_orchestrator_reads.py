@@ -8,6 +8,7 @@ import xxhash
 
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import weights_of
+from tests.support.waiting import PATIENCE
 from troupe.checkpoints.retention import choose
 from troupe.client import AsyncClient
 from troupe.rpc import InvalidArgument, NotFound, Unavailable, new_id
@@ -122,7 +123,7 @@ async def test_the_picture_of_the_cluster(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 1000
     job_id = await cluster.submit(job_yaml())
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while True:
             picture = await cluster.api.GetCluster(orch.GetClusterRequest())
             if picture.in_flight.get(job_id) == 4 and picture.bindings and picture.engines:

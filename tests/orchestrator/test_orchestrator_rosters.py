@@ -10,6 +10,7 @@ import pytest
 
 from services.orchestrator.pipeline.step_queries import StepQueries
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import until
 from troupe.scheduling.curriculum import number_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -176,9 +177,11 @@ async def test_a_job_that_was_cancelled_goes_on_with_a_smaller_alpha(cluster: Cl
     text = {"pipeline__mode": "async", "pipeline__steps": 6}
     job_id = await cluster.submit(dynamic_yaml(**text, pipeline__alpha=3))
     await cluster.wait(job_id, (pb.JOB_STATE_RUNNING,))
-    async with asyncio.timeout(60):
-        while not (await cluster.step(job_id, 3)).closed:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def is_closed() -> bool:
+        return bool((await cluster.step(job_id, 3)).closed)
+
+    await until(is_closed)
     await cluster.api.CancelJob(orch.CancelJobRequest(request_id="c", job_id=job_id))
     await cluster.wait(job_id, (pb.JOB_STATE_CANCELLED,))
     trainer.script.slow = {}

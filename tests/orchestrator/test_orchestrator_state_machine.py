@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from tests.support.cluster import ENDED, Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe import states
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
@@ -46,7 +47,7 @@ class JobLife(RuleBasedStateMachine):
         self._job_id = ""
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self._loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
 
     @initialize(
         mode=st.sampled_from(["serial", "sync", "micro_batch", "async"]),

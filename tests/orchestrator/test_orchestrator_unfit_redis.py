@@ -17,6 +17,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from services.reward.server import RewardService, RewardSettings
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition, ResourceExhausted
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -71,7 +72,7 @@ async def test_a_service_does_not_start_on_a_redis_that_may_evict(
     running: RunningServer[Any] = RunningServer(make, given)
     await running.open()
     with pytest.raises(FailedPrecondition) as caught:
-        await asyncio.wait_for(running.become_ready(), 60)
+        await asyncio.wait_for(running.become_ready(), PATIENCE)
     assert (caught.value.field, caught.value.value) == ("maxmemory-policy", "allkeys-lru")
     assert "CONFIG SET maxmemory-policy noeviction" in str(caught.value)
     await running.close()
@@ -92,7 +93,7 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
     status = await redis_status(own)
     assert not status.serving
     assert "maxmemory-policy = allkeys-lru" in status.message
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         async for event in own.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
             if "maxmemory-policy = allkeys-lru" in event.notice.text:
                 break
@@ -114,7 +115,7 @@ async def test_what_is_wrong_with_the_stores_own_redis_is_told_by_the_orchestrat
     await cluster.start_orchestrator()
 
     async def told(serving: bool) -> str:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 status = await redis_status(cluster, "experience_store")
                 if status.serving == serving:

@@ -17,6 +17,7 @@ from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch
 from tests.orchestrator.test_orchestrator_redundant import number
 from tests.orchestrator.test_orchestrator_rosters import finish, step_rows
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -117,7 +118,7 @@ class Play:
 
     async def __aenter__(self) -> Play:
         self._running = asyncio.create_task(self.dispatch.run())
-        await asyncio.wait_for(self.worker.said.wait(), 10)
+        await asyncio.wait_for(self.worker.said.wait(), PATIENCE)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,7 +127,7 @@ class Play:
         await asyncio.gather(self._running, return_exceptions=True)
 
     async def finished(self) -> None:
-        await asyncio.wait_for(self.batch.finished(lambda: "waiting"), 10)
+        await asyncio.wait_for(self.batch.finished(lambda: "waiting"), PATIENCE)
 
 
 async def test_what_the_store_ended_is_given_up_and_nothing_else() -> None:
@@ -148,7 +149,8 @@ async def test_last_words_of_a_complete_group_are_given_up_too() -> None:
     async with Play(ended(IDS[1], group_complete=True)) as play:
         assert play.batch.open == 0
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(play.batch.finished(lambda: "waiting"), 0.05)
+            async with asyncio.timeout(0.05):  # deadline: the batch does not finish
+                await play.batch.finished(lambda: "waiting")
         play.dispatch.end_unreported(play.batch, IDS)
         await play.finished()
     assert (play.told, play.batch.unseen) == ([IDS[1]], 3)

@@ -8,6 +8,7 @@ import pytest
 from services.orchestrator.errors import Deadline
 from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
+from tests.support.waiting import PATIENCE
 from troupe.rpc import AlreadyExists, DeadlineExceeded, Unavailable
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -20,10 +21,12 @@ def beat(worker_id: str = "w", port: int = 1, *, draining: bool = False) -> orch
     )
 
 
+SETTINGS = OrchestratorSettings(heartbeat_seconds=0.02, lost_after_beats=3)
+
+
 @pytest.fixture
 async def registry() -> AsyncIterator[WorkerRegistry]:
-    settings = OrchestratorSettings(heartbeat_seconds=0.02, lost_after_beats=3)
-    registry = WorkerRegistry(settings)
+    registry = WorkerRegistry(SETTINGS)
     registry.start()
     yield registry
     await registry.close()
@@ -50,12 +53,17 @@ async def test_a_worker_that_falls_silent_is_lost(registry: WorkerRegistry) -> N
             raise AssertionError("it is lost")
 
 
-async def test_a_worker_that_beats_is_kept(registry: WorkerRegistry) -> None:
+async def test_a_worker_that_beats_is_kept() -> None:
+    now = 0.0
+    registry = WorkerRegistry(SETTINGS, clock=lambda: now)
+    registry.start()
     registry.beat(beat())
     for _ in range(20):
         await asyncio.sleep(0.01)
+        now += 0.01
         registry.beat(beat())
     assert only(registry).alive
+    await registry.close()
 
 
 async def test_a_worker_whose_event_loop_does_not_advance_is_lost(
@@ -134,7 +142,7 @@ async def test_a_draining_worker_gets_nothing_new(registry: WorkerRegistry) -> N
     changed = asyncio.ensure_future(registry.change())
     await asyncio.sleep(0)
     registry.beat(beat(draining=True))
-    await asyncio.wait_for(changed, 30)
+    await asyncio.wait_for(changed, PATIENCE)
     assert registry.usable(ROLLOUT) == []
     assert only(registry).alive
 
@@ -158,8 +166,7 @@ async def test_waiting_names_what_is_missing(registry: WorkerRegistry) -> None:
 
 async def test_a_stalled_orchestrator_does_not_blame_its_workers() -> None:
     now = 0.0
-    settings = OrchestratorSettings(heartbeat_seconds=0.02, lost_after_beats=3)
-    registry = WorkerRegistry(settings, clock=lambda: now)
+    registry = WorkerRegistry(SETTINGS, clock=lambda: now)
     registry.start()
     registry.beat(beat())
     await asyncio.sleep(0.015)

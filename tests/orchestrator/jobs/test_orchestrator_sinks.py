@@ -21,6 +21,7 @@ from services.orchestrator.jobs import sinks as module
 from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
 from tests.support.hostile import HALF, UnsayableError, leaf_errors, nested_group
+from tests.support.waiting import PATIENCE
 from troupe.job import parse_job
 from troupe.outcomes import type_name
 from troupe.v1 import orchestrator_pb2 as orch
@@ -136,7 +137,7 @@ async def test_steps_do_not_wait_for_one_that_is_late_already(
     sinks = make(tmp_path)
     assert len(await sinks.open([row(0)])) == 1
     monkeypatch.setattr(module, "SINK_WAIT_SECONDS", 3600.0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         for step in (1, 2, 3):
             assert await sinks.write(row(step)) == []
     tool.released.set()
@@ -227,7 +228,7 @@ async def main(place):
     assert await again.open([row(1, step) for step in (1, 2, 3)]) == []  # the third is missing
     assert await again.close() == []
     # A process of wandb's writes the files, and the end of them just after `finish` has returned.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     wanted = {
         (f"job-{job}", "p"): [(step, job + step / 10) for step in steps]
         for job, steps in ((1, (1, 2, 3)), (2, (1, 2)))

@@ -12,6 +12,7 @@ from services.orchestrator.placement.trainer_scheduler import ready_work
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
+from tests.support.waiting import PATIENCE, until
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
@@ -128,9 +129,7 @@ async def test_a_policy_that_could_not_be_suspended_is_asked_again(
 async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cluster) -> None:
     trainer = await house.add_trainer(TrainerScript(slots=1, seconds=0.3))
     job_id = await house.submit(job())
-    async with asyncio.timeout(30):
-        while not trainer.calls["Suspend"]:  # noqa: ASYNC110 - it is another service that changes
-            await asyncio.sleep(0.02)
+    await until(lambda: trainer.calls["Suspend"])
     await house.add_trainer(TrainerScript(slots=1))
     await trainer.down()
     ended = await house.wait(job_id)
@@ -147,9 +146,7 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
     trainers = [await house.add_trainer(TrainerScript(slots=1, seconds=0.1)) for _ in range(2)]
     job_id = await house.submit(job(**{"pipeline.steps": 8 if cancelled else 3}))
     if cancelled:
-        async with asyncio.timeout(30):
-            while sum(one.calls["Suspend"] for one in trainers) < 4:  # noqa: ASYNC110 - another's
-                await asyncio.sleep(0.02)
+        await until(lambda: sum(one.calls["Suspend"] for one in trainers) >= 4)
         await house.cancel(job_id)
     ended = await house.wait(job_id)
     assert ended.state == (pb.JOB_STATE_CANCELLED if cancelled else SUCCEEDED), ended.problem
@@ -159,10 +156,8 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
 async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> str:
     """A job that waits for the only slot, whose holder is cancelled."""
     first = await house.submit(job_yaml("first", policies=("alice",)))
-    async with asyncio.timeout(30):
-        # A policy without work leaves at once for the second job's, which then never waits.
-        while "alice" not in trainer.computing:  # noqa: ASYNC110 - another's
-            await asyncio.sleep(0.02)
+    # A policy without work leaves at once for the second job's, which then never waits.
+    await until(lambda: "alice" in trainer.computing)
     second = await house.submit(job_yaml("second", policies=("bob",)))
     await house.until(second, lambda one: "waits for its turn" in one.activity)
     await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
@@ -192,9 +187,11 @@ async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
 ) -> None:
     trainer = await house.add_trainer()
     trainer.fetched.add(("forgotten", "alice"))
-    async with asyncio.timeout(10):
-        while not (await house.api.GetCluster(orch.GetClusterRequest())).bindings:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def is_shown() -> bool:
+        return bool((await house.api.GetCluster(orch.GetClusterRequest())).bindings)
+
+    await until(is_shown)
     ended = await house.wait(await house.submit(job()))
     assert ended.state == SUCCEEDED, ended.problem
     assert not trainer.fetched
@@ -303,7 +300,7 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
         quick = {f"policies.{name}.trainer.idle_seconds": 0.3 for name in POLICIES}
         evaluation = {"evaluation.queries": 1, "evaluation.every": 1}
         job_id = await cluster.submit(job(**quick, **evaluation))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await evaluating.wait()
             while trainer.bound:
                 assert (await cluster.job(job_id)).state == pb.JOB_STATE_RUNNING
@@ -333,7 +330,7 @@ async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path:
     await cluster.add_rollout(RolloutScript())
 
     async def wants(count: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 view = await cluster.api.GetCluster(orch.GetClusterRequest())
                 if view.wanted_trainers == count:

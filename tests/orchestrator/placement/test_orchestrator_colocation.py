@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import FakeRollout
 from tests.support.fake_trainer import FakeTrainer
+from tests.support.waiting import until
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import FailedPrecondition, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -50,9 +50,7 @@ def watched(cluster: Cluster, policies: list[str] = BOTH) -> list[str]:
 
 async def called(worker: FakeRollout | FakeTrainer, name: str) -> None:
     """Wait for a call of a worker."""
-    async with asyncio.timeout(20):
-        while not worker.calls[name]:  # noqa: ASYNC110 - another service's calls
-            await asyncio.sleep(0.005)
+    await until(lambda: worker.calls[name])
 
 
 async def values_of(cluster: Cluster, job_id: str) -> dict[str, float]:
@@ -164,9 +162,14 @@ async def test_an_engine_that_keeps_its_memory_fails_the_job_and_says_why(
 
 async def test_on_devices_a_colocated_job_is_alone(cluster: Cluster) -> None:
     [worker] = cluster.rollouts
-    worker.script.seconds = 5.0
+    worker.script.seconds = 1000
     worker.script.devices = [orch.GivenDevice(index=0, device_class="H100", memory_bytes=80 << 30)]
-    await asyncio.sleep(0.3)  # for a heartbeat that reports it
+
+    async def is_reported() -> bool:
+        picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+        return any(one.devices for one in picture.workers)
+
+    await until(is_reported)
     first = await cluster.submit(job("first"))
     await cluster.wait(first, [pb.JOB_STATE_RUNNING])
     for text in (job("second"), job_yaml("second")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from examples.self_play.kuhn import workflow
 from services.orchestrator.populations import exact
 from tests.orchestrator.playing import game, lasting, population
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import PATIENCE, until
 from troupe.populations import enumerated
 from troupe.populations.enumerated import Enumeration
 from troupe.populations.tree import agent_values, mixed
@@ -69,7 +69,7 @@ async def test_payoffs_are_computed_and_the_job_stops_near_an_equilibrium(kuhn: 
     assert gaps[0] > gaps[1] > gaps[2] > 0
     stop = {"nash_conv": (gaps[1] + gaps[2]) / 2}
     job_id = await kuhn.submit(game(population=SECTION | {"stop": stop}, pipeline__steps=8))
-    job = await kuhn.wait(job_id, seconds=60)
+    job = await kuhn.wait(job_id, seconds=PATIENCE)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     assert job.step == LAST, "it is over before all steps are"
     found = await population(kuhn, job_id)
@@ -97,7 +97,7 @@ async def test_payoffs_are_computed_and_the_job_stops_near_an_equilibrium(kuhn: 
 async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluster) -> None:
     section = SECTION | {"iteration_steps": 1, "evaluation_slots": 2}
     quiet = await kuhn.submit(game("quiet", population=section))
-    assert (await kuhn.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await kuhn.wait(quiet, seconds=PATIENCE)).state == pb.JOB_STATE_SUCCEEDED
     expected = await population(kuhn, quiet)
     assert len(expected.history) == 5
     worker = kuhn.rollouts[0]
@@ -106,13 +106,11 @@ async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluste
     troubled = await kuhn.submit(game("troubled", population=section))
     killed_in = []
     for asked in (1, 4):
-        async with asyncio.timeout(60):
-            while worker.calls["Score"] < asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda least=asked: worker.calls["Score"] >= least)  # type: ignore[misc]
         killed_in.append((await kuhn.job(troubled)).state)
         await kuhn.stop_orchestrator()
         await kuhn.start_orchestrator()
-    job = await kuhn.wait(troubled, seconds=60)
+    job = await kuhn.wait(troubled, seconds=PATIENCE)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     assert pb.JOB_STATE_SUCCEEDED not in killed_in
     assert lasting(await population(kuhn, troubled)) == lasting(expected)
@@ -147,7 +145,7 @@ async def test_members_of_two_pools_that_stay_on_their_seats(
         pipeline__queries_per_step=4,
     )
     job_id = await kuhn.submit(text)
-    job = await kuhn.wait(job_id, seconds=60)
+    job = await kuhn.wait(job_id, seconds=PATIENCE)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(kuhn, job_id)
     assert len(found.cells) == 4
@@ -171,7 +169,9 @@ async def test_a_game_that_cannot_be_enumerated_fails_the_job_by_name(
         kuhn.rollouts[0].script.workflow = say
     if reason == "no answers":
         kuhn.rollouts[0].script.score = lambda version, prompt: [0.9, 0.9]
-    job = await kuhn.wait(await kuhn.submit(game(population=SECTION | {"game": name})), seconds=60)
+    job = await kuhn.wait(
+        await kuhn.submit(game(population=SECTION | {"game": name})), seconds=PATIENCE
+    )
     assert job.state == pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("game_not_enumerable", "population.game")
     said = {

@@ -18,6 +18,7 @@ from services.orchestrator.populations.state import SETTLED, FrozenMember, Popul
 from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.redis import StateUnavailable
 from tests.support.cluster import job_yaml
+from tests.support.waiting import PATIENCE, until
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
@@ -232,9 +233,7 @@ async def test_a_write_that_fails_is_made_up_for() -> None:
     table = Table(job_of(), all_but_the_last, seconds=0.001)
     table.faults = [StateUnavailable("away")]
     playing = asyncio.create_task(table.matches.play(table.matches.due()))
-    async with asyncio.timeout(60):
-        while not table.kept:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: table.kept)
     assert (len(table.kept), table.faults) == (11, [])
     table.batch.end(ended(table.last))
     await playing
@@ -244,6 +243,6 @@ async def test_a_write_that_fails_is_made_up_for() -> None:
 async def test_who_has_lost_the_job_plays_no_further() -> None:
     table = Table(job_of(), all_but_the_last, seconds=0.001)
     table.faults = [Superseded("another one has it")] * 2
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(Superseded):
             await table.matches.play(table.matches.due())

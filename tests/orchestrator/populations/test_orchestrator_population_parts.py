@@ -18,6 +18,7 @@ from services.orchestrator.populations import slots
 from services.orchestrator.populations.slots import MemberWeights, Slots, unpublish_members
 from services.orchestrator.populations.state import SETTLED, FrozenMember, PopulationState
 from services.orchestrator.state.job_store import Superseded
+from tests.support.waiting import PATIENCE
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -95,7 +96,7 @@ async def test_a_member_whose_host_is_away_is_not_gone() -> None:
     assert not asked.done()
     hosts.hosts[1].usable = True
     hosts.changed.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert (await asked).version == 3
 
 

@@ -1,7 +1,5 @@
 """What users do to jobs: submit, watch, pause, resume, cancel."""
 
-import asyncio
-
 import pytest
 
 from services.orchestrator.cluster import release_ended_jobs
@@ -9,6 +7,7 @@ from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import StateUnavailable
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.waiting import until
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -111,8 +110,7 @@ async def test_a_cancelled_job_stops_now_and_can_be_resumed(cluster: Cluster) ->
     worker.script.seconds = 1000
     job_id = await cluster.submit(job_yaml())
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)
-    while len(worker.ran) < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(worker.ran) >= 4)
     await cluster.cancel(job_id, "enough")
     job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_CANCELLED
@@ -199,9 +197,8 @@ async def test_a_client_that_vanishes_leaves_nothing_behind(cluster: Cluster) ->
     async for _ in cluster.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
         break
     assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
-    await asyncio.sleep(0.1)
     log = cluster.orchestrator.service._at.shared.log  # type: ignore[union-attr]
-    assert not log._waiting
+    await until(lambda: not log._waiting)
 
 
 async def test_several_jobs_run_at_once(cluster: Cluster) -> None:

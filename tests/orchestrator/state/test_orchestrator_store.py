@@ -20,7 +20,7 @@ from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import job_yaml
 from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
@@ -199,7 +199,7 @@ async def test_a_follower_reads_pages_and_then_waits(desk: Desk) -> None:
     desk.log.show(job_id, orch.Activity(text="rolling out"))
     await until(lambda: seen[-1].HasField("activity"))
     await desk.store.move(job_id, pb.JOB_STATE_SUCCEEDED)
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, PATIENCE)
     assert [e.notice.text for e in seen if e.HasField("notice")] == [str(n) for n in range(600)]
     assert seen[-1].state.state == pb.JOB_STATE_SUCCEEDED
     ids = [event.event_id for event in seen if event.event_id]
