@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.redis_server import RedisServer
 from tests.support.stub_services import write_stub_services
+from tests.support.waiting import PATIENCE
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.errors import RedisDataDamaged
 from troupe.cluster.redis import _is_unfinished, mend_append_file, redis_executable
@@ -125,7 +126,9 @@ def test_other_damage_is_refused_and_the_command_in_the_error_repairs_it(
     assert caught.value.remedy is not None
     _, _, after = caught.value.remedy.partition("in it: ")
     repair, _, _ = after.partition(" ; ")
-    subprocess.run(repair, shell=True, check=True, input=b"y\n", capture_output=True, timeout=60)
+    subprocess.run(
+        repair, shell=True, check=True, input=b"y\n", capture_output=True, timeout=PATIENCE
+    )
     assert data.path.read_bytes() == whole
     assert data.mend() == ""
     assert data.rows() == WRITTEN

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stub_services import write_stub_services
+from tests.support.waiting import PATIENCE
 from troupe.client import AsyncClient, Client
 from troupe.client.aio import settings_for
 from troupe.client.cli.app import main
@@ -301,7 +302,7 @@ async def test_another_user_reaches_nothing(
             input=json.dumps(given),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
         )
         assert done.returncode == 0, done.stderr

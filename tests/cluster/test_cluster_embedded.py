@@ -20,6 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.stub_services import write_stub_services
+from tests.support.waiting import PATIENCE, block_until
 from troupe.cluster import (
     ClusterSettings,
     EmbeddedCluster,
@@ -111,7 +112,7 @@ async def test_a_cluster_from_start_to_stop(settings: ClusterSettings, project: 
         def all_back() -> bool:
             return all(s.restarts == 1 and s.state == "serving" for s in cluster.state.services)
 
-        assert await asyncio.to_thread(_within, 90, all_back)
+        await asyncio.to_thread(block_until, all_back)
         assert [s.address for s in cluster.state.services] == [s.address for s in state.services]
         assert await _redis(state.redis_url, "GET", "kept") == b"yes"
         assert (state.data_dir / f"told-rollout-0-{state.cluster_id}-2.json").exists()
@@ -344,7 +345,7 @@ def test_the_children_of_a_killed_supervisor_are_ended_by_the_next(
     (settings.data_dir / "stubborn-rollout").touch()  # ignores the SIGTERM that the kernel sends
     first = start_detached(settings.model_copy(update={"stop_seconds": 0.5}))
     os.kill(first.supervisor_pid, signal.SIGKILL)
-    assert _within(20, lambda: running_state(first.data_dir) is None)
+    block_until(lambda: running_state(first.data_dir) is None)
     rollout = next(s for s in first.services if s.name == "rollout-0")
     assert rollout.pid is not None
     assert psutil.pid_exists(rollout.pid)
@@ -369,11 +370,11 @@ def test_sigterm_while_starting_leaves_nothing(settings: ClusterSettings) -> Non
     with process.stdin:
         process.stdin.write(settings.resolved().model_dump_json().encode())
     data_dir = settings.data_dir
-    assert _within(60, lambda: state_path(data_dir).exists())
+    block_until(lambda: state_path(data_dir).exists())
 
     process.terminate()
 
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     state = read_state(data_dir)
     assert state is not None
     assert not any(is_alive(s.pid, s.created) for s in state.services)
@@ -384,12 +385,3 @@ async def _redis(url: str, *command: str) -> object:
 
     async with Redis.from_url(url) as client:
         return await client.execute_command(*command)  # type: ignore[no-untyped-call]
-
-
-def _within(seconds: float, condition) -> bool:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_cluster_supervisor import SERVER, spec
+from tests.support.waiting import until
 from troupe.cluster import logs
 from troupe.cluster.embedded import pick_ports
 from troupe.cluster.supervisor import Supervisor
@@ -129,9 +129,7 @@ async def test_the_supervisor_rotates_what_its_children_print(tmp_path: Path) ->
     path, older = tmp_path / "noisy.log", tmp_path / "noisy.log.1"
     try:
         await supervisor.start()
-        async with asyncio.timeout(20):
-            while not older.exists() or path.stat().st_size > LIMIT:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: older.exists() and path.stat().st_size <= LIMIT)
     finally:
         await supervisor.stop()
     assert (numbers(older) + numbers(path))[-1] == 39_999

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -16,6 +14,7 @@ import pytest
 
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE, block_until
 from troupe.client import AsyncClient, Client
 from troupe.client.cli.app import main
 from troupe.cluster.embedded import EmbeddedCluster
@@ -50,27 +49,24 @@ def test_up_status_kill_each_and_down(
         ]  # fmt: skip
         first = running_state(tmp_path)
         assert first is not None
-        assert _within(20, lambda: _workers(first) == 4)
+        block_until(lambda: _workers(first) == 4)
 
         for name, service in services.items():
             os.kill(int(str(service["pid"])), signal.SIGKILL)
-            assert _within(60, lambda name=name: _restarts(tmp_path, name) == 1), name
-        assert _within(60, lambda: status()[0] == 0)
+            block_until(lambda name=name: _restarts(tmp_path, name) == 1)
+        block_until(lambda: status()[0] == 0)
         _, again = status()
         assert [s["address"] for s in again.values()] == [s["address"] for s in services.values()]
         assert all(again[name]["pid"] != services[name]["pid"] for name in services)
         # The restarted workers are new workers to the restarted orchestrator.
-        assert _within(20, lambda: _workers(first) == 4)
+        block_until(lambda: _workers(first) == 4)
         last = running_state(tmp_path)
         assert last is not None
     finally:
-        started = time.monotonic()
         assert main(["down", *options]) == 0
-        took = time.monotonic() - started
     assert not any(is_alive(s.pid, s.created) for s in last.services)
     assert running_state(tmp_path) is None
     assert not last.transfer_dir.exists()
-    assert took < 30
 
 
 def _workers(state: ClusterState) -> int:
@@ -81,19 +77,8 @@ def _workers(state: ClusterState) -> int:
 def _restarts(data_dir: Path, name: str) -> int:
     state = running_state(data_dir)
     assert state is not None
-    return next(s.restarts for s in state.services if s.name == name and s.state == "serving")
-
-
-def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return True
-        except StopIteration:  # not serving at the moment
-            pass
-        time.sleep(0.1)
-    return False
+    serving = (s.restarts for s in state.services if s.name == name and s.state == "serving")
+    return next(serving, -1)
 
 
 MACHINE = socket.gethostname()
@@ -118,7 +103,7 @@ async def test_a_head_at_any_host_serves_its_services_its_panel_and_its_metrics(
     settings = ClusterSettings(data_dir=tmp_path, role="head", host=host, port=free_port())
     async with EmbeddedCluster(settings) as cluster:
         state = cluster.state
-        reports = await inspect(state, timeout=20)
+        reports = await inspect(state, timeout=PATIENCE)
         assert [(one.record.name, one.reason) for one in reports if not one.healthy] == []
         assert all(
             one.record.address.startswith(f"{shown}:")
@@ -130,7 +115,7 @@ async def test_a_head_at_any_host_serves_its_services_its_panel_and_its_metrics(
         async with AsyncClient(here) as client:
             services = {one.name: one for one in (await client.cluster()).services}
         assert all(one.serving for one in services.values()), services
-        async with httpx.AsyncClient(timeout=60) as web:
+        async with httpx.AsyncClient(timeout=PATIENCE) as web:
             assert (await web.get(f"{state.panel_url}/healthz")).status_code == 200
             for one in reports:
                 if one.record.name in CORE:

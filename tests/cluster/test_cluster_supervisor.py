@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import until
+from tests.support.processes import runs
+from tests.support.waiting import PATIENCE, until
 from troupe.cluster import child as child_module
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.embedded import pick_ports
@@ -131,10 +132,10 @@ async def test_what_a_dead_child_started_is_ended_with_it(run, tmp_path: Path) -
     os.kill(supervisor.children["a"].pid, signal.SIGKILL)
 
     await until(lambda: int(note.read_text()) != grandchild)
-    assert not _runs(grandchild)
+    assert not runs(grandchild)
     last = int(note.read_text())
     await supervisor.stop()
-    await until(lambda: not _runs(last))
+    await until(lambda: not runs(last))
 
 
 async def test_a_child_that_does_not_start_stops_the_rest_and_says_why(run) -> None:  # type: ignore[no-untyped-def]
@@ -190,7 +191,7 @@ async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -
                     os.kill(child.pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(PATIENCE):
         failure, _ = await asyncio.gather(supervisor.failure(), killer())
 
     assert "died 3 times" in str(failure)
@@ -205,7 +206,7 @@ async def test_a_power_cut_ends_all_and_brings_nobody_back(run) -> None:  # type
 
     await supervisor.kill()
 
-    assert not any(_runs(pid) for pid in pids)
+    assert not any(runs(pid) for pid in pids)
     await asyncio.sleep(0.5)  # longer than the first pause before a restart
     assert recorder.events == []
     assert all(c.state == ChildState.STOPPED for c in supervisor.children.values())
@@ -219,7 +220,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_at_its_deadline(run) -> No
 
     await supervisor.stop()
 
-    assert not _runs(pid)
+    assert not runs(pid)
 
 
 async def test_cancelling_the_start_leaves_nothing_behind(run) -> None:  # type: ignore[no-untyped-def]
@@ -234,7 +235,7 @@ async def test_cancelling_the_start_leaves_nothing_behind(run) -> None:  # type:
     with pytest.raises(asyncio.CancelledError):
         await starting
 
-    assert not any(_runs(pid) for pid in pids)
+    assert not any(runs(pid) for pid in pids)
 
 
 async def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
@@ -260,14 +261,14 @@ async def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> N
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(PATIENCE):
         pid = int(await process.stdout.readline())
-    assert _runs(pid)
+    assert runs(pid)
 
     process.kill()
     await process.wait()
 
-    await until(lambda: not _runs(pid))
+    await until(lambda: not runs(pid))
 
 
 _HTTP_FOREVER = (
@@ -282,13 +283,6 @@ _HTTP_FOREVER = (
 def test_an_order_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="b must come after a"):
         Supervisor([spec("b", 1, after=("a",)), spec("a", 2)], tmp_path)
-
-
-def _runs(pid: int | None) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize(("attempts", "good"), [(4, True), (3, False), (1, False)])

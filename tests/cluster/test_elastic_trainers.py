@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_cluster_supervisor import spec
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.cluster.child import ChildState
 from troupe.cluster.embedded import ElasticTrainers, pick_ports
 from troupe.cluster.membership import TrainerDemand
@@ -95,5 +95,5 @@ async def test_who_does_not_come_back_is_given_up(supervisor: Supervisor) -> Non
     child.spec = spec(NAMES[0], 1, script="raise SystemExit(3)")
     await supervisor.unpark(NAMES[0])
     assert child.state == ChildState.FAILED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert "status 3" in str(await supervisor.failure())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from troupe.client.cli.slurm import write_files
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.errors import CommonDirectory, NotPrivate, TransferDirNotWritable
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 def as_nobody(*command: object) -> None:
     words = [str(word) for word in command]
-    subprocess.run(words, check=True, user=NOBODY, group=NOBODY, extra_groups=[], timeout=60)
+    subprocess.run(words, check=True, user=NOBODY, group=NOBODY, extra_groups=[], timeout=PATIENCE)
 
 
 @pytest.fixture
