@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 CHROMIUM = os.environ.get("TROUPE_CHROMIUM") or shutil.which("chromium")
-PATIENCE_MS = 60_000
+PATIENCE_MS = 1000 * PATIENCE
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",

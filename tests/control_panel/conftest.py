@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import uvicorn
 
 from services.control_panel.app import create_app
 from tests.support.fake_orchestrator import FakeOrchestrator, serve
+from tests.support.waiting import PATIENCE, until
 
 SPEC = """
 name: team
@@ -56,11 +56,8 @@ async def panel(request: pytest.FixtureRequest) -> AsyncIterator[Panel]:
             )
         )
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        deadline = time.monotonic() + 10
-        while not server.started:
-            assert time.monotonic() < deadline, "the panel did not start within 10 s"
-            await asyncio.sleep(0.02)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        await until(lambda: server.started)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             yield Panel(url, http, orchestrator)
         server.should_exit = True
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, PATIENCE)

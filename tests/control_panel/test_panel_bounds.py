@@ -12,7 +12,7 @@ import pytest
 
 from services.control_panel.app import MAX_BODY_BYTES, create_app
 from tests.control_panel.conftest import Panel
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.v1 import orchestrator_pb2 as pb
 
 BLOCK = b"x" * 2**20
@@ -69,7 +69,7 @@ async def test_a_body_that_does_not_come_is_given_up(
         b"POST /api/jobs HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Type: application/yaml\r\nContent-Length: 9\r\n\r\nab"
     )
-    answer = await asyncio.wait_for(reader.read(2000), 10)
+    answer = await asyncio.wait_for(reader.read(2000), PATIENCE)
     writer.close()
     assert b" 408 " in answer.split(b"\r\n")[0]
     assert b"application/problem+json" in answer
@@ -133,7 +133,7 @@ async def _gone_later(panel: Panel, job_id: str) -> None:
 
 
 async def _lines(panel: Panel, path: str) -> AsyncIterator[str]:
-    async with asyncio.timeout(15), panel.http.stream("GET", path) as reply:
+    async with asyncio.timeout(PATIENCE), panel.http.stream("GET", path) as reply:
         async for line in reply.aiter_lines():
             yield line
 

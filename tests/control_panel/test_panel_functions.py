@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from services.control_panel.app import create_app
 from tests.client.test_client_functions import Town, town
+from tests.support.waiting import PATIENCE
 from troupe.rpc import ClientSettings, RetryPolicy
 
 __all__ = ["town"]
@@ -33,7 +34,9 @@ async def http(town: Town) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http,
+        httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE
+        ) as http,
     ):
         yield http
 

@@ -16,6 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,19 +36,14 @@ def running(tmp_path: Path, **settings: str) -> Iterator[tuple[int, Path]]:
             stderr=file,
         )
     try:
-        deadline = time.monotonic() + 60
-        while not port_file.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield int(port_file.read_text().split()[0]), log
+        yield ports_of(process, port_file)[0], log
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
 
 
 def answered(client: httpx.Client, url: str) -> httpx.Response:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return client.get(url)
@@ -110,7 +108,7 @@ def test_settings_that_do_not_fit_are_one_line(settings: dict[str, str], said: s
         env={**os.environ, **given},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode in (1, 2)
     assert said in done.stderr

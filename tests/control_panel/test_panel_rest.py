@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.control_panel.conftest import SPEC, YAML, Panel
+from tests.support.waiting import PATIENCE
 from troupe.client.conversion import to_json
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2 as pb
@@ -116,7 +117,7 @@ async def test_events_arrive_while_they_happen(panel: Panel) -> None:
     await orchestrator.step(job_id, 1, reward__solver__mean=0.25)
     await orchestrator.step(job_id, 2, reward__solver__mean=0.5)
     await orchestrator.move(job_id, common.JOB_STATE_SUCCEEDED)
-    await asyncio.wait_for(reader, 20)
+    await asyncio.wait_for(reader, PATIENCE)
     rows = [data for name, data in seen if name == "metrics"]
     assert [(r["step"], r["values"]["reward/solver/mean"]) for r in rows] == [(1, 0.25), (2, 0.5)]
     states = [data["state"] for name, data in seen if name == "state"]

@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr
 
 from services.control_panel.access import PanelSettings
-from tests.control_panel.chromium import needs_chromium
+from tests.control_panel.chromium import PATIENCE_MS, needs_chromium
 from tests.control_panel.conftest import SPEC, YAML, Panel
 from tests.control_panel.test_panel_other_sites import chromium_page
 from troupe.rpc import tokens
@@ -120,7 +120,7 @@ async def test_a_person_signs_in_with_the_link(panel: Panel) -> None:
             await dialog.dismiss()  # type: ignore[attr-defined]
 
         page.on("dialog", refuse)
-        expect.set_options(timeout=60_000)
+        expect.set_options(timeout=PATIENCE_MS)
         await page.goto(panel.url)
         await expect(page.locator("#live")).to_contain_text("token")
         assert len(asked) == 1
