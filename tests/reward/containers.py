@@ -16,6 +16,7 @@ from services.reward.cgroups import CoreLease
 from services.reward.sandboxes.container import ContainerBackend
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from tests.reward.test_reward_sandboxes import Trajectory, function
+from tests.support.waiting import PATIENCE
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
@@ -30,7 +31,9 @@ def docker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setenv(name, engine.environment[name])
 
     def docker(*arguments: str) -> str:
-        done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["docker", *arguments], capture_output=True, text=True, timeout=PATIENCE
+        )
         return done.stdout.strip()
 
     return docker

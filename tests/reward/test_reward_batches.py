@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from services.reward.function import LineSplitter
-from tests.reward.test_reward_scaling import until
-from tests.reward.test_reward_service import Client, appears, client_of
+from tests.reward.test_reward_scaling import until_listed
+from tests.reward.test_reward_service import Client, client_of
+from tests.support.waiting import until
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -85,7 +86,7 @@ async def test_a_slow_call_keeps_nobody_behind_it(client: Client, tmp_path: Path
     )
     call = asyncio.ensure_future(client.stub.InvokeBatch(request))
     for i in range(40):
-        await appears(tmp_path / str(i), 60)
+        await until((tmp_path / str(i)).exists)
     assert not call.done()
     key = request.calls[0].invocation_id
     assert (
@@ -179,7 +180,7 @@ async def test_a_functions_own_queue_is_limited(client: Client) -> None:
         asyncio.create_task(client.invoke("sleeps", {"seconds": 60}, invocation_id=f"limited {i}"))
         for i in range(21)
     ]
-    await until(client, lambda listed: listed.pool.queued == 20)
+    await until_listed(client, lambda listed: listed.pool.queued == 20)
     request = batch(client, "sleeps", [{"seconds": 0}])
     with pytest.raises(ResourceExhausted) as full:
         # To come again after all that waits: later than this, so that nobody tries.

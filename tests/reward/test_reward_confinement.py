@@ -15,6 +15,7 @@ from services.reward.sandboxes import landlock, seccomp
 from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import PATIENCE
 
 libseccomp = pytest.mark.skipif(seccomp.filter_path() is None, reason="libseccomp is not installed")
 
@@ -54,7 +55,9 @@ def inside(program: str, *arguments: str) -> str:
     """What a Python program prints in a sandbox like a worker's."""
     command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program, *arguments])
     command = command[: len(command) - 4]  # the limits are for programs of ours
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

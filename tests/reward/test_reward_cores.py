@@ -7,7 +7,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import psutil
@@ -23,6 +22,7 @@ from services.reward.dispatch.queues import Queues
 from services.reward.function import RegisteredFunction
 from services.reward.quota import Budget
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.waiting import PATIENCE, block_until, until
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -95,10 +95,8 @@ def spinner() -> Iterator[subprocess.Popen[bytes]]:
 def test_affinity_reaches_children(spinner: subprocess.Popen[bytes]) -> None:
     core = min(os.sched_getaffinity(0))
     manager = CoreManager({0: [core]}, Affinity())
-    deadline = time.monotonic() + 20
-    while not (children := psutil.Process(spinner.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    block_until(psutil.Process(spinner.pid).children)
+    children = psutil.Process(spinner.pid).children()
     manager.adopt("w", [spinner.pid])
     lease = manager.take("w", 1)
     manager.grant(lease)
@@ -146,7 +144,7 @@ async def test_calls_that_could_use_more_cores_than_there_are_all_end(parallel: 
         await client.register("its_cores", max_cores=8, parallel_fraction=parallel)
         for _ in range(3):
             calls = (client.invoke("its_cores") for _ in range(40))
-            done = await asyncio.wait_for(asyncio.gather(*calls), 60)
+            done = await asyncio.wait_for(asyncio.gather(*calls), PATIENCE)
             assert {one.cores for one in done} <= {1, 2}
 
 
@@ -174,11 +172,10 @@ async def test_who_holds_cores_is_told() -> None:
             return listed[0].cores_held
 
         async def holds(cores: int) -> None:
-            async with asyncio.timeout(60):
-                while True:
-                    if await held() == cores:
-                        return
-                    await asyncio.sleep(0.01)
+            async def so_many() -> bool:
+                return await held() == cores
+
+            await until(so_many)
 
         call = asyncio.create_task(client.invoke("sleeps", {"seconds": 0.3}))
         await holds(2)

@@ -20,6 +20,7 @@ from services.reward.quota import Budget
 from services.reward.resources import MEMORY, HostResources
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
+from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.cells import Model
@@ -107,7 +108,7 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
             elif what < 0.4:
                 runtime.dispatcher.dispatch()
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*(caller(i) for i in range(6)))
         ended = await asyncio.gather(*asked.values(), return_exceptions=True)
     for outcome in ended:
@@ -288,7 +289,7 @@ async def test_what_has_no_host_now_keeps_no_host_from_others(
         slot = WarmPlace(f"sandbox {nth}") if wide.own_sandbox else None
         runtime.submit([(f"w{nth}", FunctionCall("60", "job"))], wide, slot)
     calls = [(f"p{nth}", FunctionCall("0", job)) for nth, job in enumerate(["job", "other"] * 20)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*runtime.submit(calls, plain))
     await runtime.stop()
 
@@ -308,7 +309,7 @@ async def test_what_is_large_is_not_passed_for_ever_on_a_host_that_is_large_enou
     first = [submit(f"before {nth}", small) for nth in range(4)]
     calls = [submit("wide", RegisteredFunction(spec))]
     calls += [submit(f"after {nth}", small) for nth in range(40)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*first, *calls)
     assert ended.index("wide") == 4
     await runtime.stop()

@@ -13,6 +13,7 @@ from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
+from tests.support.waiting import PATIENCE
 from troupe.v1 import reward_pb2 as pb
 
 CANCELLED = pb.InvocationError.KIND_CANCELLED
@@ -44,7 +45,7 @@ async def test_in_the_moment_in_which_it_is_given_away() -> None:
     function = RegisteredFunction(pb.FunctionSpec(name="naps", timeout_seconds=60))
     (ended,) = runtime.submit([("early", FunctionCall("{}"))], function)
     assert runtime.cancel("early")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert (await ended).error.kind == CANCELLED
     assert place.ran == 0
     # The place is as good as before.
@@ -52,7 +53,7 @@ async def test_in_the_moment_in_which_it_is_given_away() -> None:
     while not place.ran:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert runtime.cancel("later")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert (await later).error.message == "while it ran"
     await runtime.stop()
 
@@ -90,7 +91,7 @@ async def test_while_its_model_is_brought_to_devices() -> None:
     running = asyncio.create_task(run())
     await asyncio.sleep(0.01)
     host.cancel(taken)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         (outcome,) = await running
     assert outcome.error is not None
     assert outcome.error.kind == CANCELLED

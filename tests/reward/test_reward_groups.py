@@ -20,6 +20,7 @@ from services.reward.cgroups import (
     open_groups,
     write,
 )
+from tests.support.waiting import PATIENCE
 from troupe.rpc import new_id
 
 v1 = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_what_is_frozen_takes_no_time_and_ends_when_it_is_forgotten(
     assert spinner.is_running()
     assert sum(spinner.cpu_times()[:2]) == before
     groups.forget("w")
-    assert spinner.wait(60) is not None
+    assert spinner.wait(PATIENCE) is not None
     groups.close()
     assert not list(CGROUPS.glob(f"*/{groups._parent}"))
 
@@ -112,7 +113,7 @@ def test_what_a_killed_service_left_frozen_is_ended(spinner: psutil.Process) -> 
     left.freeze("w")
     mine = ControlGroups(CGROUPS, f"troupe-test-{stem}-{os.getpid()}.0")
     try:
-        assert spinner.wait(60) is not None
+        assert spinner.wait(PATIENCE) is not None
     finally:
         left.close()
         mine.close()
@@ -137,7 +138,7 @@ def test_cgroup2_freezes_for_real(spinner: psutil.Process) -> None:
     finally:
         spinner.kill()
         with contextlib.suppress(psutil.NoSuchProcess):
-            spinner.wait(60)
+            spinner.wait(PATIENCE)
         groups.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest_asyncio
 
 from tests.reward.careless_functions import BROKEN, HARMLESS, MENDED
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.processes import runs
+from tests.support.waiting import until
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
@@ -40,16 +41,7 @@ async def call(client: Client, name: str, **arguments: Any) -> Any:
 
 
 async def ended(pid: int) -> None:
-    async with asyncio.timeout(30):
-        while _alive(pid):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.01)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    await until(lambda: not runs(pid))
 
 
 @pytest.mark.parametrize("what", [*MENDED, *HARMLESS, *BROKEN])

@@ -19,6 +19,7 @@ from services.reward.hosts.agent import RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, connect, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -96,7 +97,7 @@ async def test_a_used_up_quota_keeps_its_calls_and_nobody_elses(tmp_path: Path) 
         errors = [(await task).error for task in waiting]
         assert {error.kind for error in errors} == {Kind.KIND_QUOTA_EXHAUSTED}
         assert "the quota api is used up" in errors[0].message
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 90  # a unit takes 100 s
         assert len(moments(tmp_path / "log")) == 3
         with pytest.raises(InvalidArgument, match="between 1 and 2 units of 'api'"):
             await client.register("greedy", of="notes", quota="api", quota_units=3)
@@ -154,9 +155,11 @@ async def test_whom_more_wait_for_goes_first_and_nobody_is_passed_for_ever(tmp_p
             asyncio.create_task(client.invoke("notes", waiters=n, path=str(log), what=f"w{n}"))
             for n in (1, 4, 16, 2)
         ]
-        async with asyncio.timeout(60):
-            while await client.queued() < 4:  # noqa: ASYNC110 - nobody signals it
-                await asyncio.sleep(0.01)
+
+        async def all_queue() -> bool:
+            return await client.queued() == 4
+
+        await until(all_queue)
         (tmp_path / "go").touch()
         await asyncio.gather(busy, *calls)
         order = [line.split()[0] for line in log.read_text().splitlines()]
@@ -188,7 +191,7 @@ async def test_a_call_finds_its_model_on_devices(tmp_path: Path, elsewhere: bool
             reward_address=client.address, reward_min_workers=0, drain_seconds=1, **models
         )
         async with serve(RewardHost, host) as running:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 await running.service.attached.wait()  # type: ignore[union-attr]
             await uses_models(client, tmp_path)
 
@@ -220,6 +223,6 @@ async def test_an_absurd_wait_shuts_nobody_out(tmp_path: Path, after: str) -> No
         assert error.retry_after_seconds < 1
         await client.register("refused_once", quota="api")
         (tmp_path / "log").touch()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             answer = await client.invoke("refused_once", path=str(tmp_path / "log"))
         assert json.loads(answer.result_json) == "done"

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from services.reward.cgroups import family
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE, block_until
 from troupe.processes.ending import descendants
 from troupe.rpc import Unavailable, connect_sync, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -45,12 +47,7 @@ def test_no_worker_outlives_the_service(
     process: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
     ports = tmp_path / "ports"
-    end = time.monotonic() + 20
-    while not ports.exists():
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    address = f"127.0.0.1:{ports.read_text().split()[0]}"
+    address = f"127.0.0.1:{ports_of(process, ports)[0]}"
     with connect_sync(address) as channel, ThreadPoolExecutor(1) as threads:
         stub = RewardStub(channel)
         for name in ("pid", "hangs"):
@@ -65,11 +62,11 @@ def test_no_worker_outlives_the_service(
         # Light enough to have several.
         assert worker.memory_info().rss < 80 * 2**20
         order = pb.InvokeRequest(invocation_id=new_id(), name="hangs")
-        busy = threads.submit(stub.Invoke, order, timeout=60)
+        busy = threads.submit(stub.Invoke, order, timeout=PATIENCE)
         time.sleep(0.2)
         process.send_signal(number)
-        assert process.wait(60) == (0 if number == signal.SIGTERM else -number)
-        _, alive = psutil.wait_procs(family, timeout=30)
+        assert process.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         assert not alive
         assert isinstance(busy.exception(), Unavailable)
 
@@ -83,9 +80,7 @@ def test_all_that_a_process_has_started_is_found() -> None:
             assert shell.stdout is not None
             shell.stdout.readline()
             theirs = psutil.Process(shell.pid)
-            deadline = time.monotonic() + 30
-            while len(descendants(shell.pid)) < 4 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            block_until(lambda: len(descendants(shell.pid)) >= 4)
             assert sorted(descendants(shell.pid)) == sorted(
                 child.pid for child in theirs.children(recursive=True)
             )

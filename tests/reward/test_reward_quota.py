@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.reward.quota import QUOTA, LocalBuckets, QuotaManager, RedisBuckets
 from tests.support.redis_server import RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
@@ -97,7 +97,7 @@ class Service:
         self.changed.set()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             while len(self.begun) < count:
                 await self.changed.wait()
                 self.changed.clear()
@@ -129,7 +129,7 @@ async def test_calls_at_once_and_per_second_are_bounded_for_all_together(
         service.queue = [1] * each
         service.dispatch()
     most = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while any(len(service.begun) < each for service in services):
             await asyncio.sleep(0.01)
             running = [len(s.begun) - getattr(s, "ended", 0) for s in services]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest_asyncio
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from tests.support.sandbox_root import shown_below_tmp
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -170,10 +170,7 @@ async def test_what_does_not_end_is_ended_with_all_that_it_started(caged: Caged,
     assert (error.kind, "did not end within 0.5 s" in error.message) == (Kind.KIND_TIMEOUT, True)
     await caged.still_fine()
     assert await caged.close() == caged.stateful
-    deadline = time.monotonic() + 60
-    while any(name in _command(process) for process in psutil.process_iter()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await until(lambda: all(name not in _command(process) for process in psutil.process_iter()))
 
 
 def _command(process: psutil.Process) -> str:
@@ -208,14 +205,12 @@ async def test_the_next_call_finds_a_sandbox_ready_and_empty() -> None:
     async with client_of(reward_workers=1) as client:
         caged = Caged(client, False)
 
+        async def is_warm() -> bool:
+            listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+            return any(status.warm_workers for status in listed.functions)
+
         async def warm() -> None:
-            deadline = time.monotonic() + 60
-            while True:
-                listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
-                if any(status.warm_workers for status in listed.functions):
-                    return
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
+            await until(is_warm)
 
         await caged.call("writes", {"path": "/tmp/here"})
         await warm()
@@ -268,7 +263,7 @@ async def test_who_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None
 
 async def test_who_waits_for_the_next_sandbox_can_be_cancelled() -> None:
     settings = {"sandbox": "bubblewrap", "memory_mib": 128, "processes": 16, "disk_mib": 8}
-    async with client_of(reward_workers=1) as client, asyncio.timeout(30):
+    async with client_of(reward_workers=1) as client, asyncio.timeout(PATIENCE):
         await client.register("naps", entrypoint="reward_functions:sleeps", **settings)
         await client.invoke("naps", {"seconds": 0})  # uses the sandbox up: the next one starts
         waits = asyncio.create_task(

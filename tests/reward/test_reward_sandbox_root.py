@@ -16,6 +16,7 @@ from services.reward.sandboxes.profile import BUBBLEWRAP as LEVEL
 from services.reward.sandboxes.profile import SandboxProfile
 from tests.support.needs import BUBBLEWRAP
 from tests.support.sandbox_root import shown_below_tmp
+from tests.support.waiting import PATIENCE
 
 pytestmark = BUBBLEWRAP
 
@@ -65,7 +66,9 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
 ) -> None:
     below = shown_below_tmp()
     venv, program = folder / "venv", folder / "imports" / "program.py"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=PATIENCE
+    )
     program.parent.mkdir()
     program.write_text(_TELLS_WHAT_IT_SEES)
     if outer == "LINK":
@@ -78,7 +81,7 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
     command, environment = profile.wrap([str(program)])
     assert outer not in environment["PYTHONPATH"].split(os.pathsep)
     run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+        command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE
     )
     seen = json.loads(run.stdout)
     assert seen["prefix"] == str(venv)

@@ -20,7 +20,7 @@ from services.reward.function import RegisteredFunction
 from services.reward.sandboxes import manager
 from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, SandboxManager
 from tests.support.needs import BUBBLEWRAP
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -185,7 +185,7 @@ async def test_the_supervisor_is_out_of_reach_inside_and_missed_when_it_dies(
         with contextlib.suppress(psutil.NoSuchProcess):
             if "supervisor.py" in " ".join(process.cmdline()):
                 process.kill()
-    error = await asyncio.wait_for(running, 60)
+    error = await asyncio.wait_for(running, PATIENCE)
     assert error.kind == Kind.KIND_SANDBOX_GONE, error
     with pytest.raises(SandboxGone):
         await mine.call("where")

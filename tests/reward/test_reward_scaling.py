@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.waiting import until
 from troupe.v1 import reward_pb2 as pb
 
 
@@ -16,12 +17,11 @@ async def pool_of(client: Client) -> pb.PoolStatus:
     return (await client.stub.ListFunctions(pb.ListFunctionsRequest())).pool
 
 
-async def until(client: Client, says: Callable[[pb.ListFunctionsResponse], bool]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if says(await client.stub.ListFunctions(pb.ListFunctionsRequest())):
-                return
-            await asyncio.sleep(0.02)
+async def until_listed(client: Client, says: Callable[[pb.ListFunctionsResponse], bool]) -> None:
+    async def listed() -> bool:
+        return says(await client.stub.ListFunctions(pb.ListFunctionsRequest()))
+
+    await until(listed)
 
 
 @pytest.mark.slow
@@ -37,9 +37,9 @@ async def test_from_none_to_many_and_back() -> None:
         assert second.cold_start_seconds == 0
         await client.register("sleeps", version="long")
         calls = [asyncio.create_task(client.invoke("sleeps", {"seconds": 0.4})) for _ in range(6)]
-        await until(client, lambda listed: listed.pool.workers == 3)
+        await until_listed(client, lambda listed: listed.pool.workers == 3)
         await asyncio.gather(*calls)
-        await until(client, lambda listed: listed.pool.workers == 0)
+        await until_listed(client, lambda listed: listed.pool.workers == 0)
         pool = await pool_of(client)
         assert 2.4 <= pool.busy_seconds <= pool.provisioned_seconds + 1
         listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
@@ -56,7 +56,7 @@ async def test_what_is_to_be_kept_warm_is_warm_before_the_first_call() -> None:
         reward_workers=2, reward_min_workers=0, reward_idle_seconds=0.05
     ) as client:
         await client.register("pid", min_workers=1)
-        await until(client, lambda listed: listed.functions[0].warm_workers == 1)
+        await until_listed(client, lambda listed: listed.functions[0].warm_workers == 1)
         await asyncio.sleep(0.2)
         response = await client.invoke("pid")
         assert response.cold_start_seconds == 0
@@ -78,5 +78,5 @@ async def test_a_worker_that_died_while_idle_is_no_calls_fault() -> None:
     async with client_of(reward_workers=1) as client:
         worker = psutil.Process(await client.run("pid"))
         worker.kill()
-        await until(client, lambda listed: listed.pool.workers == 0)
+        await until_listed(client, lambda listed: listed.pool.workers == 0)
         assert await client.run("pid") != worker.pid

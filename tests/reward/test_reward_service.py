@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import math
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import pytest_asyncio
 
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
+from tests.support.waiting import PATIENCE, until
 from troupe.functions.validation import MAX_PATHS, MAX_SECONDS
 from troupe.rpc import (
     AlreadyExists,
@@ -67,7 +67,7 @@ class Client:
 
     async def until_running(self, name: str, running: int, queued: int = 0) -> None:
         """Wait until so many invocations of a function run, and so many wait."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 status = await self.stub.ListFunctions(pb.ListFunctionsRequest())
                 known = {one.function.version: one for one in status.functions}
@@ -231,7 +231,7 @@ async def test_work_goes_on_without_its_caller_if_it_runs_and_not_if_it_waits(
         asyncio.create_task(client.invoke("stamps", running, invocation_id="alone")),
         asyncio.create_task(client.invoke("stamps", {"path": str(waits)}, invocation_id="left")),
     ]
-    await appears(runs)
+    await until(runs.exists)
     for call in calls:
         call.cancel()
     response = await client.invoke("stamps", running, invocation_id="alone")
@@ -249,7 +249,7 @@ async def test_cancel_waiting_and_running(client: Client, tmp_path: Path) -> Non
         )
         for key in ("runs", "waits")
     ]
-    await appears(log)
+    await until(log.exists)
     for key in ("waits", "runs"):
         response = await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id=key))
         assert response.cancelled
@@ -350,7 +350,7 @@ async def test_workers_are_light_and_die_with_the_service() -> None:
         busy = asyncio.create_task(client.invoke("sleeps", {"seconds": 60}))
         await client.until_running("sleeps", 1)
     busy.cancel()
-    _, alive = psutil.wait_procs([worker], timeout=30)
+    _, alive = psutil.wait_procs([worker], timeout=PATIENCE)
     assert not alive
 
 
@@ -371,12 +371,6 @@ async def test_a_deadline_ends_the_wait(client: Client) -> None:
     )
     with pytest.raises(DeadlineExceeded):
         await client.stub.Invoke(request, timeout=0.2)
-
-
-async def appears(path: Path, seconds: float = 8) -> None:
-    end = time.monotonic() + seconds
-    while not await asyncio.to_thread(path.exists):
-        assert time.monotonic() < end, f"{path} did not appear"
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e308, 1e-320])

@@ -19,6 +19,7 @@ import pytest_asyncio
 from services.reward.sandboxes.container import _BOOT, _first_input
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import PATIENCE
 from troupe.functions.sources import SourceStore, digest
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -207,7 +208,7 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(frames)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         for _ in range(2):
             (size,) = struct.unpack(">I", await process.stdout.readexactly(4))
             answer = json.loads(await process.stdout.readexactly(size))

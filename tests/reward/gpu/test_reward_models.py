@@ -19,6 +19,7 @@ from services.reward.gpu.manager import (
     ModelUnavailable,
 )
 from services.reward.gpu.resident import ResidentModel
+from tests.support.waiting import PATIENCE
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import DeviceCell, Model
 
@@ -196,7 +197,7 @@ async def test_torch_models_come_back_from_shared_memory_as_they_were(
 
         async def score(url: str, name: str) -> httpx.Response:
             body = {"method": "score", "arguments": asked[name]}
-            return await http.post(f"{url}/call", json=body, timeout=60)
+            return await http.post(f"{url}/call", json=body, timeout=PATIENCE)
 
         urls = {}
         for name in ("linear", "judge", "linear", "judge"):

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from services.reward.runtime import Runtime
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import PATIENCE, until
 from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, InvalidArgument, Unavailable, connect, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -71,9 +71,10 @@ class Service:
         return {status.offer.host_id: status for status in response.hosts}
 
     async def until(self, condition: Callable[[dict[str, pb.HostStatus]], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition(await self.hosts()):  # noqa: ASYNC110 - nobody signals it
-                await asyncio.sleep(0.02)
+        async def holds() -> bool:
+            return condition(await self.hosts())
+
+        await until(holds)
 
     @asynccontextmanager
     async def host(self, name: str, **settings: Any) -> AsyncIterator[None]:
@@ -197,7 +198,7 @@ async def test_a_host_that_hangs_is_given_up_and_comes_back(service: Service) ->
         answer = await service.invoke(spec, {"seconds": 0, "tag": "back"})
         assert json.loads(answer.result_json) == "back"
         process.terminate()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             assert await process.wait() == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -235,12 +236,10 @@ async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
 async def test_a_call_is_cancelled_where_it_runs(service: Service) -> None:
     async with service.host("a"):
         spec = await service.register("sleeps")
-        began = time.monotonic()
         call = asyncio.create_task(service.invoke(spec, {"seconds": 60}, invocation_id="c"))
         await service.until(lambda hosts: hosts["a"].running == 1)
         await service.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id="c"))
         assert (await call).error.kind == Kind.KIND_CANCELLED
-        assert time.monotonic() - began < 50
 
 
 async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:

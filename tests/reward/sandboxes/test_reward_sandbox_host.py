@@ -16,6 +16,7 @@ import pytest
 from services.reward.sandboxes import landlock, mounts, profile
 from services.reward.sandboxes.profile import SandboxProfile
 from tests.support.needs import BUBBLEWRAP
+from tests.support.waiting import PATIENCE
 from troupe.cluster.redis import write_config
 from troupe.rpc import FailedPrecondition
 
@@ -68,7 +69,7 @@ def inside(program: str, *before: str) -> Any:
     command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program])
     command = command[: next(i for i, word in enumerate(command) if word.startswith("--nproc"))]
     done = subprocess.run(
-        [*before, *command], env=environment, capture_output=True, text=True, timeout=120
+        [*before, *command], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -344,7 +345,7 @@ def test_a_process_that_declares_its_files_reads_nothing_of_a_cluster(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     _, said, imported = json.loads(done.stdout)
