@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.support.waiting import PATIENCE, until
 from tests.trainer import dying
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import connect
@@ -28,13 +29,10 @@ async def doomed(stage: TrainingStage, store_address: str, point: str) -> AsyncI
     }
     process = dying.start(point, environment)
     try:
-        async with asyncio.timeout(120):
-            while not ports.exists():
-                assert process.is_alive()
-                await asyncio.sleep(0.02)
+        await until(lambda: ports.exists() or not process.is_alive())
         async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
             yield Trainer(None, channel, stage.job_id)
-        await asyncio.to_thread(process.join, 60)
+        await asyncio.to_thread(process.join, PATIENCE)
         assert process.exitcode == -signal.SIGKILL
     finally:
         process.kill()

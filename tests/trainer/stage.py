@@ -13,6 +13,7 @@ import torch
 
 from services.trainer.learning.model import load_model
 from tests.support.training import make_rollout, make_spec, score
+from tests.support.waiting import PATIENCE
 from troupe.job import JobSpec
 from troupe.rpc import DeadlineExceeded, new_id
 from troupe.transfer import Transfer
@@ -83,7 +84,7 @@ class Trainer:
 
     async def trained(self, samples: int) -> None:
         """Wait until a running step has taken this many samples."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             # It is another service that changes: there is no event to wait for.
             while not any(s.samples >= samples for s in await self.statuses()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -116,7 +117,7 @@ class Trainer:
             checksum=checksum,
             state=state,
         )
-        weights: pb.WeightsRef = (await self.stub.Resume(request, timeout=30)).weights
+        weights: pb.WeightsRef = (await self.stub.Resume(request, timeout=PATIENCE)).weights
         return weights
 
     async def prefetch(

@@ -14,6 +14,8 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from services.trainer.state.checkpoint import checkpoint_path
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE, until
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.rpc import (
     Aborted,
@@ -123,14 +125,18 @@ async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> N
     watching = asyncio.create_task(trainer.events(0, 0))
     await trainer.trained(4)
     watching.cancel()
-    async with asyncio.timeout(20):
-        while (await trainer.statuses())[0].state != pb.BINDING_STATE_IDLE:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def idle() -> bool:
+        return (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+
+    await until(idle)
     # A claim that was under way is given back when it is answered.
     request = store_pb.GetStepRequest(job_id=stage.job_id, step=0)
-    async with asyncio.timeout(20):
-        while (await stage.store.GetStep(request)).counts[0].claimed:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def given_back() -> bool:
+        return not (await stage.store.GetStep(request)).counts[0].claimed
+
+    await until(given_back)
     for query, trajectory, samples in rollouts[4:]:
         await stage.append(query, trajectory, samples)
     assert (await trainer.run(0, 0)).num_samples == 8
@@ -228,15 +234,12 @@ class Process:
         )
 
     async def address(self) -> str:
-        async with asyncio.timeout(60):
-            while not self._ports.exists():
-                assert self._process.poll() is None
-                await asyncio.sleep(0.02)
-        return f"127.0.0.1:{self._ports.read_text().split()[0]}"
+        port, *_ = await asyncio.to_thread(ports_of, self._process, self._ports)
+        return f"127.0.0.1:{port}"
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE)
 
 
 @pytest.mark.slow

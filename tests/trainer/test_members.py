@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.trainer.frozen_versions import _key
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.transfer import checksum_of
@@ -25,14 +26,14 @@ def of(kind: Any, ref: pb.WeightsRef, **more: Any) -> Any:
 
 async def keep(trainer: Trainer, ref: pb.WeightsRef) -> Path:
     request = of(trainer_pb2.KeepMemberRequest, ref, checksum=ref.checksum)
-    kept = await trainer.stub.KeepMember(request, timeout=60)
+    kept = await trainer.stub.KeepMember(request, timeout=PATIENCE)
     assert kept.num_bytes > ref.num_bytes
     return Path(kept.path)
 
 
 async def publish(trainer: Trainer, ref: pb.WeightsRef) -> pb.WeightsRef:
     request = of(trainer_pb2.PublishMemberRequest, ref, checksum=ref.checksum)
-    published: pb.WeightsRef = (await trainer.stub.PublishMember(request, timeout=60)).weights
+    published: pb.WeightsRef = (await trainer.stub.PublishMember(request, timeout=PATIENCE)).weights
     return published
 
 
@@ -55,10 +56,10 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
     assert checksum_of(stage.weights(ref)) == ref.checksum == first.checksum
     assert ref.num_bytes == first.num_bytes
     # Out of memory, but not gone.
-    await other.stub.DropMember(of(trainer_pb2.DropMemberRequest, ref), timeout=60)
+    await other.stub.DropMember(of(trainer_pb2.DropMemberRequest, ref), timeout=PATIENCE)
     await publish(other, first)
     request = of(trainer_pb2.DropMemberRequest, ref, files=True)
-    await other.stub.DropMember(request, timeout=60)
+    await other.stub.DropMember(request, timeout=PATIENCE)
     with pytest.raises(NotFound) as caught:
         await publish(other, first)
     assert (caught.value.kind, caught.value.value) == ("member_gone", "solver@0")
@@ -70,10 +71,10 @@ async def test_names_lead_nowhere_else(stage: TrainingStage) -> None:
     for job, policy in (("job", "../../other"), ("..", "solver"), ("a/b", "solver")):
         drop = trainer_pb2.DropMemberRequest(job_id=job, policy=policy, files=True)
         with pytest.raises(InvalidArgument):
-            await stub.DropMember(drop, timeout=60)
+            await stub.DropMember(drop, timeout=PATIENCE)
         publish = trainer_pb2.PublishMemberRequest(job_id=job, policy=policy, checksum="a")
         with pytest.raises(InvalidArgument):
-            await stub.PublishMember(publish, timeout=60)
+            await stub.PublishMember(publish, timeout=PATIENCE)
 
 
 async def test_a_member_that_was_changed_is_not_published(stage: TrainingStage) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from services.trainer import step
 from tests.support.training import score
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import TrainingStage
 from troupe import tensors
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -69,7 +70,7 @@ async def test_owners_that_do_not_answer_hold_up_no_computing(
 
     def drop(keys: Iterable[str]) -> None:
         asked.extend([threading.current_thread().name, *keys])
-        assert away.wait(60)
+        assert away.wait(PATIENCE)
 
     monkeypatch.setattr(binding, "drop_columns", drop)
     ref = f"{stage.job_id}/columns/picture"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.trainer.state.training_state import StateStore
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
@@ -32,7 +33,7 @@ async def restart(trainer: Trainer, first: pb.WeightsRef, left: int, checksum: s
         version=left,
         checksum=checksum or first.checksum,
     )
-    return (await trainer.stub.Restart(request, timeout=60)).weights
+    return (await trainer.stub.Restart(request, timeout=PATIENCE)).weights
 
 
 def samples(found: list[tuple[str, str, Any]], version: int, step: int) -> list[Any]:

@@ -24,6 +24,7 @@ from services.rollout.engines.weights import load_config
 from services.trainer import sending
 from tests.rollout.engines.real_server import interpreter
 from tests.support.fake_sglang import FakeSglang, serve
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
@@ -200,7 +201,7 @@ async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
             yield trainer_pb2.SendWeightsRequest(wanted=message)
             await asyncio.sleep(60)
 
-        return [event async for event in trainer.stub.SendWeights(messages(), timeout=20)]
+        return [event async for event in trainer.stub.SendWeights(messages(), timeout=PATIENCE)]
 
     with pytest.raises(InvalidArgument) as way:
         await events(way="post")
@@ -223,7 +224,7 @@ async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> N
         yield trainer_pb2.SendWeightsRequest(wanted=wanted)
         await asyncio.sleep(60)
 
-    stream = trainer.stub.SendWeights(messages(), timeout=60)
+    stream = trainer.stub.SendWeights(messages(), timeout=PATIENCE)
     async for event in stream:
         assert event.HasField("ready")
         break
@@ -265,7 +266,7 @@ def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
         assert not work.is_completed()
         dropped = threading.Thread(target=groups.drop, args=(name,), daemon=True)
         dropped.start()
-        dropped.join(60)
+        dropped.join(PATIENCE)
         assert not dropped.is_alive()
     finally:
         for member in members:

@@ -12,6 +12,7 @@ import pytest
 
 from testbed.simulated_learner import SimulatedLearner, stand_in
 from testbed.timeline import busy_within, read_spans
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import ResourceExhausted
@@ -135,7 +136,7 @@ async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> No
     await trainer.bind(simulated(stage, "solver", backward_tokens_per_second=1))
     await fill(stage, ("solver",))
     step = asyncio.create_task(trainer.run(0, 0))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while (await trainer.statuses())[0].state != pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -173,7 +174,7 @@ async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
     quiet = await trainer.suspend("leaves")
     await trainer.resume(spec, quiet, policy="leaves")
     running = asyncio.create_task(trainer.events(0, 0, "stays"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while all(s.state != pb.BINDING_STATE_ACCUMULATING for s in await trainer.statuses()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)

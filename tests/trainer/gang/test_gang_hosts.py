@@ -22,6 +22,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.specifications import HostSpecification
 from tests.chassis.test_model_files import ELSEWHERE, OtherHost
 from tests.support.training import save_tokenizer
+from tests.support.waiting import until
 from tests.trainer.gang.test_gang import PLAIN, alone, assert_close, gang_spec, rows_of
 from troupe.functions.shipped import open_shipped
 from troupe.functions.sources import digest
@@ -101,10 +102,8 @@ def submitted(disk: Path) -> JobSpec:
 async def read(settings: ServiceSettings, spec_json: str) -> Any:
     """What a host of a gang finds."""
     host = HostSpecification(settings, "solver", spec_json)
-    async with asyncio.timeout(30):
-        while (found := host.found()) is None:  # noqa: ASYNC110 - a thread's
-            await asyncio.sleep(0.01)
-    return found
+    await until(lambda: host.found() is not None)
+    return host.found()
 
 
 async def test_a_host_reads_model_and_code_of_a_job(

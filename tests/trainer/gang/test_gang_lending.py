@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import signal
@@ -15,6 +14,7 @@ import pytest
 from services.trainer.gang.lending import LentDevices
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.training_state import StateStore
+from tests.support.waiting import until
 from tests.trainer.gang.test_gang_steps import (
     assert_close,
     copied,
@@ -46,9 +46,7 @@ async def pair(stage: TrainingStage) -> tuple[Trainer, Trainer]:
 
 async def free(trainer: Trainer) -> None:
     """Wait until a worker has its devices back."""
-    async with asyncio.timeout(15):
-        while trainer.worker.lent.request is not None:  # noqa: ASYNC110 - another service's
-            await asyncio.sleep(0.05)
+    await until(lambda: trainer.worker.lent.request is None)
 
 
 def states_of(directory: Path, job_id: str) -> list[str]:

@@ -20,6 +20,8 @@ import pytest
 from services.trainer.gang.gang import Gangs, free_port
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
+from tests.support.processes import ports_of
+from tests.support.waiting import PATIENCE
 from tests.trainer.gang.test_gang import (
     alone,
     assert_close,
@@ -194,14 +196,10 @@ def test_the_first_host_of_an_allocation_leads(tmp_path: Path) -> None:
     }
     lead = subprocess.Popen([sys.executable, "-m", "services.trainer.gang"], env=environment)
     try:
-        deadline = time.monotonic() + 60
-        while not ports.exists():
-            assert lead.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        ports_of(lead, ports)
     finally:
         lead.terminate()
-        assert lead.wait(30) == 0
+        assert lead.wait(PATIENCE) == 0
 
 
 def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
@@ -238,4 +236,4 @@ def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
     finally:
         gangs.close()
         follower.terminate()
-        assert follower.wait(30) == 0
+        assert follower.wait(PATIENCE) == 0

@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_does_not_hold_up_who_gives_up(tokenizer: Path, gangs:
     with pytest.raises(Aborted) as lost:
         gang.accumulate(rows)
     assert lost.value.kind == "gang_lost"
-    assert time.monotonic() - began < 30  # not by the ranks' own patience of 60 s
+    assert time.monotonic() - began < 55  # not by the ranks' own patience of 60 s
     asyncio.run(gone(children))
 
 

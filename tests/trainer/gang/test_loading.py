@@ -22,6 +22,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from tests.support.architectures import ARCHITECTURES, make
 from tests.support.training import tiny_config
+from tests.support.waiting import PATIENCE
 from tests.trainer.gang.test_gang import PLAIN, alone, assert_equal, gang_spec, gangs
 from tests.trainer.gang.test_gang import together as gang_of
 from tests.trainer.learning.test_learner import make_rows
@@ -244,7 +245,7 @@ def test_a_load_is_waited_for_by_its_bytes() -> None:
 
     stuck = threading.Event()
     with pytest.raises(DeadlineExceeded) as caught:
-        together(cast(GangGroup, group), "loading policy p", lambda progress: stuck.wait(30))
+        together(cast(GangGroup, group), "loading policy p", lambda progress: stuck.wait(PATIENCE))
     assert caught.value.kind == "gang_load_slow"
     assert "loading policy p" in caught.value.message
     stuck.set()

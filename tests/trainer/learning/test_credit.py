@@ -11,6 +11,7 @@ import torch
 from services.rollout.trajectories.records import LargeColumns, samples_of
 from services.trainer.learning.critic import chained_advantages
 from services.trainer.learning.samples import Row, parse_rows, response_lengths
+from tests.support.waiting import PATIENCE
 from tests.workflow.environments.zoo import Nim, Pennies
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -51,7 +52,7 @@ def to_go(rows: list[Row], gamma: float = 1.0, *, first: bool = True) -> list[fl
 
 async def played_by(workflow: Any, agents: tuple[str, ...] = ("x",), **options: Any) -> Played:
     options.setdefault("policy", lambda prompt: "hm")
-    return await play(workflow, {}, agents=agents, seconds=20, **options)
+    return await play(workflow, {}, agents=agents, seconds=PATIENCE, **options)
 
 
 # (rewards of the turns, of the agent) -> what groups compare, what gae adds up to.
@@ -179,7 +180,9 @@ async def test_kuhn_poker(credit: Credit, agents: tuple[str, ...]) -> None:
             return str(legal[0 if choice == "first" else -1])
 
         workflow = GameWorkflow(lambda: OpenSpiel("kuhn_poker"), permute=False, credit=credit)
-        played = await play(workflow, {"seed": seed}, agents=agents, policy=policy, seconds=20)
+        played = await play(
+            workflow, {"seed": seed}, agents=agents, policy=policy, seconds=PATIENCE
+        )
         rows = rows_of(played)
         winnings = [played.metrics[name] for name in sorted(played.metrics) if "return_" in name]
         assert sum(winnings) == 0

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from services.rollout.networks.episodes import samples_of
 from services.rollout.trajectories.records import LargeColumns
 from services.trainer.networks.learner import parse_fragments
+from tests.support.waiting import PATIENCE
 from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe import tensors
@@ -148,7 +149,7 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     await open_step(stage, 1)
     await play(stage, spec, ref, 1, QUERIES[:2])
     running = asyncio.create_task(here.events(1, 1))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         # Until it has begun, its samples are those of the step before.
         while not any((s.step, s.samples) == (1, 2) for s in await here.statuses()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from services.trainer.learning.model import load_model, load_tokenizer
 from services.trainer.state.checkpoint import _write_whole, checkpoint_path, save_checkpoint
 from services.trainer.state.training_state import StateStore
 from tests.support.training import make_spec
+from tests.support.waiting import PATIENCE
 from tests.trainer.learning.test_files import make_state
 from tests.trainer.stage import fill_up
 from troupe.checkpoints.retention import prune, remove, versions_in
@@ -131,7 +132,7 @@ def test_who_comes_second_finds_it_there(tmp_path: Path) -> None:
 
     def fill(folder: Path) -> None:
         (folder / "weights").write_text("the same")
-        together.wait(30)
+        together.wait(PATIENCE)
 
     def write() -> None:
         try:
@@ -143,7 +144,7 @@ def test_who_comes_second_finds_it_there(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(PATIENCE)
     assert failed == []
     assert [path.name for path in place.parent.iterdir()] == ["00ff"]
     assert (place / "weights").read_text() == "the same"
