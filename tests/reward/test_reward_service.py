@@ -19,7 +19,9 @@ from services.reward.server import RewardService, RewardSettings
 from tests.support.waiting import PATIENCE, until
 from troupe.functions.validation import MAX_PATHS, MAX_SECONDS
 from troupe.rpc import (
+    NO_RETRY,
     AlreadyExists,
+    ClientSettings,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
@@ -41,8 +43,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class Client:
     """Registers and invokes functions of `reward_functions`; the version follows the settings."""
 
-    def __init__(self, stub: RewardAsyncStub) -> None:
-        self.stub = stub
+    def __init__(self, stub: RewardAsyncStub, address: str) -> None:
+        self.stub, self.address = stub, address
         self.versions: dict[str, str] = {}
 
     async def register(self, name: str, **fields: Any) -> None:
@@ -96,7 +98,7 @@ async def client() -> AsyncIterator[Client]:
 async def client_of(**settings: Any) -> AsyncIterator[Client]:
     given = RewardSettings(drain_seconds=0.2, **settings)
     async with serve(RewardService, given) as server, connect(server.address) as channel:
-        yield Client(RewardStub(channel))
+        yield Client(RewardStub(channel), server.address)
 
 
 async def test_results_of_sync_and_async_functions(client: Client) -> None:
@@ -316,11 +318,11 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
         held = {"path": str(gate)}
         calls = [asyncio.create_task(client.invoke("waits", held)) for _ in range(2)]
         await client.until_running("waits", 1, 1)
-        with pytest.raises(ResourceExhausted) as full:
-            await client.stub.Invoke(
-                pb.InvokeRequest(invocation_id="x", name="waits", version=client.versions["waits"]),
-                timeout=0.3,
-            )
+        version = client.versions["waits"]
+        request = pb.InvokeRequest(invocation_id="x", name="waits", version=version)
+        async with connect(client.address, ClientSettings(retry=NO_RETRY)) as channel:
+            with pytest.raises(ResourceExhausted) as full:
+                await RewardStub(channel).Invoke(request)
         assert full.value.retry_after_ms
         gate.touch()
         await client.invoke("waits", held)  # repeats until there is room
