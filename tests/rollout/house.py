@@ -150,6 +150,7 @@ class House:
         group_size: int = 2,
         step: int = 0,
         required_columns: Sequence[str] = (),
+        **how: Any,
     ) -> None:
         """Tables and a step in the store, as the orchestrator makes them."""
         await self.store.CreateTables(
@@ -168,6 +169,7 @@ class House:
                 versions={"big": 0, "small": 0},
                 query_ids=[f"q{i}" for i in range(queries)],
                 group_size=group_size,
+                **how,
             )
         )
 

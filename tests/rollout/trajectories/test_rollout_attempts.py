@@ -15,9 +15,7 @@ from tests.rollout.house import House, make_spec, training
 from tests.rollout.test_rollout_aborting import abort
 from tests.support.processes import runs
 from tests.support.waiting import PATIENCE, until
-from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
-from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow import ToolError, TurnError, WorkflowError
 from troupe.workflow.errors import EnvironmentContractError, EnvironmentFault
 
@@ -127,21 +125,7 @@ async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
 async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -> None:
     """Two trajectories count and one is redundant: the last to come is refused, and says why."""
     await house.prepare("one_turn")
-    await house.store.CreateTables(
-        store_pb.CreateTablesRequest(
-            request_id=new_id("tables"), job_id=house.job_id, policies=["big"]
-        )
-    )
-    await house.store.OpenStep(
-        store_pb.OpenStepRequest(
-            request_id=new_id("open"),
-            job_id=house.job_id,
-            versions={"big": 0},
-            query_ids=["q0"],
-            group_size=2,
-            redundant=1,
-        )
-    )
+    await house.open_step(queries=1, redundant=1)
     first = await house.run(training(1, 1))
     assert [(e.state, e.group_complete) for e in first.values()] == [(COMPLETED, False)]
     both = await house.run(training(1, 3)[1:])
