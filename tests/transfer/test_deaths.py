@@ -20,6 +20,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 from troupe.rpc import ClientSettings
 from troupe.transfer import Transfer, segments
@@ -101,10 +102,10 @@ def test_readers_see_one_publication_or_another(root: Path) -> None:
     for thread in (*readers, *writers):
         thread.start()
     for thread in writers:
-        thread.join(60)
+        thread.join(PATIENCE)
     over.set()
     for thread in readers:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not failures
 
 
@@ -130,14 +131,16 @@ def test_a_reader_that_is_killed_lets_go_of_all_it_held(root: Path) -> None:
         assert reader.stdout.readline() == "verifies\n"
         # Another one waits for it, as only one verifies.
         other = threading.Thread(
-            target=lambda: got.append(float(Transfer(root).get(KEY, timeout=60)[0]["w"].sum()))
+            target=lambda: got.append(
+                float(Transfer(root).get(KEY, timeout=PATIENCE)[0]["w"].sum())
+            )
         )
         other.start()
         time.sleep(0.1)
         assert not got
         reader.send_signal(signal.SIGKILL)
-        reader.wait(10)
-    other.join(60)
+        reader.wait(PATIENCE)
+    other.join(PATIENCE)
     assert got == [3.0 * COUNT]
     # Its lease went with it: the file is filled again.
     writer.delete(KEY)
@@ -174,7 +177,7 @@ def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
         assert writer.stdout is not None
         assert writer.stdout.readline() == "half\n"
         writer.send_signal(signal.SIGKILL)
-        writer.wait(10)
+        writer.wait(PATIENCE)
     # What was there is there, and its readers never saw a byte of the other.
     assert float(Transfer(root).get(KEY)[0]["w"].max()) == 1
     assert taken(root) > 2 * COUNT * 4 - MIB
@@ -267,7 +270,7 @@ def test_memory_is_bounded_over_many_versions(root: Path) -> None:
             # Nor does memory stay that has no name any more, but is mapped.
             assert nameless() < 3 * size
         reader.stdin.close()
-        reader.wait(30)
+        reader.wait(PATIENCE)
     owner.stop(0)
     transfer.close()
     settled, last = anonymous[20], anonymous[-1]

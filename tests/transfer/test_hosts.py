@@ -18,6 +18,8 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.support.processes import runs
+from tests.support.waiting import PATIENCE, block_until
 from troupe.rpc import ClientSettings, InvalidArgument, TroupeError, Unavailable
 from troupe.transfer import (
     Choice,
@@ -84,7 +86,7 @@ def test_processes_of_one_host_fetch_once(hosts: list[Host], sent: list[tuple[in
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert [checksum_of(tensors) for tensors, _ in got] == [manifest.checksum] * 4
     assert len(sent) == len(set(sent))
     moves = [next(iter(reader.counters.moves())) for reader in readers]
@@ -111,7 +113,7 @@ def test_readers_hand_on(
         thread.start()
         time.sleep(0.02)
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert {r.manifest(KEY).checksum for r in readers} == {manifest.checksum}
     # Nine chunks: chains of two. The owner sends half of what its readers get.
     assert served.count(hosts[0].owner.address) == 2
@@ -138,9 +140,9 @@ def test_a_reader_that_dies_is_routed_around(
     first = threading.Thread(target=lambda: _quietly(inner.get, KEY))
     first.start()
     time.sleep(0.05)
-    got, _ = outer.get(KEY, timeout=60)
+    got, _ = outer.get(KEY, timeout=PATIENCE)
     assert checksum_of(got) == manifest.checksum
-    first.join(60)
+    first.join(PATIENCE)
 
 
 def _quietly(act: Any, *args: Any) -> None:
@@ -250,7 +252,7 @@ def test_an_owner_process_that_is_killed_comes_back_at_its_port(
             before = victim.pid
             os.kill(before, signal.SIGSEGV)
             # Whoever is away, the fetch waits for it.
-            got, _ = here.get(KEY, timeout=90)
+            got, _ = here.get(KEY, timeout=PATIENCE)
             assert checksum_of(got) == manifest.checksum
             here.delete(KEY)
             assert (victim.restarts, victim.pid != before) == (1, True)
@@ -262,7 +264,7 @@ def test_an_owner_process_that_is_killed_comes_back_at_its_port(
         near.close()
         remote.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", remote.port), timeout=5)
+        socket.create_connection(("127.0.0.1", remote.port), timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -287,9 +289,4 @@ def test_an_owner_process_ends_with_its_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.05)
-    assert time.monotonic() < deadline
+    block_until(lambda: not runs(pid))

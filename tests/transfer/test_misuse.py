@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE
 from troupe.rpc import InvalidArgument
 from troupe.transfer import InvalidKey, Transfer, checksum_of
 
@@ -119,7 +120,7 @@ def test_directories_go_with_their_last_state_and_come_again(transfer: Transfer)
     for thread in (*writers, reader):
         thread.start()
     for thread in writers:
-        thread.join(60)
+        thread.join(PATIENCE)
     done.set()
-    reader.join(60)
+    reader.join(PATIENCE)
     assert not failures

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 from troupe.transfer import Transfer, checksum_of, segments
 
@@ -54,7 +55,7 @@ def test_shared_memory_between_processes() -> None:
         transfer = Transfer(root)
         with start(WRITER, root) as writer:
             # Waits while the other process still starts.
-            got, manifest = transfer.get(KEY, timeout=60)
+            got, manifest = transfer.get(KEY, timeout=PATIENCE)
             assert writer.stdout is not None
             assert writer.stdout.read().strip() == manifest.checksum == checksum_of(got)
         assert transfer.last_transport == "shared_memory"
@@ -82,7 +83,7 @@ def test_a_writer_that_dies_half_way_is_never_visible(
         segments.sweep(directory)
         assert len(list(directory.iterdir())) == 1
         writer.send_signal(signal.SIGKILL)
-        writer.wait(10)
+        writer.wait(PATIENCE)
     time.sleep(0.01)
     transfer.set(KEY, {"w": torch.zeros(3)})
     assert [p.name for p in directory.iterdir()] == ["weights@1"]

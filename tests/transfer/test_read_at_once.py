@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE, block_until
 from tests.transfer.remote_host import KEY, state
 from tests.transfer.test_remote_ucx import READER, SETTINGS, host
 from troupe.rpc.channel import connect_sync
@@ -52,7 +52,7 @@ def source(
     with host(tmp_path / "there", MIB) as (address, _):
         peer = Peer(address, SETTINGS)
         first = Transfer(tmp_path / "first", peers=[peer])
-        first.get(KEY, timeout=60)
+        first.get(KEY, timeout=PATIENCE)
         assert first.counters.moves() == {BY_UCX: 1}
         counting = Counting(peer._stub)
         peer._describer._stub = counting  # type: ignore[assignment]
@@ -61,14 +61,12 @@ def source(
 
 
 def whole(here: Transfer, **how: Any) -> bool:
-    return checksum_of(here.get(KEY, timeout=60, **how)[0]) == checksum_of(state(MIB))
+    return checksum_of(here.get(KEY, timeout=PATIENCE, **how)[0]) == checksum_of(state(MIB))
 
 
 def idle(peer: Peer) -> list[lane.Lane]:
     """LanePool that are kept, once the last read's are (its stream ends a little after it)."""
-    until = time.monotonic() + 5
-    while not any(peer._lanes._idle.values()) and time.monotonic() < until:
-        time.sleep(0.01)
+    block_until(lambda: any(peer._lanes._idle.values()))
     return [lane for kept in peer._lanes._idle.values() for lane in kept]
 
 
@@ -159,9 +157,9 @@ def test_who_is_named_another_source_takes_nothing_from_the_owner(tmp_path: Path
     with connect_sync(owner.address, SETTINGS) as channel:
         # Another host asks before: this one is told to read from it, which never gets it.
         asked = pb.DescribeStateRequest(key=KEY, reader=second.address)
-        assert not rpc.TransferOwnerStub(channel).DescribeState(asked, timeout=5).source
+        assert not rpc.TransferOwnerStub(channel).DescribeState(asked, timeout=PATIENCE).source
     here.delete(KEY)
-    got, manifest = here.get(KEY, timeout=60)
+    got, manifest = here.get(KEY, timeout=PATIENCE)
     assert checksum_of(got) == manifest.checksum == checksum_of(state(MIB + 8))
     assert here.counters.moves() == {BY_UCX: 2}
     peer.close()

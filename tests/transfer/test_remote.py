@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE
 from tests.transfer.conftest import SETTINGS, TOKEN
 from tests.transfer.sent import KEY, corrupting, leftovers, state
 from troupe.rpc import ClientSettings, TroupeError, Unauthenticated, Unavailable, connect_sync
@@ -92,7 +93,10 @@ def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> No
 def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transfer) -> None:
     timer = threading.Timer(0.3, there.set, [KEY, state()])
     timer.start()
-    assert checksum_of(here.get(KEY, timeout=20)[0]) == there.get(KEY, timeout=5)[1].checksum
+    assert (
+        checksum_of(here.get(KEY, timeout=PATIENCE)[0])
+        == there.get(KEY, timeout=PATIENCE)[1].checksum
+    )
     timer.join()
 
 
@@ -219,7 +223,7 @@ def test_requests_that_make_no_sense(
     with connect_sync(owner.address, SETTINGS) as channel:
         stub = rpc.TransferOwnerStub(channel)
         with pytest.raises(TroupeError) as caught:
-            list(stub.ReadState(pb.ReadStateRequest(**fields | change), timeout=5))
+            list(stub.ReadState(pb.ReadStateRequest(**fields | change), timeout=PATIENCE))
     assert caught.value.field == field
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tests.transfer.conftest import SETTINGS, TOKEN
 from tests.transfer.sent import KEY, corrupting, leftovers, state
 from troupe.transfer import Transfer, TransferTimeout, checksum_of
@@ -76,7 +77,7 @@ def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
 
     def spoil(nth: int, data: bytearray) -> None:
         if nth == 3:
-            killed.wait(120)  # not the whole state, however slow the reader is
+            killed.wait(PATIENCE)  # not the whole state, however slow the reader is
 
     sent = corrupting(monkeypatch, spoil)
     root = tmp_path / "here"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE
 from tests.transfer.remote_host import KEY, OTHER, state
 from troupe.rpc import ClientSettings
 from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
@@ -69,7 +70,7 @@ def test_two_processes(tmp_path: Path) -> None:
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
         for version in range(2):  # the owner serves more than one reader
-            got, manifest = here.get(KEY, timeout=60)
+            got, manifest = here.get(KEY, timeout=PATIENCE)
             assert manifest.checksum == checksum_of(got) == checksum_of(state(100))
             assert here.counters.moves() == {BY_UCX: version + 1}
             here.delete(KEY)
@@ -93,7 +94,7 @@ def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
         for lanes in (2, 1):
-            got, manifest = here.get(KEY, timeout=60)
+            got, manifest = here.get(KEY, timeout=PATIENCE)
             assert checksum_of(got) == manifest.checksum
             counts = Counter(taken).values()
             assert len(counts) == lanes
@@ -126,7 +127,7 @@ def test_chunks_come_in_messages_where_who_receives_verifies_and_the_owner_knows
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
         for largest in (UCX_MESSAGE_BYTES, PIECE_BYTES):
-            got, manifest = here.get(KEY, timeout=60)
+            got, manifest = here.get(KEY, timeout=PATIENCE)
             assert checksum_of(got) == manifest.checksum
             assert max(taken) == largest
             assert sum(taken) >= 100 * 2**20
@@ -155,7 +156,7 @@ def test_a_lane_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.Mo
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
-        got, manifest = here.get(KEY, timeout=20)
+        got, manifest = here.get(KEY, timeout=PATIENCE)
         assert failed.is_set()
         assert checksum_of(got) == manifest.checksum
         assert here.counters.retries() == {"broken_connection": 1}
@@ -167,7 +168,7 @@ def test_an_owner_without_ucx(tmp_path: Path) -> None:
     with host(tmp_path / "there", 8, ucx=False) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
-        assert torch.equal(here.get(KEY, timeout=60)[0]["bias"], state(8)["bias"])
+        assert torch.equal(here.get(KEY, timeout=PATIENCE)[0]["bias"], state(8)["bias"])
         assert here.counters.moves() == {Choice("get", "grpc", "ucx_not_there"): 1}
         source.close()
 
@@ -186,7 +187,7 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
-        assert checksum_of(here.get(KEY, timeout=60)[0]) == checksum_of(state(100))
+        assert checksum_of(here.get(KEY, timeout=PATIENCE)[0]) == checksum_of(state(100))
         assert here.counters.retries() == {"corrupt_chunk": 1}
         assert here.counters.moves() == {BY_UCX: 1}
         source.close()
@@ -242,7 +243,7 @@ mapped.close()  # refused while anybody has it
 
 
 def test_nearby_a_sender_that_is_killed_takes_nobody_along() -> None:
-    subprocess.run([sys.executable, "-c", LEFT, SENDER], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", LEFT, SENDER], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.usefixtures("way")
@@ -256,7 +257,7 @@ def test_a_read_that_is_held_up_holds_up_no_other(
             not began.is_set()
         ):
             began.set()
-            assert other_is_here.wait(60)
+            assert other_is_here.wait(PATIENCE)
         real(self, nbytes)
 
     monkeypatch.setattr(Verification, "upto", held_up)
@@ -265,11 +266,11 @@ def test_a_read_that_is_held_up_holds_up_no_other(
         here = Transfer(tmp_path / "here", peers=[source])
         first = threading.Thread(target=here.fetch, args=[KEY], name="held")
         first.start()
-        assert began.wait(60)
-        got, _ = here.get(OTHER, timeout=60)
+        assert began.wait(PATIENCE)
+        got, _ = here.get(OTHER, timeout=PATIENCE)
         assert not here.exists(KEY)
         other_is_here.set()
-        first.join(60)
+        first.join(PATIENCE)
         assert here.exists(KEY)
         assert torch.equal(got["bias"], state(32)["bias"])
         source.close()
@@ -285,18 +286,18 @@ def test_who_waits_for_one_message_does_not_wait_for_the_next() -> None:
         with lane.Lane(near=True) as sender:
             sender.connect(address)
             requests = [sender.send(memoryview(sent)[p], n) for n, p in enumerate(parts)]
-            begin.wait(60)
+            begin.wait(PATIENCE)
             sender.wait(lambda: all(request.completed for request in requests), idle=60)
 
     with lane.Lane(near=True) as receiver:
         other = threading.Thread(target=send, args=[receiver.address])
         other.start()
-        begin.wait(60)
+        begin.wait(PATIENCE)
         requests = [receiver.receive(memoryview(got)[p], n) for n, p in enumerate(parts)]
         receiver.wait(lambda: requests[0].completed, idle=60)
         assert [request.completed for request in requests] == [True, False, False, False]
         receiver.wait(lambda: requests[-1].completed, idle=60)
-        other.join(60)
+        other.join(PATIENCE)
     assert got == sent
 
 
@@ -329,7 +330,7 @@ def test_a_reader_that_is_killed_half_way_costs_the_owner_nothing(tmp_path: Path
         assert killed.returncode == -signal.SIGKILL
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
-        assert checksum_of(here.get(KEY, timeout=60)[0]) == checksum_of(state(200))
+        assert checksum_of(here.get(KEY, timeout=PATIENCE)[0]) == checksum_of(state(200))
         assert here.counters.moves() == {BY_UCX: 1}
         assert process.poll() is None
         source.close()

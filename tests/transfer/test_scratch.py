@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 
 
@@ -23,7 +24,9 @@ def test_what_a_killed_process_left_is_removed_and_a_living_one_s_is_not(tmp_pat
         "print(path, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
     left = Path(ended.stdout.strip())
     assert (left / "state").is_file()
     with Scratch("others-", tmp_path):
@@ -45,7 +48,7 @@ def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert sorted(tmp_path.iterdir()) == sorted(scratch.path for scratch in made)
     assert len(made) == 200
     for scratch in made:
@@ -77,5 +80,5 @@ def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Si
         directory = Path(process.stdout.readline().strip())
         assert directory.is_dir()
         process.send_signal(number)
-        assert process.wait(100) == 128 + number
+        assert process.wait(PATIENCE) == 128 + number
     assert not directory.exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 from troupe.transfer import Corrupt, Manifest, Transfer, segments
 from troupe.transfer import segments as shelf_module
@@ -122,7 +123,7 @@ def test_a_reader_in_another_process_keeps_its_version(root: Path) -> None:
         for version in range(2, 5):
             transfer.delete(f"{STEM}@{version - 1}")
             transfer.set(f"{STEM}@{version}", state(version))
-        assert reader.communicate("\n", timeout=60)[0] == f"{float(COUNT)}\n"
+        assert reader.communicate("\n", timeout=PATIENCE)[0] == f"{float(COUNT)}\n"
 
 
 def test_what_nobody_fills_again_gives_its_memory_back(root: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPa
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(60)
+        reader.join(PATIENCE)
     assert verified == [f"{STEM}@0"]
     # Until somebody writes to it.
     with open(root / f"{STEM}@0", "r+b") as file:
@@ -178,7 +179,7 @@ def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) ->
     done, told = threading.Event(), []
 
     def wait() -> None:
-        with segments.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
+        with segments.alone(path, time.monotonic() + PATIENCE, unless=done.is_set) as first:
             told.append(first)
 
     with segments.alone(path, 0.0, unless=done.is_set) as first:
@@ -188,7 +189,7 @@ def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) ->
             one.start()
         done.set()
         for one in waiting:
-            one.join(30)
+            one.join(PATIENCE)
         assert told == [False] * 3, "although the lock is still held"
     done.clear()
     wait()

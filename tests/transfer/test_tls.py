@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable
 from troupe.transfer import Transfer
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer, TransferOwner
@@ -78,12 +79,12 @@ def test_owner_processes_with_certificates(tmp_path: Path) -> None:
         for stranger in (uncertified, ClientSettings(token=token, retry=NO_RETRY)):
             peer = Peer(near.address, stranger, use_ucx=False)
             with pytest.raises(Unavailable):
-                peer.delete(["job/x"], timeout=5)
+                peer.delete(["job/x"], timeout=PATIENCE)
             peer.close()
         # Not the name that is certified.
         peer = Peer(f"localhost:{near.port}", settings, use_ucx=False)
         with pytest.raises(Unavailable):
-            peer.delete(["job/x"], timeout=5)
+            peer.delete(["job/x"], timeout=PATIENCE)
         peer.close()
     finally:
         near.close()

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from troupe.transfer import (
     Choice,
     Corrupt,
@@ -189,7 +190,7 @@ def test_missing_key_and_deadline(transfer: Transfer) -> None:
 def test_get_waits_for_a_key(transfer: Transfer) -> None:
     timer = threading.Timer(0.1, transfer.set, (KEY, {"x": torch.ones(3)}))
     timer.start()
-    got, _ = transfer.get(KEY, timeout=10)
+    got, _ = transfer.get(KEY, timeout=PATIENCE)
     timer.join()
     assert got["x"].sum() == 3
 
@@ -287,7 +288,7 @@ def test_who_hashes_keeps_no_other_thread_waiting() -> None:
     try:
         thread = threading.Thread(target=hash_on)
         thread.start()
-        begun.wait(60)
+        begun.wait(PATIENCE)
         assert not over.is_set()
     finally:
         sys.setswitchinterval(interval)
