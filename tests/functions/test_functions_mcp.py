@@ -22,6 +22,7 @@ from tests.reward.test_reward_service import client_of
 from tests.rollout.conftest import _fresh, _settling, reward_process, store_process
 from tests.rollout.house import make_spec
 from tests.rollout.processes import ServiceProcess
+from tests.support.waiting import PATIENCE
 from troupe.functions.library.mcp import call
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as common
@@ -41,7 +42,7 @@ def url() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):
@@ -66,7 +67,7 @@ async def stage(
         "web": {"mcp": {"url": url, "prefix": "web_", "offered": ["add", "fail"]}},
     }
     neighbours = {"store": store_process.address, "reward": reward_process.address}
-    limits = {"turn_seconds": 20, "trajectory_seconds": 100}
+    limits = {"turn_seconds": PATIENCE, "trajectory_seconds": PATIENCE}
     directory = tmp_path_factory.mktemp("mcp")
     async with open_stage(
         directory, context=4096, tools=tools, limits=limits, **neighbours
@@ -75,7 +76,7 @@ async def stage(
 
 
 def server(**fields: Any) -> dict[str, Any]:
-    known = {"command": None, "env": {}, "url": None, "headers": {}, "start_seconds": 20.0}
+    known = {"command": None, "env": {}, "url": None, "headers": {}, "start_seconds": PATIENCE}
     return {**known, **fields}
 
 
@@ -264,7 +265,7 @@ def test_a_server_that_ends_during_several_calls_fails_them_all_and_is_started_a
     one = server(command=[sys.executable, RAW])
     first = call(one, "process")
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda _: call(one, "third"), range(3), timeout=60))
+        answers = list(pool.map(lambda _: call(one, "third"), range(3), timeout=PATIENCE))
     assert [answer.get("error") for answer in answers] == ["mcp_unavailable"] * 3
     assert call(one, "process") != first
 

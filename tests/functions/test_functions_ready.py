@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cluster import job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.functions import declaration_of
 from troupe.functions.library import answers
 from troupe.functions.library.mathematics import math
@@ -158,7 +159,7 @@ def test_mathematics_is_compared_in_other_threads_too() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(math(query(answer="3"), said("3"), {})))
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert found == [1.0]
 
 
