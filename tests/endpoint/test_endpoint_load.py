@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.workflow.test_long_texts import LONG, Gate, agents_of, says
 from troupe.endpoint.app import create_app
 from troupe.endpoint.server import EndpointServer
@@ -61,7 +61,7 @@ async def test_turns_of_other_trajectories_go_on_while_a_long_text_is_read(which
     path, body = requests("x" * LONG)[which]
     async with (
         served(agents_of(gate), agents_of(gate)) as (one, other),
-        httpx.AsyncClient(timeout=30) as client,
+        httpx.AsyncClient(timeout=PATIENCE) as client,
     ):
         long = asyncio.create_task(client.post(one + path, json=body))
         for _ in range(10):
@@ -78,7 +78,7 @@ async def test_fifteen_mebibytes_are_refused_by_name_before_they_are_tokenised(w
     path, body = requests(HUGE)[which]
     async with (
         served(agents_of(gate, context=2048)) as (url,),
-        httpx.AsyncClient(timeout=60) as client,
+        httpx.AsyncClient(timeout=PATIENCE) as client,
     ):
         answer = await client.post(url + path, json=body)
     assert answer.status_code == 400
@@ -100,7 +100,7 @@ async def test_more_messages_or_ids_than_fit_are_refused_and_leave_no_turn(
     path: str, body: dict[str, Any]
 ) -> None:
     agents = agents_of(Gate(), context=2048)
-    async with served(agents) as (url,), httpx.AsyncClient(timeout=60) as client:
+    async with served(agents) as (url,), httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(url + path, json=body)
     assert answer.status_code == 400
     assert "in a context of 2048 tokens" in answer.text
@@ -118,7 +118,7 @@ MANY: list[bytes] = [
 
 @pytest.mark.parametrize("body", MANY)
 async def test_a_body_with_too_many_objects_is_refused_unparsed(body: bytes) -> None:
-    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=60) as client:
+    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(url + "/chat/completions", content=body)
     assert answer.status_code == 413
     assert "objects and lists" in answer.json()["error"]["message"]
@@ -126,7 +126,10 @@ async def test_a_body_with_too_many_objects_is_refused_unparsed(body: bytes) -> 
 
 @pytest.mark.parametrize("text", ["{[" * 200_000, '\\"{' * 200_000, "\\" * 200_001 + "{" * 200_000])
 async def test_brackets_in_texts_are_no_objects(text: str) -> None:
-    async with served(agents_of(ByteTokenizer())) as (url,), httpx.AsyncClient(timeout=60) as http:
+    async with (
+        served(agents_of(ByteTokenizer())) as (url,),
+        httpx.AsyncClient(timeout=PATIENCE) as http,
+    ):
         answer = await http.post(url + "/chat/completions", json=user(text))
     assert answer.status_code == 200
 
@@ -134,7 +137,7 @@ async def test_brackets_in_texts_are_no_objects(text: str) -> None:
 @pytest.mark.parametrize("body", [b'"' + b'\\"' * 2_000_000, b"{[" * 60_000 + b'"\\'])
 async def test_unfinished_strings_are_searched_once(body: bytes) -> None:
     """A search that began anew at each quotation mark would take hours."""
-    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=60) as client:
+    async with served(agents_of(Gate())) as (url,), httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(url + "/chat/completions", content=b"{" * 100_001 + body)
     assert answer.status_code == 413
 
@@ -146,7 +149,7 @@ async def test_half_sent_bodies_of_one_trajectory_do_not_keep_the_others_out(
     half = b"1\r\n{\r\n" if header.endswith(b"chunked") else b"{"
     async with (
         served(agents_of(Gate()), agents_of(Gate()), max_body=1 << 20) as (one, other),
-        httpx.AsyncClient(timeout=30) as client,
+        httpx.AsyncClient(timeout=PATIENCE) as client,
     ):
         at = urlsplit(one)
         request = b"POST %s/chat/completions HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n%s"
@@ -243,7 +246,7 @@ async def test_a_turn_whose_client_is_gone_when_it_ends_does_not_count(
     agents, backend, client, request = await begun(which)
     for event in [backend.go_on, client.gone] if turn_first else [client.gone, backend.go_on]:
         event.set()
-    await asyncio.wait_for(request, 30)
+    await asyncio.wait_for(request, PATIENCE)
     await until(lambda: all(turn.over for turn in agents.begun) and not agents.turns)
 
     kept = Client(agents)
@@ -257,7 +260,7 @@ async def test_a_turn_whose_client_is_gone_when_it_ends_does_not_count(
 async def test_a_turn_whose_client_leaves_while_it_is_generated_does_not_count(which: str) -> None:
     agents, _, client, request = await begun(which)
     client.gone.set()
-    await asyncio.wait_for(request, 30)
+    await asyncio.wait_for(request, PATIENCE)
     await until(lambda: all(turn.over for turn in agents.begun))
     assert not agents.close()
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.endpoint.server import EndpointServer
 from troupe.rpc.errors import Unavailable
@@ -115,7 +115,7 @@ async def test_the_end_of_the_worker_is_not_held_up_by_clients() -> None:
             asking = asyncio.create_task(client.post(url + "/chat/completions", json=BODY))
             await until(lambda: script.asked)
         # It is refused, or its connection closed: it does not wait.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.wait({asking})
         asking.exception()
 

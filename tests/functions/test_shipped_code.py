@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from troupe.functions.shipped import ShippedCode, current, open_shipped, opened, using
 from troupe.workflow import EntrypointError, load_attribute, load_tasks, load_workflow
 from troupe.workflow.loading import forget_edited
@@ -112,7 +113,7 @@ def test_threads_import_their_own(versions: list[ShippedCode]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert found == {1: {1}, 2: {2}}
 
 

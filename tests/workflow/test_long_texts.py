@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import Script, make_chat
 from troupe.workflow import Agents, ChatTokenizer, ContextOverflowError, Role, Sampling, TurnError
 from troupe.workflow import conversation as module
@@ -33,13 +34,13 @@ class Gate(ByteTokenizer):
         """Ids of `text`."""
         self.characters += len(text)
         if len(text) >= LONG:
-            assert self.opened.wait(20), "nothing else went on meanwhile"
+            assert self.opened.wait(PATIENCE), "nothing else went on meanwhile"
         return super().encode(text, add_special_tokens)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
         """The conversation as text."""
         if len(messages) > 1000:
-            assert self.opened.wait(20), "nothing else went on meanwhile"
+            assert self.opened.wait(PATIENCE), "nothing else went on meanwhile"
         text = "".join(str(m["content"]) for m in messages)
         return text + ("tools" if options.get("tools") else "") + "<|assistant|>"
 
@@ -94,7 +95,7 @@ async def test_turns_of_others_go_on_while_a_long_text_is_tokenised(
         assert len(replies) == 5
     assert not long.done()
     gate.opened.set()
-    assert await asyncio.wait_for(long, 30)
+    assert await asyncio.wait_for(long, PATIENCE)
 
 
 def played(
@@ -166,7 +167,7 @@ async def test_a_trajectory_that_ends_while_a_prompt_is_tokenised_has_no_such_tu
     assert agents.unawaited == {"solver": 1}
     gate.opened.set()
     with pytest.raises(TurnError, match="had ended"):
-        await asyncio.wait_for(left, 30)
+        await asyncio.wait_for(left, PATIENCE)
 
 
 @pytest.mark.parametrize("call", LONG_CALLS.values(), ids=LONG_CALLS.keys())

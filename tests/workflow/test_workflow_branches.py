@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.workflow import (
     Agents,
@@ -70,7 +71,7 @@ async def test_they_are_drawn_concurrently() -> None:
     together = asyncio.Barrier(8)
 
     async def policy(prompt: Prompt) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await together.wait()
         return "a"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import until
 from troupe.workflow.environments import COUNTERS, FaultLimits, Hosted, hosted
 
 ZOO = "tests.workflow.environments.zoo"
@@ -39,8 +39,4 @@ def environ_of(pid: int) -> list[str]:
 
 
 async def until_gone(pid: int) -> None:
-    for _ in range(1000):
-        if gone(pid):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"process {pid} is still there")
+    await until(lambda: gone(pid))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from tests.workflow.environments.zoo import Nim, Pennies
 from troupe.workflow import EntrypointError, ScriptedPolicy, load_workflow, play
 from troupe.workflow.environments import (
@@ -34,7 +35,7 @@ async def game(
     agents: Any = ("x", "y"),
     seed: int = ODD,
 ) -> Played:
-    return await play(workflow, {"seed": seed}, policy=policy, agents=agents, seconds=20)
+    return await play(workflow, {"seed": seed}, policy=policy, agents=agents, seconds=PATIENCE)
 
 
 def rewards_of(played: Played) -> list[tuple[str, float | None]]:
@@ -87,7 +88,7 @@ async def test_simultaneous_moves_are_asked_at_once() -> None:
         asked += 1
         if asked % 2 == 0:
             both.set()
-        await asyncio.wait_for(both.wait(), 10)  # one after the other would wait for ever
+        await asyncio.wait_for(both.wait(), PATIENCE)  # one after the other would wait for ever
         return "heads"
 
     played = await game(GameWorkflow(Pennies, permute=False), policy)
@@ -155,7 +156,7 @@ async def test_a_job_has_its_own_rule_for_illegal_moves(
     def policy(prompt: Prompt) -> str:
         return "hm" if prompt.agent == "x" else "1"
 
-    played = await play(workflow, tasks[0], policy=policy, agents=("x", "y"), seconds=20)
+    played = await play(workflow, tasks[0], policy=policy, agents=("x", "y"), seconds=PATIENCE)
     assert played.metrics["forfeits"] == forfeits
     if answers:
         assert played.metrics["illegal_moves"] == answers

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from tests.support.own_python import OWN, RUBRICS, TASKSETS, own_python
+from tests.support.waiting import until
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.job.data import TasksSpec, VerifiersSpec
 from troupe.workflow import (
@@ -71,14 +72,6 @@ async def played(
     return await play(
         verifiers.play, query, policy=ScriptedPolicy(script), agents=agents or ["agent"]
     )
-
-
-async def until(true: Callable[[], bool], seconds: float) -> None:
-    for _ in range(int(seconds / 0.05)):
-        if true():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"not within {seconds:g} s")
 
 
 async def test_a_public_taskset_is_played_unchanged(tasksets: str) -> None:
@@ -210,7 +203,7 @@ async def test_an_episode_that_fails_is_a_fault_and_the_next_one_is_played(
     assert caught.value.reason == reason
     # What hangs is ended, and the next episode has a process.
     pool = pool_of(VerifiersSpec.model_validate(relay))
-    await until(lambda: trouble != "block" or not any(one.alive for one in pool._processes), 60)
+    await until(lambda: trouble != "block" or not any(one.alive for one in pool._processes))
     assert (await pool.for_episode()).alive
 
 
@@ -218,13 +211,13 @@ async def test_a_cancelled_episode_ends_in_the_child(tasksets: str) -> None:
     relay = {"environment": "relay-v1", "python": tasksets, "args": {"trouble": "hang"}}
     task = asyncio.create_task(played({"writer": ["a"]}, "writer", "judge", **relay))
     pool = pool_of(VerifiersSpec.model_validate(relay))
-    await until(lambda: any(one.playing for one in pool._processes), 200)
+    await until(lambda: any(one.playing for one in pool._processes))
     (process,) = pool._processes
     await asyncio.sleep(1.0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not process._pending, 9)  # before it would be killed
+    await until(lambda: not process._pending)
     assert process.alive
     assert process.playing == 0
 
@@ -242,7 +235,7 @@ async def test_a_killed_process_loses_its_episodes_and_no_others(tasksets: str) 
     relay = {"environment": "relay-v1", "python": tasksets, "args": {"trouble": "hang"}}
     task = asyncio.create_task(played({"writer": ["a"]}, "writer", "judge", **relay))
     pool = pool_of(VerifiersSpec.model_validate(relay))
-    await until(lambda: any(one.playing for one in pool._processes), 200)
+    await until(lambda: any(one.playing for one in pool._processes))
     (process,) = pool._processes
     assert process._process is not None
     os.killpg(process._process.pid, signal.SIGKILL)
