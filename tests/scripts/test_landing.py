@@ -27,6 +27,7 @@ from scripts.landing import (
     relevance,
     told,
 )
+from tests.support.waiting import PATIENCE
 
 REPO = Path(__file__).resolve().parents[2]
 ROOMS = ("trainer", "trainer/gang", "rollout", "transfer", "e2e")
@@ -151,7 +152,7 @@ def test_a_report_tells_what_failed_and_what_was_left_out(tmp_path: Path) -> Non
         cwd=tmp_path,
         check=False,
         capture_output=True,
-        timeout=100,
+        timeout=PATIENCE,
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     found = {case.node: case for case in cases(tmp_path / "r.xml")}
