@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from services.chassis.watchdog import EXIT_STATUS
-from tests.chassis.echo_process import Launch, wait_for
+from tests.chassis.echo_process import Launch
+from tests.support.processes import ports_of
 from tests.support.waiting import PATIENCE
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect_sync
 from troupe.v1 import orchestrator_pb2 as pb
@@ -27,7 +28,7 @@ def test_a_process_whose_loop_stands_still_ends_and_shows_its_threads(
 ) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=10)
-    port, _ = wait_for(port_file, process)
+    port, _ = ports_of(process, port_file)
     with connect_sync(f"127.0.0.1:{port}", ONCE) as channel, pytest.raises(Unavailable):
         OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="block 600"), timeout=PATIENCE)
     assert process.wait(PATIENCE) == EXIT_STATUS
@@ -40,7 +41,7 @@ def test_a_process_whose_loop_stands_still_ends_and_shows_its_threads(
 def test_a_process_that_was_stopped_goes_on(launch: Launch, tmp_path: Path) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=20)
-    port, _ = wait_for(port_file, process)
+    port, _ = ports_of(process, port_file)
     process.send_signal(signal.SIGSTOP)
     time.sleep(25)
     process.send_signal(signal.SIGCONT)
@@ -54,7 +55,7 @@ def test_a_process_that_was_stopped_goes_on(launch: Launch, tmp_path: Path) -> N
 def test_a_process_without_a_limit_waits_for_its_loop(launch: Launch, tmp_path: Path) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file, TROUPE_STALL_EXIT_SECONDS=0)
-    port, _ = wait_for(port_file, process)
+    port, _ = ports_of(process, port_file)
     with connect_sync(f"127.0.0.1:{port}", ONCE) as channel, ThreadPoolExecutor(1) as threads:
         order = pb.GetJobRequest(job_id="block 1")
         reply = threads.submit(OrchestratorStub(channel).GetJob, order, timeout=PATIENCE)
@@ -66,7 +67,7 @@ def test_a_process_without_a_limit_waits_for_its_loop(launch: Launch, tmp_path: 
 def test_a_call_that_gets_no_memory_is_unavailable(launch: Launch, tmp_path: Path) -> None:
     port_file = tmp_path / "ports"
     process = launch(TROUPE_PORT_FILE=port_file)
-    port, _ = wait_for(port_file, process)
+    port, _ = ports_of(process, port_file)
     with (
         connect_sync(f"127.0.0.1:{port}", ONCE) as channel,
         pytest.raises(Unavailable, match="has no memory for this call") as caught,

@@ -143,7 +143,7 @@ async def test_a_service_that_gets_no_more_memory_costs_nothing(
 ) -> None:
     async with cluster.client() as client:
         handle = await client.submit(cluster.yaml(**{"pipeline.steps": 20}))
-        await until(handle, lambda job: job.step >= 2)
+        await until_job(handle, lambda job: job.step >= 2)
         # Less than it has: each further mapping fails.
         resource.prlimit(cluster.pid(service), resource.RLIMIT_AS, (1 << 20, 1 << 20))
         end = await ended(handle)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
+from tests.support.waiting import PATIENCE
 from troupe.processes.ending import (
     close_output,
     exit_text,
@@ -95,13 +96,13 @@ async def test_the_end_of_a_process_is_seen_while_its_output_waits() -> None:
         sys.executable, "-c", "while True: print('x' * 1000)", stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         # asyncio does not read on before some of it is taken.
         while not process.stdout._paused:  # type: ignore[attr-defined]  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     process.kill()
     close_output(process)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         assert await process.wait() == -9
     close_output(process)
 

@@ -11,6 +11,7 @@ import pytest
 from services.orchestrator.placement.leased_workers import LeasedWorkers
 from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
+from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
 from troupe.v1 import orchestrator_pb2 as orch
@@ -87,7 +88,7 @@ async def test_a_first_gang_that_lacks_devices_is_refused_after_the_wait(
     change = asyncio.ensure_future(workers.change())
     await asyncio.sleep(0)
     assert workers.fall_short(FEW, now=10.0) == 10.0 + WAIT_SECONDS
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await change
     assert workers.shortage == FEW
     workers.check()

@@ -21,10 +21,10 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences import attention
 from services.trainer.learning.sequences.packing import PackedBatch, Slices, plan
+from tests.support.peaks import tensor_peak
 from tests.support.training import VOCABULARY, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows, relative_error, response_logprobs
 from tests.trainer.learning.test_batching import FREE, SLIDING, make_model, row, rows_of_few_tokens
-from tests.trainer.learning.test_passes import peak
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import TrainerSpec
 
@@ -344,7 +344,7 @@ def test_a_long_conversation_is_trained_in_the_memory_of_a_pass(tokenizer: Path)
     for learner in (whole, cut):
         learner.accumulate(rows)  # what is made once is made
         learner.discard()
-        held.append(peak(lambda learner=learner: learner.accumulate(rows)))
+        held.append(tensor_peak(lambda learner=learner: learner.accumulate(rows)))
     assert held[1] < 0.4 * held[0]
 
 
