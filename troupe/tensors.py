@@ -48,7 +48,7 @@ class ChecksumError(DataLoss):
 def to_proto(tensor: Array | torch.Tensor) -> pb.Tensor:
     """`tensor` (numpy or torch, any strides, any device) as a message.
 
-    Raises `InvalidArgument` for a dtype that the contract does not have (`pb.Dtype` lists them).
+    Raises `InvalidArgument` for a dtype that the contract lacks (`pb.Dtype` lists them).
     """
     if isinstance(tensor, np.ndarray):
         number = _BY_NUMPY.get(tensor.dtype.newbyteorder("<"))

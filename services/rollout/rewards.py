@@ -76,17 +76,26 @@ _NEWEST_WEIGHT: Final = 0.1
 _Key = tuple[str, str, str, int, float]
 
 _REMEDIES: Final = {
-    pb.InvocationError.KIND_NOT_IMPORTABLE: "Make it importable where the reward service runs: "
-    "the directory that holds it on PYTHONPATH, the function at the module's top level.",
+    pb.InvocationError.KIND_NOT_IMPORTABLE: (
+        "Make it importable where the reward service runs: the directory that holds it on "
+        "PYTHONPATH, the function at the module's top level."
+    ),
     pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
     pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
-    pb.InvocationError.KIND_SANDBOX_GONE: "Begin anew: its next call has a new sandbox. Raise "
-    "`sandbox_idle_seconds` if it was idle for too long.",
-    pb.InvocationError.KIND_QUOTA_EXHAUSTED: "Declare a larger quota in TROUPE_REWARD_QUOTAS if "
-    "the interface allows it, or call it less often.",
-    pb.InvocationError.KIND_MODEL_UNAVAILABLE: "Look at the log of the reward host that has the "
-    "model (TROUPE_REWARD_MODELS).",
-    pb.InvocationError.KIND_BAD_RESULT: "Return finite numbers, strings, lists and dicts of them.",
+    pb.InvocationError.KIND_SANDBOX_GONE: (
+        "Begin anew: its next call has a new sandbox. Raise `sandbox_idle_seconds` if it was idle "
+        "for too long."
+    ),
+    pb.InvocationError.KIND_QUOTA_EXHAUSTED: (
+        "Declare a larger quota in TROUPE_REWARD_QUOTAS if the interface allows it, or call it "
+        "less often."
+    ),
+    pb.InvocationError.KIND_MODEL_UNAVAILABLE: (
+        "Look at the log of the reward host that has the model (TROUPE_REWARD_MODELS)."
+    ),
+    pb.InvocationError.KIND_BAD_RESULT: (
+        "Return finite numbers, strings, lists and dicts of them."
+    ),
 }
 
 

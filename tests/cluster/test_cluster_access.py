@@ -260,7 +260,8 @@ INTRUDER = textwrap.dedent(
         jobs = orchestrator_pb2_grpc.OrchestratorStub(channel)
         functions = reward_pb2_grpc.RewardStub(channel)
         spec = reward_pb2.FunctionSpec(name="evil", version="1", entrypoint="subprocess:run")
-        attempt(f"{address} list", lambda: jobs.ListJobs(pb.ListJobsRequest(), timeout=10))
+        attempt(f"{address} list", lambda: jobs.ListJobs(
+            pb.ListJobsRequest(), timeout=10))
         attempt(f"{address} submit", lambda: jobs.SubmitJob(
             pb.SubmitJobRequest(spec="x"), timeout=10))
         attempt(f"{address} deploy", lambda: functions.RegisterFunction(

@@ -174,8 +174,9 @@ async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
     quiet = await trainer.suspend("leaves")
     await trainer.resume(spec, quiet, policy="leaves")
     running = asyncio.create_task(trainer.events(0, 0, "stays"))
+    accumulating = pb.BINDING_STATE_ACCUMULATING
     async with asyncio.timeout(PATIENCE):
-        while all(s.state != pb.BINDING_STATE_ACCUMULATING for s in await trainer.statuses()):  # noqa: ASYNC110
+        while all(s.state != accumulating for s in await trainer.statuses()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
     began = time.monotonic()
