@@ -30,6 +30,7 @@ from services.experience_store.requests import clean_reason
 from services.experience_store.samples import PayloadGoneError, Samples
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from troupe.contracts import kinds
 from troupe.experience import samples_digest
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument
 from troupe.rpc.protobuf_wire import tag, varint
@@ -421,7 +422,7 @@ def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondi
     subject = f"claim {claim}" if claim else f"a claim of {claimant}"
     return FailedPrecondition(
         f"{subject} is lost: {why}",
-        kind="claim_lost",
+        kind=kinds.CLAIM_LOST,
         field="claim_id" if claim else "claimant",
         value=claim or claimant,
         remedy="Throw the accumulated gradients away, release, and begin the step again.",

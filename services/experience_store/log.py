@@ -21,7 +21,6 @@ import xxhash
 
 from services.experience_store.database import Database
 from services.experience_store.records import (
-    REDUNDANT,
     STATE_OF,
     Ending,
     JobTableKeys,
@@ -30,6 +29,7 @@ from services.experience_store.records import (
     parse_commit,
 )
 from services.experience_store.requests import clean_reason
+from troupe.contracts import kinds
 from troupe.experience import samples_digest
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -512,4 +512,4 @@ class StepLedger:
 
 def _was_redundant(name: str, ending: Ending) -> bool:
     """Whether the store ended it because its group was complete: such an ending has no name."""
-    return "\t" in name and ending.reason == REDUNDANT
+    return "\t" in name and ending.reason == kinds.REDUNDANT

@@ -184,8 +184,6 @@ def parse_channel(channel: str) -> tuple[str, str]:
 Payload: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
-# Reason of trajectories that a group did not need (lua/end_trajectory.lua).
-REDUNDANT: Final = "redundant"
 
 STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
     "P": pb.SAMPLE_STATE_PENDING,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from troupe import tensors
+from troupe.contracts import kinds
 from troupe.outcomes import JSON_BYTES, NotJsonError, parse_json
 from troupe.rpc import InvalidArgument
 from troupe.rpc.ids import check_name
@@ -331,7 +332,7 @@ def check_size(field: str, size: int) -> None:
     if size > ROW_BYTES:
         raise InvalidArgument(
             f"is larger than a row may be ({ROW_BYTES:,} bytes)",
-            kind="row_too_large",
+            kind=kinds.ROW_TOO_LARGE,
             field=field,
             value=size,
             remedy="Put large columns into the transfer layer and refer to them by key.",

@@ -20,6 +20,7 @@ from services.experience_store.notices import Notices
 from services.experience_store.records import Ending, JobTableKeys, PolicyKeys, parse_commit
 from services.experience_store.requests import clean_reason
 from services.experience_store.tables import TableRegistry, TableSchema
+from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, Internal
 from troupe.scheduling.curriculum import TaskPool
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -467,7 +468,7 @@ def not_open(job: str, step: int) -> FailedPrecondition:
     """The error of a step that was never opened, or was forgotten."""
     return FailedPrecondition(
         f"step {step} of job {job} is not open",
-        kind="step_not_open",
+        kind=kinds.STEP_NOT_OPEN,
         field="step",
         value=step,
         remedy=f"Call OpenStep first; steps are forgotten {KEEP_STEPS} steps after their commit.",

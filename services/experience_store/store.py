@@ -26,6 +26,7 @@ from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
 from services.experience_store.steps import KEEP_STEPS, StepStatus, StepStore, TaskPools
 from services.experience_store.tables import DAMAGED, TableRegistry, TableSchema
 from services.experience_store.trajectories import Trajectories
+from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -166,13 +167,13 @@ class Sweeper:
             if steps := await self._steps.live(job):
                 await self._steps.follow(job, steps[-1])
         except TroupeError as error:
-            if error.kind != "tables_not_found":
+            if error.kind != kinds.TABLES_NOT_FOUND:
                 raise
         for step in await self._steps.live(job):
             try:
                 await self._sweep_step(job, step, before.get((job, step), 0))
             except TroupeError as error:
-                if error.kind not in ("tables_not_found", "step_not_open"):
+                if error.kind not in (kinds.TABLES_NOT_FOUND, kinds.STEP_NOT_OPEN):
                     raise
 
     async def _sweep_step(self, job: str, step: int, decided: int) -> None:
@@ -262,7 +263,7 @@ class LogAuditor:
                     await self._steps.settle(job, step)
                 except TroupeError as error:
                     # Forgotten in between: then it is in the log.
-                    if error.kind not in ("step_not_open", "tables_not_found"):
+                    if error.kind not in (kinds.STEP_NOT_OPEN, kinds.TABLES_NOT_FOUND):
                         raise
             logged = {
                 policy: await self._log.policy_step(job, policy, step) for policy in table.policies

@@ -11,6 +11,7 @@ from services.experience_store import notices
 from services.experience_store.database import Database
 from services.experience_store.log import Log
 from services.experience_store.records import JOBS, Ending, JobTableKeys, PolicyKeys
+from troupe.contracts import kinds
 from troupe.rpc import AlreadyExists, NotFound
 
 # Errors that damaged rows or tables of a job cause: loops over all jobs continue with the others.
@@ -49,7 +50,7 @@ class TableSchema:
         if policy not in self.policies:
             raise NotFound(
                 f"job {self.job} trains no policy of this name",
-                kind="unknown_policy",
+                kind=kinds.UNKNOWN_POLICY,
                 field="policy",
                 value=policy,
                 remedy=f"Known: {', '.join(self.policies)}.",
@@ -129,7 +130,7 @@ class TableRegistry:
             if stored is None:
                 raise NotFound(
                     f"job {job} has no tables",
-                    kind="tables_not_found",
+                    kind=kinds.TABLES_NOT_FOUND,
                     field="job_id",
                     value=job,
                     remedy="Call CreateTables first.",

@@ -26,7 +26,6 @@ from services.experience_store.notices import Notices
 from services.experience_store.records import (
     NEEDED,
     RECORDS,
-    REDUNDANT,
     Ending,
     JobTableKeys,
     Payload,
@@ -37,6 +36,7 @@ from services.experience_store.records import (
 from services.experience_store.samples import RecentRows
 from services.experience_store.steps import StepStore, not_open
 from services.experience_store.tables import TableRegistry, TableSchema
+from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 
 
@@ -82,7 +82,7 @@ class Append:
         )
         raise InvalidArgument(
             f"job {table.job} trains no policy of this name",
-            kind="unknown_policy",
+            kind=kinds.UNKNOWN_POLICY,
             field=f"samples[{index}].policy",
             value=row.policy,
             remedy=f"Send samples of {', '.join(table.policies)} only.",
@@ -281,7 +281,7 @@ class Trajectories:
                 remedy="Run as many trajectories per query as the step was opened with.",
             )
         reason = rest[0].decode() if outcome == b"dropped" and rest else ""
-        return Appended(False, step, reason, reason == REDUNDANT), None, {}
+        return Appended(False, step, reason, reason == kinds.REDUNDANT), None, {}
 
     async def _unstage(self, append: Append, step: int) -> None:
         """Free what `append` staged in `step`."""

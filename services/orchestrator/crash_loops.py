@@ -22,6 +22,7 @@ from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import NAMES, WorkerHandle, WorkerRegistry
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE, RedisAccess
+from troupe.contracts import kinds
 from troupe.job import LimitsSpec
 from troupe.rpc import FailedPrecondition, TroupeError
 
@@ -93,7 +94,7 @@ class CrashLoopGuard:
                 who = f"a {self._kind} worker died while it"
             raise FailedPrecondition(
                 f"{who} {self._doing}: {', '.join(sorted(dead))}",
-                kind="workers_keep_dying",
+                kind=kinds.WORKERS_KEEP_DYING,
                 field=self._field,
                 remedy=self._remedy,
             )

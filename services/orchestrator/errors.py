@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
+from troupe.contracts import kinds
 from troupe.rpc import (
     Aborted,
     Attempts,
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 # Kinds of errors by which a worker says that it has lost its state of the job: prepare or bind it
 # again.
-RENEWABLE: Final = frozenset({"job_not_prepared", "not_bound", "step_in_progress"})
+RENEWABLE: Final = frozenset({kinds.JOB_NOT_PREPARED, kinds.NOT_BOUND, kinds.STEP_IN_PROGRESS})
 _TRANSIENT: Final = (Unavailable, DeadlineExceeded, Aborted)
 # An `Internal` error may pass; one that keeps coming back is a bug.
 _MAX_INTERNAL: Final = 3

@@ -16,6 +16,7 @@ import structlog
 
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.state.redis import RedisAccess
+from troupe.contracts import kinds
 from troupe.functions.sources import check_files, digest
 from troupe.functions.validation import NAME, VERSION
 from troupe.job import CodeSpec, JobSpec
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 # Kinds of errors by which the reward service says that it has forgotten a function.
-_FORGOTTEN: Final = ("function_not_found", "source_not_found")
-# Kind of the error of a service that does not know yet whether there is a host for a function.
-_HOSTS_EXPECTED: Final = "hosts_expected"
+_FORGOTTEN: Final = (kinds.FUNCTION_NOT_FOUND, kinds.SOURCE_NOT_FOUND)
 # How often functions that the reward service has forgotten are restored.
 _RESTORE_SECONDS: Final = 2.0
 # Time limit of a call without a deadline.
@@ -72,7 +71,7 @@ class Catalogue:
         if kept is None:
             raise NotFound(
                 "no such source was uploaded",
-                kind="source_not_found",
+                kind=kinds.SOURCE_NOT_FOUND,
                 field="function.source_sha256",
                 value=sha256,
                 remedy="Upload it before the function that it belongs to.",
@@ -164,7 +163,7 @@ class Catalogue:
         if not found:
             raise NotFound(
                 f"no function of {f'version {version!r}' if version else 'this name'} is deployed",
-                kind="function_not_found",
+                kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
                 remedy="`troupe functions list` shows what is; `troupe functions deploy` adds one.",
@@ -313,7 +312,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
             try:
                 await self._restore(spec)
             except TroupeError as error:
-                if isinstance(error, Unavailable) and error.kind != _HOSTS_EXPECTED:
+                if isinstance(error, Unavailable) and error.kind != kinds.HOSTS_EXPECTED:
                     raise
                 text = str(error)
                 if self._refused.get(_key(spec)) != text:
@@ -325,7 +324,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         try:
             await self._reward.RegisterFunction(request)
         except NotFound as error:
-            if error.kind != "source_not_found":
+            if error.kind != kinds.SOURCE_NOT_FOUND:
                 raise
             source = await self.catalogue.source(spec.source_sha256)
             source.request_id = new_id("upload")

@@ -30,6 +30,7 @@ from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
 from services.orchestrator.state.trajectories import RecentTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc import (
     NO_RETRY,
@@ -237,7 +238,7 @@ class GenerationService:
             try:
                 return await call(worker)
             except TroupeError as error:
-                if error.kind != "job_not_prepared":
+                if error.kind != kinds.JOB_NOT_PREPARED:
                     raise
                 # It has released the job since its last heartbeat.
                 beat = worker.beat

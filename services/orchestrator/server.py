@@ -23,6 +23,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.job_store import StoredJob, rows_after
 from services.orchestrator.state.records import TERMINAL, JobRecord
 from services.orchestrator.state.trajectories import TrajectoryFilter
+from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -430,7 +431,7 @@ def _rows_of(record: JobRecord) -> Iterator[None]:
     try:
         yield
     except NotFound as error:
-        if error.kind != "tables_not_found":
+        if error.kind != kinds.TABLES_NOT_FOUND:
             raise
         over = record.state in TERMINAL
         raise NotFound(

@@ -27,6 +27,7 @@ from services.reward.sandboxes.profile import (
     find_engine,
     unprivileged_user,
 )
+from troupe.contracts import kinds
 from troupe.functions.costs import costs_of
 from troupe.functions.sources import SourceStore
 from troupe.functions.validation import Refuse, check_costs
@@ -310,7 +311,7 @@ class FunctionRegistry:
         if function is None:
             raise NotFound(
                 f"no function of version {version!r} is registered here",
-                kind="function_not_found",
+                kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
                 remedy="Register it (again: this service forgets its functions in a restart).",
@@ -329,7 +330,7 @@ class FunctionRegistry:
         if not found:
             raise NotFound(
                 "no function of that name is registered here",
-                kind="function_not_found",
+                kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
                 remedy="ListFunctions tells which there are.",

@@ -15,6 +15,7 @@ from services.rollout.job_setup import (
     share_servers,
 )
 from services.rollout.prepared_job import PreparedJob
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
@@ -44,7 +45,7 @@ class JobTable:
         except KeyError:
             raise FailedPrecondition(
                 f"worker {self._worker_id} is not prepared for job '{job_id}'",
-                kind="job_not_prepared",
+                kind=kinds.JOB_NOT_PREPARED,
                 field="job_id",
                 value=job_id,
                 remedy="Call PrepareJob first; a restarted worker has forgotten its jobs.",

@@ -13,6 +13,7 @@ import structlog
 
 from services.rollout.trajectories.clock import TrajectoryClock
 from troupe import __version__
+from troupe.contracts import kinds
 from troupe.functions.costs import schema_of, to_spec
 from troupe.functions.declaration import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
@@ -50,7 +51,7 @@ _ENTRYPOINT: Final = "troupe.functions.describing:describe"
 _PRIORITY: Final = 1_000_000
 
 # Kinds of errors of a service that cannot be reached now.
-_AWAY: Final = frozenset({"deadline", "unavailable"})
+_AWAY: Final = frozenset({kinds.DEADLINE, Unavailable.default_kind})
 # Restarts of the service between a registration and the call that needs it.
 _DESCRIBE_AGAIN: Final = RetryPolicy(max_attempts=5, initial_backoff=0.0)
 # Calls of a function that the service does not answer: as long as the caller's time allows.
@@ -137,7 +138,7 @@ class TrajectoryTools:
         except NotJsonError as error:
             raise ToolError(
                 f"rewards/{name} answered what is no JSON: {error}",
-                kind="bad_result",
+                kind=kinds.BAD_RESULT,
                 field=f"rewards.{name}",
             ) from error
 
@@ -258,7 +259,7 @@ class JobFunctions:
         if missing := sorted(set(server.offered or ()) - found.keys()):
             raise ToolError(
                 f"{name}: the server has no tool '{missing[0]}'; it has {', '.join(found)}",
-                kind="unknown_tool",
+                kind=kinds.UNKNOWN_TOOL,
                 field=f"{field}.offered",
                 value=missing[0],
             )
@@ -352,7 +353,7 @@ class JobFunctions:
         try:
             await self._stub.RegisterFunction(request)
         except NotFound as error:
-            if error.kind != "source_not_found":
+            if error.kind != kinds.SOURCE_NOT_FOUND:
                 raise
             files = await asyncio.to_thread(self._sources.files, self._sha256)
             upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
@@ -376,7 +377,7 @@ class JobFunctions:
         first call reports why. Raises `TroupeError` when the service cannot be reached."""
         attempts = Attempts(
             _DESCRIBE_AGAIN,
-            retryable=lambda e: isinstance(e, NotFound) and e.kind == "function_not_found",
+            retryable=lambda e: isinstance(e, NotFound) and e.kind == kinds.FUNCTION_NOT_FOUND,
         )
         while True:
             await self._register_describer()
@@ -425,7 +426,7 @@ class JobFunctions:
             _in_background(self._cancel(request.invocation_id))
             raise ToolError(
                 f"{name} gave no result within {timeout:.1f} s, queueing included",
-                kind="deadline",
+                kind=kinds.DEADLINE,
                 field=name.replace("/", "."),
                 remedy="Raise limits.trajectory_seconds, or give the reward service more workers.",
             ) from error

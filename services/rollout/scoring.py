@@ -12,6 +12,7 @@ import numpy as np
 from services.rollout.engines.requests import Scored, ScoreRequest
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
+from troupe.contracts import kinds
 from troupe.job.algorithm import TEACHER_COLUMN
 from troupe.rpc.errors import (
     DeadlineExceeded,
@@ -150,7 +151,7 @@ async def add_teacher_logprobs(
             late = isinstance(error, DeadlineExceeded)
             raise WorkflowError(
                 f"teacher '{teacher}' cannot score what a student said: {error.message}",
-                kind="teacher_deadline" if late else "teacher",
+                kind="teacher_deadline" if late else kinds.TEACHER,
                 field="algorithm.distillation.teachers",
                 value=teacher,
                 remedy=error.remedy,
@@ -164,7 +165,7 @@ def check_version(policy: ServedPolicy, version: int | None) -> None:
     if version is not None and policy.weights.version != version:
         raise FailedPrecondition(
             f"policy '{policy.name}' is at version {policy.weights.version}",
-            kind="version_not_served",
+            kind=kinds.VERSION_NOT_SERVED,
             field="version",
             value=version,
             remedy="Ask for the version that is served, or for whichever it is.",

@@ -34,6 +34,7 @@ from services.rollout.settings import RolloutSettings
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.runner import Runner, messages
 from services.rollout.trajectories.watchdog import Watchdog
+from troupe.contracts import kinds
 from troupe.devices import find_devices
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
@@ -434,11 +435,11 @@ def _given(sampling: common.SamplingParams) -> dict[str, object]:
 
 
 def _to_rpc(error: WorkflowError) -> TroupeError:
-    kinds: dict[str, type[TroupeError]] = {
-        "deadline": DeadlineExceeded,
-        "job_released": FailedPrecondition,
+    classes: dict[str, type[TroupeError]] = {
+        kinds.DEADLINE: DeadlineExceeded,
+        kinds.JOB_RELEASED: FailedPrecondition,
     }
-    return kinds.get(error.kind, InvalidArgument)(
+    return classes.get(error.kind, InvalidArgument)(
         error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
     )
 

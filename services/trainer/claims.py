@@ -17,6 +17,7 @@ import structlog
 from services.trainer.learning.samples import Load
 from services.trainer.state.suspension import SuspendedStep
 from troupe import prefixes
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc import (
     Attempts,
@@ -265,7 +266,7 @@ class StepClaims:
                 return  # this attempt has committed: its response is in flight, no lease is left
             raise FailedPrecondition(
                 f"{held - response.renewed} of {held} claims were taken by another binding",
-                kind="claim_lost",
+                kind=kinds.CLAIM_LOST,
                 field="claimant",
                 value=self.claimant,
             )
@@ -410,7 +411,7 @@ class StepClaims:
 
 def is_lost(error: TroupeError) -> bool:
     """Whether the store says that claims were lost."""
-    return isinstance(error, FailedPrecondition) and error.kind == "claim_lost"
+    return isinstance(error, FailedPrecondition) and error.kind == kinds.CLAIM_LOST
 
 
 def bounds_of(spec: JobSpec, oldest_version: int | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from services.trainer.publication import Publication
 from services.trainer.state.checkpoint import PUBLISHED
 from troupe.checkpoints.reading import StoredTensors, weight_files
 from troupe.checkpoints.retention import remove
+from troupe.contracts import kinds
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
@@ -50,7 +51,7 @@ class FrozenVersions:
                 raise FailedPrecondition(
                     f"version {version} of policy {binding.policy} is published no more: "
                     f"{error.message}",
-                    kind="version_not_kept",
+                    kind=kinds.VERSION_NOT_KEPT,
                     field="version",
                     value=version,
                     remedy="Bind the policy again, which publishes its newest version.",

@@ -27,6 +27,7 @@ from services.trainer.learning.model import (
     with_dtype,
 )
 from services.trainer.settings import TrainerSettings
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
@@ -162,7 +163,7 @@ def memory_needed(
         raise FailedPrecondition(
             f"policy {policy} needs {needed.total:,} bytes{each} to be trained ({parts}); this "
             f"trainer has {room:,}",
-            kind="policy_too_large",
+            kind=kinds.POLICY_TOO_LARGE,
             field=f"policies.{policy}.model",
             value=needed.total,
             remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), "

@@ -22,6 +22,7 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep
 from services.trainer.state.training_state import Frontier
+from troupe.contracts import kinds
 from troupe.prefixes import SHARED_COLUMNS, restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -368,7 +369,7 @@ class StepRun:
         if self._unfinished is not None:
             raise Aborted(
                 f"step {self.step} of policy {self.binding.policy} was suspended",
-                kind="step_suspended",
+                kind=kinds.STEP_SUSPENDED,
                 remedy="Resume the policy, and run the step there: it goes on where it was.",
             )
         event = self._event()
@@ -470,7 +471,7 @@ class StepRun:
         if committed != self.version:
             raise FailedPrecondition(
                 f"policy {self.binding.policy} is bound at version {committed}",
-                kind="not_bound",
+                kind=kinds.NOT_BOUND,
                 field="version",
                 value=self.version,
                 remedy="Bind the policy at the ledger's version first.",

@@ -31,6 +31,7 @@ from services.trainer.state.training_state import (
     StoredWeights,
     TrainingState,
 )
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc import NO_RETRY, DataLoss, FailedPrecondition, NotFound, TroupeError, new_id
 from troupe.rpc.channel import connect_sync
@@ -446,7 +447,7 @@ class Versions:
         if self.committed != version:
             raise FailedPrecondition(
                 f"policy {self._policy} is bound at version {self.committed}",
-                kind="not_bound",
+                kind=kinds.NOT_BOUND,
                 field="version",
                 value=version,
                 remedy="Bind the policy at the ledger's version first.",

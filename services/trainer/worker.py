@@ -37,6 +37,7 @@ from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
 from services.trainer.weight_sender import WeightSender
+from troupe.contracts import kinds
 from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.rpc import (
@@ -91,7 +92,7 @@ class Bindings:
         if binding is None or binding.state == pb.BINDING_STATE_BINDING:
             raise NotFound(
                 f"policy {key[1]} of job {key[0]} is not bound to this worker",
-                kind="not_bound",
+                kind=kinds.NOT_BOUND,
                 field="policy",
                 value=key[1],
                 remedy="Bind it here, or ask the worker that it is bound to.",
@@ -190,7 +191,7 @@ class PolicySteps:
         if run.step != step:
             raise FailedPrecondition(
                 f"policy {binding.policy} is in step {run.step}",
-                kind="step_in_progress",
+                kind=kinds.STEP_IN_PROGRESS,
                 field="step",
                 value=step,
                 remedy="Steps of one policy follow each other; wait, or bind it afresh.",
@@ -573,7 +574,7 @@ class TrainerWorker:
             if self.steps.running(key) is not None:
                 raise FailedPrecondition(
                     f"policy {key[1]} is in the middle of a step",
-                    kind="step_in_progress",
+                    kind=kinds.STEP_IN_PROGRESS,
                     field="policy",
                     value=key[1],
                     remedy="Begin again when its step is over.",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from troupe.client.records import Function, Invocation, InvocationProgress, LogLine
+from troupe.contracts import kinds
 from troupe.functions.costs import to_spec
 from troupe.functions.describing import DescribeError, described
 from troupe.functions.sources import MAX_BYTES, MAX_FILES, collect, walk
@@ -85,7 +86,7 @@ class AsyncFunctions:
         if not found:
             raise NotFound(
                 "there is no such function" + (f" of version {version!r}" if version else ""),
-                kind="function_not_found",
+                kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
                 remedy="`troupe functions list` shows what there is.",
@@ -288,7 +289,7 @@ def prepare(
     except DescribeError as error:
         raise InvalidArgument(
             str(error),
-            kind="not_importable",
+            kind=kinds.NOT_IMPORTABLE,
             field="source",
             value=source,
             remedy="Make it importable here, or mend what it says.",

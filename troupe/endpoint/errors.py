@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
+from troupe.contracts import kinds
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError
 
 # Kinds of failed turns that mean that the trajectory has ended.
-_GONE: Final = frozenset({"trajectory_ended", "job_released"})
+_GONE: Final = frozenset({kinds.TRAJECTORY_ENDED, kinds.JOB_RELEASED})
 # `error.type` of Anthropic's API by status.
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
@@ -120,7 +121,7 @@ def of_workflow(error: WorkflowError) -> ApiError:
         return ApiError(400, str(error), code=error.kind, param=error.field)
     if error.kind in _GONE:
         return unknown_address()
-    if error.kind == "bad_turn":
+    if error.kind == kinds.BAD_TURN:
         return ApiError(400, str(error), code=error.kind, param=error.field)
-    late = error.kind == "deadline"
+    late = error.kind == kinds.DEADLINE
     return ApiError(504 if late else 500, str(error), code=error.kind, type="server_error")

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from troupe.contracts import kinds
 from troupe.disks import Scratch
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2, reward_pb2
@@ -191,7 +192,7 @@ class SourceStore:
         if not path.is_dir():
             raise NotFound(
                 "no such source was uploaded here",
-                kind="source_not_found",
+                kind=kinds.SOURCE_NOT_FOUND,
                 field="function.source_sha256",
                 value=sha256,
                 remedy="Upload it (again: this service forgets sources in a restart).",

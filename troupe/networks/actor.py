@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from troupe.contracts import kinds
 from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
@@ -222,7 +223,7 @@ def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> No
             value = np.asarray(values)[tuple(at)]
             raise BrokenEnvironment(
                 f"its {name} {_after(step)} are not finite: {value} in copy {at[0]}",
-                kind="not_finite",
+                kind=kinds.NOT_FINITE,
                 field=name,
                 remedy=f"Return finite {name}.",
             )

@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 
+from troupe.contracts import kinds
 from troupe.outcomes import safe_text
 from troupe.rpc.addresses import without_secrets
 from troupe.v1 import common_pb2 as pb
@@ -259,7 +260,7 @@ def from_rpc_error(
         return ResourceExhausted(
             f"the {what} of {int(size):,} bytes is over the message limit of "
             f"{int(limit):,} bytes{where}",
-            kind="message_too_large",
+            kind=kinds.MESSAGE_TOO_LARGE,
             field="max_message_mib",
             value=int(limit) // 2**20,
             remedy="Send less at once, or raise TROUPE_MAX_MESSAGE_MIB on both sides.",

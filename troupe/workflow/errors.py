@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from troupe.contracts import kinds
 from troupe.outcomes import safe_text
 from troupe.outcomes import shown as shown
 
@@ -120,7 +121,7 @@ class ContextOverflowError(TurnError):
 class ToolError(WorkflowError):
     """A tool call ended without a result; `traceback` is that of the function."""
 
-    kind = "tool_failed"
+    kind = kinds.TOOL_FAILED
 
 
 def as_invalid_argument(error: WorkflowError) -> InvalidArgument:

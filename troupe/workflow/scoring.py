@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from troupe.contracts import kinds
 from troupe.outcomes import (
     JSON_DEPTH,
     NotJsonError,
@@ -88,7 +89,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
             raise RewardFailedError(
                 f"{source} rewards '{safe_text(agent, 60)}', which is no agent of the job",
                 # An impossible name comes from the model's text, not from the workflow's code.
-                kind="reward_unknown_agent" if named else "reward_bad_name",
+                kind=kinds.REWARD_UNKNOWN_AGENT if named else "reward_bad_name",
                 field=source,
                 value=agent,
                 remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success.",
@@ -108,7 +109,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
 
 def _items(given: Any, source: str) -> list[tuple[str, Any]]:
     """Items of a returned mapping, keys as texts."""
-    kind, why = "reward_bad_type", ""
+    kind, why = kinds.REWARD_BAD_TYPE, ""
     try:
         if isinstance(given, Mapping):
             # Not `str(key)`, which a user's class may override; other types cannot name an agent.
@@ -193,7 +194,7 @@ def as_arguments(arguments: Mapping[str, Any]) -> str:
     except NotJsonError as error:
         raise ToolError(
             f"what reward functions are called with is not JSON: {error}",
-            kind="bad_arguments",
+            kind=kinds.BAD_ARGUMENTS,
             field="query.data",
             remedy="Leave the query's data as the tasks gave it.",
         ) from error
@@ -228,7 +229,7 @@ def check_complete(
         if turn.reply is not None and turn.reply.reward is None:
             raise RewardFailedError(
                 f"'{agent}' took turns, but has no reward",
-                kind="reward_missing",
+                kind=kinds.REWARD_MISSING,
                 field=f"agents.{agent}",
                 remedy="Return its reward from the workflow, set `reply.reward` on every turn, or "
                 "give the job a function under `rewards`.",

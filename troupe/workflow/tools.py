@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
 
+from troupe.contracts import kinds
 from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import ToolBackend
@@ -17,15 +18,15 @@ from troupe.workflow.messages import ToolCall
 # Kinds of failures of the call itself, which `run` returns to the model; not of the service.
 _MODEL_ERRORS: Final = frozenset(
     {
-        "unknown_tool",
-        "bad_arguments",
-        "raised",
-        "timeout",
-        "out_of_memory",
-        "bad_result",
+        kinds.UNKNOWN_TOOL,
+        kinds.BAD_ARGUMENTS,
+        kinds.RAISED,
+        kinds.TIMEOUT,
+        kinds.OUT_OF_MEMORY,
+        kinds.BAD_RESULT,
         # Of a tool of an MCP server; the next call reaches a server that was started anew.
-        "tool_failed",
-        "mcp_unavailable",
+        kinds.TOOL_FAILED,
+        kinds.MCP_UNAVAILABLE,
     }
 )
 # Longer than any tool's name.
@@ -104,7 +105,7 @@ class Tools:
             known = ", ".join(sorted(self._names)) or "none"
             raise ToolError(
                 f"the job has no tool '{name}'; known: {known}",
-                kind="unknown_tool",
+                kind=kinds.UNKNOWN_TOOL,
                 field="tools",
                 value=name,
                 remedy=f"Declare it under `tools.{name}` in the job.",
@@ -114,7 +115,7 @@ class Tools:
         except NotJsonError as error:
             raise ToolError(
                 f"arguments of tool '{name}' are not JSON: {error}",
-                kind="bad_arguments",
+                kind=kinds.BAD_ARGUMENTS,
                 field=f"tools.{name}",
                 value=arguments,
                 remedy="Pass strings, finite numbers, booleans, None, lists and dicts only.",
@@ -127,7 +128,7 @@ class Tools:
         except NotJsonError as error:
             raise ToolError(
                 f"tools/{name} answered what is no JSON: {error}",
-                kind="bad_result",
+                kind=kinds.BAD_RESULT,
                 field=f"tools.{name}",
                 remedy="Return finite numbers, strings, lists and dicts of them.",
             ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from troupe.contracts import kinds
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,
@@ -177,7 +178,7 @@ class TrajectoryRecord:
         if self._closed:
             raise TurnError(
                 f"'{agent}' was asked for a turn after its trajectory had ended",
-                kind="trajectory_ended",
+                kind=kinds.TRAJECTORY_ENDED,
                 remedy="Await every branch before the workflow returns.",
             )
 

@@ -45,6 +45,7 @@ from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE
+from troupe.contracts import kinds
 from troupe.disks import replace_file
 from troupe.job import JobSpec
 from troupe.job.compatibility import advice
@@ -345,7 +346,7 @@ class JobRunner:
             return
         _log.error("job failed", job_id=self._job_id, error=str(error), kind=error.kind)
         await self._release()
-        self._shared.deaths.end(self._job_id, blamed=error.kind == "workers_keep_dying")
+        self._shared.deaths.end(self._job_id, blamed=error.kind == kinds.WORKERS_KEEP_DYING)
         try:
             await self._move(pb.JOB_STATE_FAILED, error.to_problem())
         except FailedPrecondition:
@@ -394,7 +395,8 @@ class JobRunner:
             return task.result()
         except FailedPrecondition as error:
             # The job's state became PAUSING just before `part` moved it.
-            if error.kind == "illegal_transition" and await self._state() == pb.JOB_STATE_PAUSING:
+            refused = error.kind == kinds.ILLEGAL_TRANSITION
+            if refused and await self._state() == pb.JOB_STATE_PAUSING:
                 raise _PauseRequested from error
             raise
         finally:

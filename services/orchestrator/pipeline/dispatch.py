@@ -28,9 +28,9 @@ import structlog
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
 from services.orchestrator.errors import RENEWABLE, Deadline, RetryBackoff, cancel_all
-from services.orchestrator.pipeline.metrics import REDUNDANT
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import admission
 from troupe.scheduling.sharing import CapacityShares
@@ -139,7 +139,7 @@ class Dispatch:
 
     def _complete(self, batch: TicketBatch, query_id: str) -> None:
         """Withdraws the rest of a query of whose group the store has all members."""
-        running = self.withdraw(batch, (query_id,), REDUNDANT)
+        running = self.withdraw(batch, (query_id,), kinds.REDUNDANT)
         self._draining.update(dict.fromkeys(running, (batch, query_id)))
         batch.complete(query_id, running, self._job.spec.pipeline.group_size)
 
@@ -348,7 +348,7 @@ class Dispatch:
         for batch in {self._open[one].batch for one in ids}:
             over.update(await batch.ended())
         # Its group may be complete without those of it that run elsewhere.
-        self._abort_running(over.difference(ids), REDUNDANT)
+        self._abort_running(over.difference(ids), kinds.REDUNDANT)
         left: dict[str, Group] = {}
         for trajectory_id in sorted(ids):
             if (ticket_state := self._open.get(trajectory_id)) is None:

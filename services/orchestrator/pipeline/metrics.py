@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.rpc import FailedPrecondition
@@ -17,8 +18,6 @@ from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# The reason with which the store ends trajectories whose group is complete without them.
-REDUNDANT: Final = "redundant"
 # The score of an evaluation that is the mean of these rewards.
 TEAM_SCORE: Final = "team_success"
 # A trajectory's metric: how often it was begun anew after its environment or a tool failed.
@@ -58,7 +57,7 @@ class Redundancy:
             self._kept.add(event)
         elif event.state == pb.TRAJECTORY_STATE_FAILED:
             self._failed[event.query_id] += 1
-        elif event.reason.partition(":")[0] == REDUNDANT:
+        elif event.reason.partition(":")[0] == kinds.REDUNDANT:
             if event.seconds > 0:
                 self._cancelled.add(event)
             else:

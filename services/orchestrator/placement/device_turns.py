@@ -20,6 +20,7 @@ from services.orchestrator.errors import Deadline, RetryBackoff, is_transient, r
 from services.orchestrator.placement.engines import Engines, put_to_sleep
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -109,7 +110,7 @@ async def bind_alone(
                 await put_to_sleep(worker, job.job_id, policies, deadline.left)
         except TroupeError as error:
             # A worker that was started since then does not know the job.
-            if error.kind != "job_not_prepared" and not is_transient(error):
+            if error.kind != kinds.JOB_NOT_PREPARED and not is_transient(error):
                 raise
 
     if policies and leftovers:

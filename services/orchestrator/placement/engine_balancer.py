@@ -10,21 +10,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import structlog
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.contracts import kinds
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling import balancing
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
 _log = structlog.get_logger(__name__)
-# Kinds of errors after which the weights must be published again; then a move may succeed.
-WEIGHTS_GONE: Final = frozenset({"weights_not_found", "weights_missing"})
 
 
 @dataclass
@@ -177,7 +175,7 @@ class Balancer:
             _log.warning("an engine did not move", engine=move.engine_id, error=str(error))
             if count & (count - 1) == 0:  # what lasts must not flood the log
                 await self._job.warn(text)
-            if error.kind in WEIGHTS_GONE and error.field:
+            if error.kind == kinds.WEIGHTS_NOT_FOUND and error.field:
                 await self._republish(error.field)
         else:
             self._moves += 1

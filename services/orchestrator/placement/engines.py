@@ -17,9 +17,10 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
 from services.orchestrator.errors import Deadline, RetryBackoff, cancel_all, is_transient, run_all
-from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
+from services.orchestrator.placement.engine_balancer import Balancer
 from services.orchestrator.placement.shared_servers import SharedServers
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -280,7 +281,7 @@ class Engines:
                 if not worker.alive:
                     break
                 self._troubles[worker] = str(error)
-                if error.kind in WEIGHTS_GONE and error.field:
+                if error.kind == kinds.WEIGHTS_NOT_FOUND and error.field:
                     await self._republish(error.field)
                     error = Unavailable(str(error))
                 await attempts.failed(error)
@@ -314,7 +315,7 @@ class Engines:
             async with worker.while_alive():
                 await put_to_sleep(worker, self._job.job_id, policies, deadline.left)
         except TroupeError as error:
-            if error.kind != "job_not_prepared":
+            if error.kind != kinds.JOB_NOT_PREPARED:
                 if not is_transient(error):
                     raise
                 await self._job.warn(f"{worker} could not put engines to sleep: {error}")
@@ -327,7 +328,11 @@ class Engines:
             async with worker.while_alive():
                 await self._call_wake(worker, policies, min(deadline.left, self.prepare_seconds))
         except TroupeError as error:
-            if error.kind in WEIGHTS_GONE and (policy := error.field) and policy in policies:
+            if (
+                error.kind == kinds.WEIGHTS_NOT_FOUND
+                and (policy := error.field)
+                and policy in policies
+            ):
                 gone.add(policy)
                 return
             if not is_transient(error):
@@ -414,7 +419,7 @@ class Engines:
                     versions[ref.policy] = ref.version
                 return
             except TroupeError as error:
-                if error.kind not in WEIGHTS_GONE:
+                if error.kind != kinds.WEIGHTS_NOT_FOUND:
                     if not is_transient(error):
                         raise
                     await self._job.warn(

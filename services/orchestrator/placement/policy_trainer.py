@@ -18,18 +18,17 @@ from services.orchestrator.placement.trainer_lease import TrainerLease
 from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.weight_versions import VersionEntry
+from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
 
-# Kind of the error of a step that was suspended.
-_SUSPENDED: Final = "step_suspended"
 # Kinds of errors of a worker that cannot hold the policy; another one may.
-_TOO_LARGE: Final = ("policy_too_large", "gang_too_large", "gang_uneven")
+_TOO_LARGE: Final = (kinds.POLICY_TOO_LARGE, kinds.GANG_TOO_LARGE, kinds.GANG_UNEVEN)
 # Kinds of errors of a gang whose ranks have ended, or did not come.
-_GANG_ENDED: Final = frozenset({"gang_lost", "gang_incomplete"})
+_GANG_ENDED: Final = frozenset({kinds.GANG_LOST, kinds.GANG_INCOMPLETE})
 # Time limit of a checkpoint, with all attempts: it must not hold up the job for long. And for each
 # byte of the weights, which are read, written and perhaps copied from another host: a disk or a
 # network that is slower is not waited for.
@@ -188,7 +187,7 @@ class PolicyTrainer:
                         self._crash_guard.note(worker)
                     if error.kind in _TOO_LARGE:
                         # Bytes; of a gang it is ranks.
-                        value = (error.value or "") if error.kind == "policy_too_large" else ""
+                        value = (error.value or "") if error.kind == kinds.POLICY_TOO_LARGE else ""
                         if lease.too_large_for(worker, int(value) if value.isdigit() else 0):
                             raise
                         continue
@@ -218,7 +217,7 @@ class PolicyTrainer:
                     return commit
                 except TroupeError as error:
                     await deadline.wait(lease.settled())
-                    if error.kind == _SUSPENDED or self.suspended:
+                    if error.kind == kinds.STEP_SUSPENDED or self.suspended:
                         continue  # it is resumed when the scheduler assigns a worker
                     self.unbind_after(error)
                     if (attempts.count + 1).bit_count() == 1:  # 1, 2, 4, ...

@@ -19,13 +19,14 @@ from services.orchestrator.placement.policy_demand import PolicyDemand
 from services.orchestrator.placement.suspension import PolicySuspension
 from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
 from troupe.v1 import trainer_pb2 as tr
 
 _log = structlog.get_logger(__name__)
 # Kinds of errors that say that the policy is not bound there; of a lost gang nothing is left.
-_UNBOUND: Final = RENEWABLE | {"gang_lost"}
+_UNBOUND: Final = RENEWABLE | {kinds.GANG_LOST}
 
 
 class TrainerLease:

@@ -19,6 +19,7 @@ from services.orchestrator.errors import Deadline, RetryBackoff, cancel_all
 from services.orchestrator.placement.leased_workers import LeasedWorkers
 from services.orchestrator.placement.suspension import PolicySuspension
 from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
+from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable
 from troupe.scheduling import binding
 from troupe.v1 import experience_store_pb2 as es
@@ -239,7 +240,7 @@ def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPreco
     return FailedPrecondition(
         f"policy {name} needs {problem.needed:,} bytes on each device that trains it; those of the "
         f"largest trainer have {problem.largest:,}",
-        kind="policy_too_large",
+        kind=kinds.POLICY_TOO_LARGE,
         field=f"policies.{name}.model",
         value=problem.needed,
         remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), or fewer "

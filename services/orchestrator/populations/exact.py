@@ -27,6 +27,7 @@ from services.orchestrator.populations.state import (
     PopulationState,
     PopulationStore,
 )
+from troupe.contracts import kinds
 from troupe.job.population import OpponentPool
 from troupe.populations import seats
 from troupe.populations.enumerated import Enumeration, Question, probabilities, score_request
@@ -306,9 +307,9 @@ class MoveProbabilities:
             except InvalidArgument as error:
                 raise self.impossible(error.message) from error
             except TroupeError as error:
-                if error.kind == "job_not_prepared":
+                if error.kind == kinds.JOB_NOT_PREPARED:
                     engines.lost_job(worker)
-                if error.kind == "version_not_served":
+                if error.kind == kinds.VERSION_NOT_SERVED:
                     error = Unavailable(str(error))
                 await attempts.failed(error)
 

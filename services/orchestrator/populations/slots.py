@@ -29,6 +29,7 @@ from services.orchestrator.populations.state import (
     PopulationStore,
     live_policy,
 )
+from troupe.contracts import kinds
 from troupe.populations.slots import share_slots, training_seat
 from troupe.rpc import NotFound, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
@@ -280,7 +281,7 @@ class MemberWeights:
                 return ref, kept.num_bytes
             except TroupeError as error:
                 trainer.unbind_after(error)
-                if error.kind == "version_not_kept":
+                if error.kind == kinds.VERSION_NOT_KEPT:
                     # Bind again, which publishes the version again.
                     await trainer.rebind(deadline)
                     error = Unavailable(str(error))

@@ -36,6 +36,7 @@ from services.orchestrator.state.redis import (
 )
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
+from troupe.contracts import kinds
 from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
 from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as pb
@@ -310,7 +311,7 @@ class JobStore:
             source = pb.JobState.ValueType(int(before))
             raise FailedPrecondition(
                 f"job {job_id} is {_name(source)}: it cannot become {_name(target)}",
-                kind="illegal_transition",
+                kind=kinds.ILLEGAL_TRANSITION,
                 field="job_id",
                 value=job_id,
                 remedy=_REMEDIES.get(target),

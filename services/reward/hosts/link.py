@@ -34,6 +34,7 @@ from services.reward.resources import (
 )
 from services.reward.sandboxes.profile import CONTAINER, PROCESS
 from services.reward.slot import WorkerSlot
+from troupe.contracts import kinds
 from troupe.functions.sources import SourceStore
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts
@@ -497,7 +498,7 @@ class HostFleet:
             raise Unavailable(
                 f"no host that is attached has {needs[missing]} of {missing}; this service started "
                 f"{age:.0f} s ago, and others may come",
-                kind="hosts_expected",
+                kind=kinds.HOSTS_EXPECTED,
                 retry_after_ms=1000,
             )
         most = max((host[missing] for host in hosts.values()), default=0)

@@ -9,6 +9,7 @@ import copy
 from typing import TypeVar
 
 from services.rollout.engines.requests import EngineResponse
+from troupe.contracts import kinds
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -153,7 +154,7 @@ class ScoreRefused(FailedPrecondition):
 class BadTurn(InvalidArgument):
     """The request cannot be served by any engine of the policy."""
 
-    default_kind = "bad_turn"
+    default_kind = kinds.BAD_TURN
 
 
 class ReplyBroken(Unavailable):

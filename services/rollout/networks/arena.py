@@ -16,6 +16,7 @@ from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import BadTurn, EngineStale
 from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams
 from services.rollout.engines.weights import check_fit, verify
+from troupe.contracts import kinds
 from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.actor import Actor, PlayedCopies, Seat
 from troupe.networks.jobs import agents_of, close_environment, environment_of
@@ -396,7 +397,7 @@ class Arena:
             return error
         if isinstance(error, BrokenEnvironment):
             message, remedy = f"{self._source}: {error.message}", error.remedy or ""
-            if error.kind == "not_finite" and error.field == "rewards":
+            if error.kind == kinds.NOT_FINITE and error.field == "rewards":
                 return WorkflowError(message, kind="reward_not_finite", remedy=remedy)
             return self._fault("raised", message, remedy=remedy)
         if isinstance(error, TroupeError):  # weights or shapes that do not fit

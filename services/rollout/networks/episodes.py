@@ -16,6 +16,7 @@ from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.records import LargeColumns
 from services.rollout.trajectories.trajectory import RunningTrajectory, bounded
+from troupe.contracts import kinds
 from troupe.networks.actor import PlayedCopies
 from troupe.networks.fragments import SEATS
 from troupe.tensors import to_proto
@@ -127,7 +128,7 @@ class EpisodeRunner(RunningTrajectory):
 
         def late() -> WorkflowError:
             bound = f"limits.trajectory_seconds = {limits.trajectory_seconds:g} s"
-            return WorkflowError(f"its episodes did not end within {bound}", kind="deadline")
+            return WorkflowError(f"its episodes did not end within {bound}", kind=kinds.DEADLINE)
 
         played, seconds = await bounded(play(), clock, late)
         self._move(pb.TRAJECTORY_STATE_SCORING)
@@ -166,7 +167,7 @@ async def served_now(
     except TimeoutError:
         raise TurnError(
             f"no weights of policy '{policy.name}' were served within {seconds:g} s",
-            kind="deadline",
+            kind=kinds.DEADLINE,
             field="limits.turn_seconds",
             remedy="Raise limits.turn_seconds, or look at the rollout worker's log.",
         ) from None

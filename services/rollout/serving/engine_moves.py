@@ -17,6 +17,7 @@ import structlog
 from services.rollout.engines.base import ServingEngine
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.supervision import EngineKeeper
+from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.job.balancing import exchange
 from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
@@ -106,7 +107,7 @@ class EngineMoves:
 
     def _check(self, engine_id: str, source: ServedPolicy, target: ServedPolicy) -> None:
         if self._closed:
-            raise FailedPrecondition("the job is being released", kind="job_released")
+            raise FailedPrecondition("the job is being released", kind=kinds.JOB_RELEASED)
         balancing = self._spec.balancing
         if (source.name, target.name) in balancing.barred(self._spec.policies):
             raise FailedPrecondition(

@@ -17,6 +17,7 @@ from typing import Final
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import PromptTooLong, TurnDeadline
 from services.rollout.engines.requests import FinishReason, SamplingParams
+from troupe.contracts import kinds
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
 from troupe.scheduling.routing import (
@@ -567,14 +568,14 @@ class PolicyRouter:
         return TurnError(
             f"a turn of policy '{self._policy}' {what}; "
             f"{self.in_flight} in flight, {self.waiting} waiting; engines: {engines}",
-            kind="deadline",
+            kind=kinds.DEADLINE,
             field="limits.turn_seconds",
             remedy="Raise limits.turn_seconds, or add engine replicas.",
         )
 
     def _released(self) -> TurnError:
         return TurnError(
-            f"policy '{self._policy}' is no longer served: {self._closed}", kind="job_released"
+            f"policy '{self._policy}' is no longer served: {self._closed}", kind=kinds.JOB_RELEASED
         )
 
 

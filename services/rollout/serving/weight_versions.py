@@ -17,6 +17,7 @@ import structlog
 
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.base import ServingEngine
+from troupe.contracts import kinds
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, Unavailable
 from troupe.transfer import Corrupt, KeyNotFound, Transfer, TransferTimeout
 from troupe.v1 import common_pb2 as pb
@@ -137,7 +138,7 @@ def weights_gone(ref: pb.WeightsRef, error: TroupeError) -> NotFound:
     """The error that makes the trainer of `ref` publish it again."""
     return NotFound(
         f"{ref.key}: {error.message}",
-        kind="weights_not_found",
+        kind=kinds.WEIGHTS_NOT_FOUND,
         field=ref.policy,
         value=ref.version,
         remedy="Publish the version again.",

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import structlog
 
+from troupe.contracts import kinds
 from troupe.experience import ExperienceWriter
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.prefixes import PrefixIndex
@@ -123,7 +124,7 @@ class TrajectoryLog:
         try:
             return await self._end(at, pb.TRAJECTORY_STATE_COMPLETED, "", samples, solved)
         except (ResourceExhausted, InvalidArgument) as error:
-            if error.kind not in ("message_too_large", "row_too_large"):
+            if error.kind not in (kinds.MESSAGE_TOO_LARGE, kinds.ROW_TOO_LARGE):
                 raise
             return await self.fail(at, f"rows_too_large: {error.message}")
 

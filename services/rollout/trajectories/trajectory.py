@@ -23,6 +23,7 @@ from services.rollout.trajectories.records import End, LargeColumns, RowDestinat
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
 from troupe.algorithms.scores import success_of
+from troupe.contracts import kinds
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
@@ -42,7 +43,14 @@ from troupe.workflow import (
     WorkflowError,
     scoring,
 )
-from troupe.workflow.errors import EnvironmentFault, is_own
+from troupe.workflow.environments.episode import SeatingError
+from troupe.workflow.errors import (
+    ChatTemplateError,
+    EntrypointError,
+    EnvironmentFault,
+    UnknownAgentError,
+    is_own,
+)
 from troupe.workflow.samples import metrics_of, rows_of
 
 log = structlog.get_logger(__name__)
@@ -61,23 +69,23 @@ GRACE_SECONDS: Final = 2.0
 # the problem with field and remedy, since all trajectories of a step may fail the same way.
 JOB_FAULTS: Final = frozenset(
     {
-        "chat_template",
-        "entrypoint",
-        "environment_key_missing",
-        "environment_not_installed",
-        "environment_refused",
-        "environment_role",
-        "environment_unsupported",
-        "reward_bad_type",
-        "reward_missing",
-        "reward_not_importable",
-        "reward_unknown_agent",
-        "seating",
-        "teacher",
-        "tool_not_importable",
-        "tool_unknown_tool",
-        "turn_not_awaited",
-        "unknown_agent",
+        ChatTemplateError.kind,
+        EntrypointError.kind,
+        kinds.ENVIRONMENT_KEY_MISSING,
+        kinds.ENVIRONMENT_NOT_INSTALLED,
+        kinds.ENVIRONMENT_REFUSED,
+        kinds.ENVIRONMENT_ROLE,
+        kinds.ENVIRONMENT_UNSUPPORTED,
+        kinds.REWARD_BAD_TYPE,
+        kinds.REWARD_MISSING,
+        f"reward_{kinds.NOT_IMPORTABLE}",
+        kinds.REWARD_UNKNOWN_AGENT,
+        SeatingError.kind,
+        kinds.TEACHER,
+        f"tool_{kinds.NOT_IMPORTABLE}",
+        f"tool_{kinds.UNKNOWN_TOOL}",
+        kinds.TURN_NOT_AWAITED,
+        UnknownAgentError.kind,
     }
 )
 # The event loop keeps only weak references to tasks.
@@ -264,7 +272,7 @@ class RunningTrajectory:
                 message += f", which was waiting for {', '.join(pending)}"
             elif barrier and barrier.waiting:
                 message += ", which was waiting for other trajectories (pipeline.rollout: batch)"
-            return WorkflowError(message + blocked_note(clock.began), kind="deadline")
+            return WorkflowError(message + blocked_note(clock.began), kind=kinds.DEADLINE)
 
         try:
             with barrier or nullcontext():
@@ -327,7 +335,7 @@ class RunningTrajectory:
             raise WorkflowError(
                 f"{text}, and what a step consists of would depend on time "
                 "(pipeline.deterministic)",
-                kind="turn_not_awaited",
+                kind=kinds.TURN_NOT_AWAITED,
                 field="workflow",
                 remedy="Await every `chat` and `generate`, and every task that calls one.",
             )

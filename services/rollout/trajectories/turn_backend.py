@@ -11,6 +11,7 @@ from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.concurrency import EarlyStartGate, Turnstile
 from services.rollout.trajectories.watchdog import blocked_note
+from troupe.contracts import kinds
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
 from troupe.workflow.backend import EndpointOptions, GeneratedTurn
@@ -70,7 +71,7 @@ class TurnBackend:
             raise TurnError(
                 f"'{agent}' was asked for a turn after the trajectory's deadline"
                 + blocked_note(self._clock.began),
-                kind="deadline",
+                kind=kinds.DEADLINE,
             )
         route = self._routes.get(policy.name)
         if route is None:

@@ -37,6 +37,7 @@ from services.trainer.learning.samples import Row
 from services.trainer.sending import Conversation
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
+from troupe.contracts import kinds
 from troupe.devices import find_devices
 from troupe.disks import Scratch
 from troupe.processes.ending import stop_process
@@ -462,7 +463,7 @@ class Gang:
         hosts = f"; they start once all {nodes} hosts are there" if nodes > 1 and not came else ""
         raise DeadlineExceeded(
             f"{came} of {self.size} ranks of a gang came within {seconds:g} s{hosts}",
-            kind="gang_incomplete",
+            kind=kinds.GANG_INCOMPLETE,
             field="gang_start_seconds",
             value=seconds,
             remedy="Look into the logs of the ranks that did not come. Ranks reach each other at "
@@ -523,7 +524,7 @@ class Gang:
         others = [f"; {one.address}: {one.problem}" for one in self._members if one.problem]
         return Aborted(
             f"a gang of {self.size} ranks was lost: {what}{''.join(others)}",
-            kind="gang_lost",
+            kind=kinds.GANG_LOST,
             remedy="The step begins again from the last committed state, nothing was counted; the "
             "worker's log says which rank ended and why.",
         )
@@ -660,7 +661,7 @@ class Gangs:
             raise FailedPrecondition(
                 f"this worker leads gangs of at most {most} ranks: {most // nodes} on each of "
                 f"{nodes} host(s)",
-                kind="gang_too_large",
+                kind=kinds.GANG_TOO_LARGE,
                 field=field,
                 value=size,
                 remedy="Ask for a smaller gang, or give the worker more devices "
@@ -669,7 +670,7 @@ class Gangs:
         if size % nodes or (size != most and nodes > 1 and not hosts.members):
             raise FailedPrecondition(
                 f"a gang over {nodes} hosts takes all of their {most} ranks",
-                kind="gang_uneven",
+                kind=kinds.GANG_UNEVEN,
                 field=field,
                 value=size,
                 remedy=f"Ask for {most}, or for 1.",

@@ -14,6 +14,7 @@ import structlog
 
 from services.trainer.gang.gang import GRACE_SECONDS, RankSettings, launch
 from services.trainer.settings import TrainerSettings
+from troupe.contracts import kinds
 from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.processes.ending import stop_process
 from troupe.rpc import Aborted, InvalidArgument
@@ -148,6 +149,6 @@ class LentDevices:
     def _ended(self, request: trainer_pb2.HostRanksRequest, why: str) -> Aborted:
         return Aborted(
             f"{request.ranks} ranks on {self._settings.worker_id} have ended: {why}",
-            kind="gang_lost",
+            kind=kinds.GANG_LOST,
             remedy="The log of this worker says which rank ended and why.",
         )

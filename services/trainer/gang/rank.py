@@ -42,6 +42,7 @@ from services.trainer.specifications import HostSpecification
 from services.trainer.state.durability import HostCopy, step_back
 from services.trainer.state.training_state import reported
 from troupe.checkpoints.adapters import Tensors
+from troupe.contracts import kinds
 from troupe.functions.shipped import open_shipped
 from troupe.job import JobSpec
 from troupe.processes.tether import end_with_parent
@@ -206,7 +207,7 @@ class Rank:
         if copy is None or copy.busy == ("directory" in header):
             raise FailedPrecondition(
                 "the ranks that had a copy of the state have ended",
-                kind="gang_lost",
+                kind=kinds.GANG_LOST,
                 remedy="None is needed: the next state is written before its commit.",
             )
         if "directory" in header:

@@ -26,6 +26,7 @@ from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import prune
 from troupe.checkpoints.verifying import Lineage, digests
 from troupe.checkpoints.writing import write_checkpoint
+from troupe.contracts import kinds
 from troupe.disks import sync_directory, sync_file
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
@@ -270,7 +271,7 @@ class Checkpoints:
                 kept = ", ".join(map(str, states.versions())) or "none"
                 raise FailedPrecondition(
                     f"version {version} of policy {name} is not kept",
-                    kind="version_not_kept",
+                    kind=kinds.VERSION_NOT_KEPT,
                     field="version",
                     value=version,
                     remedy=f"Ask for one of: {kept}.",

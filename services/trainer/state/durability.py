@@ -25,6 +25,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import below, under
 from services.trainer.state.training_state import Snapshot, StateStore, TrainingState
 from troupe.checkpoints.adapters import Tensors
+from troupe.contracts import kinds
 from troupe.devices import host_memory
 from troupe.job import JobSpec
 from troupe.prefixes import restore
@@ -67,7 +68,7 @@ class KeptRowsClient:
                     request, timeout=_CALL_SECONDS
                 )
             except TroupeError as error:
-                if error.kind not in ("tables_not_found", "unknown_policy"):
+                if error.kind not in (kinds.TABLES_NOT_FOUND, kinds.UNKNOWN_POLICY):
                     raise
                 found = store_pb.DescribeKeptRowsResponse()
             return found

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from troupe.contracts import kinds
 from troupe.functions.declaration import tool
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class McpConnections:
         try:
             return {"result": await connection.call(name, arguments)}
         except McpError as error:
-            if error.kind == "mcp_unavailable":
+            if error.kind == kinds.MCP_UNAVAILABLE:
                 await self._close(key, connection)
             raise
 
@@ -179,7 +180,7 @@ class _Connection:
 
         known = [one["name"] for one in self.tools]
         if name not in known:
-            raise McpError("unknown_tool", f"the server has no tool '{name}'; known: {known}")
+            raise McpError(kinds.UNKNOWN_TOOL, f"the server has no tool '{name}'; known: {known}")
         assert self._client is not None, "it is open"
         try:
             result = await self._client.call_tool(name, arguments)
@@ -187,16 +188,16 @@ class _Connection:
             # Servers use its code for errors of their own, too: JSON-RPC leaves it to them.
             if error.code == CONNECTION_CLOSED and not await self._answers():
                 raise self._unavailable("ended during the call", error) from error
-            kind = "bad_arguments" if error.code == INVALID_PARAMS else "tool_failed"
+            kind = kinds.BAD_ARGUMENTS if error.code == INVALID_PARAMS else kinds.TOOL_FAILED
             raise McpError(kind, error.message or _NO_REASON) from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             text = f"the server's answer is no result of a tool: {where}: {first['msg']}"
-            raise McpError("tool_failed", text) from error
+            raise McpError(kinds.TOOL_FAILED, text) from error
         # What the tool's output schema does not allow.
         except (ValueError, RuntimeError) as error:
-            raise McpError("tool_failed", f"{type(error).__name__}: {error}") from error
+            raise McpError(kinds.TOOL_FAILED, f"{type(error).__name__}: {error}") from error
         except Exception as error:
             raise self._unavailable("cannot be reached", error) from error
         finally:
@@ -247,11 +248,11 @@ class _Connection:
         if isinstance(error, McpError):
             return error
         if isinstance(error, ImportError):
-            return McpError("mcp_unavailable", f"{error}: `pip install 'troupe-rl[mcp]'`")
+            return McpError(kinds.MCP_UNAVAILABLE, f"{error}: `pip install 'troupe-rl[mcp]'`")
         shown = self._server["url"] or " ".join(self._server["command"])
         reason = "" if isinstance(error, TimeoutError) else f" ({type(error).__name__}: {error})"
         what = late if isinstance(error, TimeoutError) or "during" in late else "does not start"
-        return McpError("mcp_unavailable", f"the MCP server `{shown}` {what}{reason}")
+        return McpError(kinds.MCP_UNAVAILABLE, f"the MCP server `{shown}` {what}{reason}")
 
 
 def _shown(result: CallToolResult) -> Any:
@@ -269,7 +270,7 @@ def _shown(result: CallToolResult) -> Any:
     else:
         text = "\n".join(_text_of(part) or _placeholder(part) for part in parts)
     if result.is_error:
-        raise McpError("tool_failed", text or _NO_REASON)
+        raise McpError(kinds.TOOL_FAILED, text or _NO_REASON)
     return text
 
 
@@ -335,7 +336,7 @@ def _filled(values: Mapping[str, str]) -> dict[str, str]:
         return {name: Template(value).substitute(os.environ) for name, value in values.items()}
     except KeyError as error:
         raise McpError(
-            "mcp_unavailable",
+            kinds.MCP_UNAVAILABLE,
             f"the environment variable {error.args[0]} is not set where tools run; see "
             "TROUPE_REWARD_ENVIRONMENT",
         ) from None

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_MIB: Final = 64
 _SWEEP_SECONDS: Final = 10.0
-# Error kind of an owner of another host that does not answer.
-OTHER_OWNER_AWAY: Final = "transfer_owner_away"
 # Clients of other hosts' owners that are kept.
 _MOST_PEERS: Final = 64
 _MOST_READERS: Final = 16
@@ -139,7 +137,7 @@ class TransferOwner:
                 # gRPC answers UNKNOWN for an address that is none.
                 if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
                     failure = Unavailable(
-                        error.message, kind=OTHER_OWNER_AWAY, field="owner", value=address
+                        error.message, kind="transfer_owner_away", field="owner", value=address
                     )
                 continue
             return pb.FetchStateResponse(

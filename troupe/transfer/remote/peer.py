@@ -18,6 +18,7 @@ from typing import Final
 
 import grpc
 
+from troupe.contracts import kinds
 from troupe.rpc.channel import connect_sync
 from troupe.rpc.errors import (
     DataLoss,
@@ -154,10 +155,10 @@ class Fetch:
     def _another(self, error: TroupeError) -> bool:
         """Whether another way is left after an answer that repeating will not change."""
         source = self._source
-        if error.kind == "transfer_no_ucx":
+        if error.kind == kinds.TRANSFER_NO_UCX:
             self._source = StateSource(source.address, source.stub, "ucx_not_there", False)
             return True
-        if error.kind == "transfer_lane_unreachable":
+        if error.kind == kinds.TRANSFER_LANE_UNREACHABLE:
             # Near lanes reach another container of this machine only if it shares its namespaces.
             log.warning("get %s: through TCP from %s (no shared memory)", self._key, source.address)
             self._source = StateSource(source.address, source.stub, "", False)
@@ -168,7 +169,7 @@ class Fetch:
             raise KeyNotFound(self._key, f"deleted at {source.address} meanwhile") from error
         if isinstance(error, DataLoss):
             raise Corrupt(self._key, f"at {source.address}: {error.message}") from error
-        if error.kind == "transfer_replaced":
+        if error.kind == kinds.TRANSFER_REPLACED:
             raise KeyNotFound(
                 self._key, f"replaced at {source.address} while it was read"
             ) from error

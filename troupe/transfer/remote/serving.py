@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import grpc
 from pydantic import SecretStr
 
+from troupe.contracts import kinds
 from troupe.rpc.addresses import is_loopback_host, split_address
 from troupe.rpc.errors import (
     DETAILS_KEY,
@@ -503,7 +504,7 @@ class Servicer(rpc.TransferOwnerServicer):
         if manifest.checksum != request.checksum:
             raise FailedPrecondition(
                 f"holds {manifest.checksum} by now",
-                kind="transfer_replaced",
+                kind=kinds.TRANSFER_REPLACED,
                 field="checksum",
                 value=request.checksum,
                 remedy="Ask for its description again.",
@@ -515,7 +516,7 @@ class Servicer(rpc.TransferOwnerServicer):
     ) -> None:
         if self._why_not:
             raise FailedPrecondition(
-                f"no UCX here: {self._why_not}", kind="transfer_no_ucx", field="lanes"
+                f"no UCX here: {self._why_not}", kind=kinds.TRANSFER_NO_UCX, field="lanes"
             )
         taken: list[ucx.Lane] = []
         try:
@@ -537,7 +538,7 @@ class Servicer(rpc.TransferOwnerServicer):
             if not asked.near:
                 raise
             raise FailedPrecondition(
-                str(error), kind="transfer_lane_unreachable", field="lanes"
+                str(error), kind=kinds.TRANSFER_LANE_UNREACHABLE, field="lanes"
             ) from error
 
 

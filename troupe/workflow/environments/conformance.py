@@ -620,6 +620,6 @@ def _owner(error: WorkflowError) -> str | None:
         return "observations"
     if error.field == "properties.max_steps":
         return "terminates"
-    if error.kind == "environment_contract" and (error.field or "").startswith("step."):
+    if error.kind == EnvironmentContractError.kind and (error.field or "").startswith("step."):
         return "agents_fixed"
     return None

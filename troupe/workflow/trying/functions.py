@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from troupe.contracts import kinds
 from troupe.outcomes import NotJsonError, described, json_text, parse_json, shown, traceback_text
 from troupe.workflow import scoring
 from troupe.workflow.errors import ToolError
@@ -54,14 +55,14 @@ class LocalFunctions:
         except TimeoutError as error:
             raise ToolError(
                 f"{name} gave no result within {limit:g} s",
-                kind="timeout",
+                kind=kinds.TIMEOUT,
                 field=field,
                 remedy="Raise its `timeout_seconds`, or make it faster.",
             ) from error
         except _Raised as raised:
             raise ToolError(
                 f"{name}: {described(raised.error)}",
-                kind="raised",
+                kind=kinds.RAISED,
                 field=field,
                 traceback=traceback_text(raised.error, hidden=__file__),
             ) from raised.error
@@ -70,7 +71,7 @@ class LocalFunctions:
         except NotJsonError as error:
             raise ToolError(
                 f"{name}: {error}: the function returned {shown(result, 200)}",
-                kind="bad_result",
+                kind=kinds.BAD_RESULT,
                 field=field,
                 remedy="Return finite numbers, strings, lists and dicts of them.",
             ) from error

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from troupe.contracts import kinds
 from troupe.functions.declaration import definition_of
 from troupe.outcomes import json_text, safe_text
 from troupe.user_code import await_contained
@@ -132,7 +133,7 @@ class Trial:
         if waiting:
             message += f"; it was waiting for {', '.join(waiting)}"
         return WorkflowError(
-            message, kind="deadline", remedy="Await something that ends, or allow more seconds."
+            message, kind=kinds.DEADLINE, remedy="Await something that ends, or allow more seconds."
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from troupe.contracts import kinds
 from troupe.job.data import VerifiersSpec
 from troupe.states import TEAM
 from troupe.workflow.agent import Agents
@@ -167,7 +168,7 @@ def assign_roles(
     if strange := sorted(set(given) - set(roles)):
         raise EntrypointError(
             f"the environment has no role '{strange[0]}'; it has {', '.join(sorted(roles))}",
-            kind="environment_role",
+            kind=kinds.ENVIRONMENT_ROLE,
             field=f"tasks.verifiers.roles.{strange[0]}",
             value=strange[0],
             remedy="Name roles of the environment.",
@@ -180,7 +181,7 @@ def assign_roles(
             if len(roles) > 1 or len(agents) > 1:
                 raise EntrypointError(
                     f"no agent plays the role '{role}' of the environment",
-                    kind="environment_role",
+                    kind=kinds.ENVIRONMENT_ROLE,
                     field=f"tasks.verifiers.roles.{role}",
                     value=role,
                     remedy=f"Name one of the agents {', '.join(sorted(agents))}, an agent "
@@ -190,7 +191,7 @@ def assign_roles(
     if not assigned:
         raise EntrypointError(
             "no role of the environment is played by an agent of the job",
-            kind="environment_role",
+            kind=kinds.ENVIRONMENT_ROLE,
             field="tasks.verifiers.roles",
             remedy=f"Give agents some of {', '.join(sorted(roles))}.",
         )

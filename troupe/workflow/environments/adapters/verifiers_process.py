@@ -21,6 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from troupe.contracts import kinds
 from troupe.functions import shipped
 from troupe.job.data import VerifiersSpec
 from troupe.processes.ending import exit_text, kill_tree
@@ -83,7 +84,7 @@ class VerifiersProcess:
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise EntrypointError(
                 f"there is no interpreter to run here: {error}",
-                kind="environment_not_installed",
+                kind=kinds.ENVIRONMENT_NOT_INSTALLED,
                 field=f"{self._field}.python",
                 value=python,
                 remedy="Make the environment at this path on every host with rollout workers.",
@@ -253,7 +254,7 @@ class VerifiersProcess:
             )
         if kind == "model":
             return TurnError(f"environment {self.name} got no reply: {message}")
-        reason: FaultReason = "deadline" if kind == "deadline" else "raised"
+        reason: FaultReason = "deadline" if kind == kinds.DEADLINE else "raised"
         return self._fault(reason, f"failed: {message}", trace=given.get("traceback", ""))
 
 
