@@ -25,6 +25,7 @@ from services.trainer.learning.samples import BatchSummary, Row
 from services.trainer.state import suspension
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.algorithms.advantages import group_advantages
+from troupe.contracts import metric_names
 from troupe.job import JobSpec, SimulatedSpec
 
 
@@ -97,10 +98,10 @@ class SimulatedLearner(Learner):
         if not reason:
             self._pass(self._pace.step_seconds, None)
             self.model.version.fill_(version + 1)
-            metrics["grad_norm"] = 0.0
+            metrics[metric_names.GRAD_NORM] = 0.0
             self._note("step", began, 0)
-        metrics["train/seconds"] = self._spent
-        metrics["train/micro_batches"] = float(self._batches)
+        metrics[metric_names.TRAIN_SECONDS] = self._spent
+        metrics[metric_names.MICRO_BATCHES] = float(self._batches)
         digest = self._summary.digest
         self.discard()
         self._timeline.flush()

@@ -10,14 +10,6 @@ from typing import Any, Final
 
 from troupe.v1 import common_pb2 as pb
 
-# A reward of this name belongs to no agent: it is the team's success.
-TEAM: Final = "team"
-# Metric of a completed trajectory that opened an endpoint, was rewarded, and made no turn.
-UNUSED_ENDPOINT: Final = "endpoint_unused"
-# Metric of a policy: how many of the steps so far had a signal for it (`<policy>/signal_steps`).
-SIGNAL_STEPS: Final = "signal_steps"
-# What the bounds of a metric's confidence interval are named after it.
-BOUNDS: Final = ("/low", "/high")
 # The split of tickets whose queries are rows to learn from (`supervised`, `preferences`).
 OFFLINE: Final = "offline"
 # By state: the states that may follow it.

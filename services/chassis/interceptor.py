@@ -293,7 +293,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # The caller repeats the call; a process that gets no memory at all ends meanwhile
             # (`watchdog`), and another takes its place.
             starved = Unavailable(
-                f"{self._telemetry.service} has no memory for this call", kind="out_of_memory"
+                f"{self._telemetry.service} has no memory for this call", kind="no_memory"
             )
             return starved.code, starved
         if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:

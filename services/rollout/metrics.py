@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from services.chassis.telemetry import Telemetry
 from services.rollout.jobs import JobTable
 from services.rollout.trajectories.runner import Runner
-from services.rollout.trajectories.trajectory import RETRIES
+from troupe.contracts import metric_names
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow.environments.host import COUNTERS, Counters
@@ -149,7 +149,7 @@ class RolloutMetrics:
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
         self._count_losses(job_id)
-        self._retries.labels(job_id).inc(event.metrics.get(RETRIES, 0.0))
+        self._retries.labels(job_id).inc(event.metrics.get(metric_names.ENVIRONMENT_RETRIES, 0.0))
         self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
         for turn in event.turns:
             labels = (job_id, turn.policy)

@@ -23,6 +23,11 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep
 from services.trainer.state.training_state import Frontier
 from troupe.contracts import kinds
+from troupe.contracts.metric_names import (
+    PUBLISH_SECONDS,
+    TRAIN_SECONDS,
+    VALUES_GONE,
+)
 from troupe.prefixes import SHARED_COLUMNS, restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -115,7 +120,7 @@ class Attempt:
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
-        gone = {"train/values_gone": float(self.progress.gone)} if self.progress.gone else {}
+        gone = {VALUES_GONE: float(self.progress.gone)} if self.progress.gone else {}
         if not self.progress.samples:
             return await self._commit(
                 store_pb.STEP_OUTCOME_EMPTY, "", binding.versions.weights, gone
@@ -127,7 +132,7 @@ class Attempt:
         self._run.kept = outcome.kept
         binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics) | gone
-        metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
+        metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics[TRAIN_SECONDS])
         if outcome.fault:
             spec = binding.spec.algorithm
             raise FailedPrecondition(
@@ -150,7 +155,7 @@ class Attempt:
         frontier, keeping = Frontier(self._run.step, outcome.digest), self.progress.keeping
         binding.versions.durability.stepped(self._seconds)
         weights = await self._compute.run(binding.versions.persist, frontier, keeping=keeping)
-        metrics["train/publish_seconds"] = time.perf_counter() - began
+        metrics[PUBLISH_SECONDS] = time.perf_counter() - began
         metrics |= binding.versions.durability.metrics(weights.version if keeping else 0)
         return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
 

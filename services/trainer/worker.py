@@ -37,7 +37,7 @@ from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
 from services.trainer.weight_sender import WeightSender
-from troupe.contracts import kinds
+from troupe.contracts import kinds, metric_names
 from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.rpc import (
@@ -248,7 +248,7 @@ class PolicySteps:
         outcome = store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_").lower()
         self._steps.labels(*labels, outcome).inc()
         self._tokens.labels(*labels).inc(commit.metrics.get("tokens", 0.0))
-        self._busy.labels(*labels).inc(commit.metrics.get("train/seconds", 0.0))
+        self._busy.labels(*labels).inc(commit.metrics.get(metric_names.TRAIN_SECONDS, 0.0))
         if not run.kept:
             return
         report = orchestrator_pb2.ReportTrainedTokensRequest(

@@ -73,5 +73,5 @@ def test_a_call_that_gets_no_memory_is_unavailable(launch: Launch, tmp_path: Pat
         pytest.raises(Unavailable, match="has no memory for this call") as caught,
     ):
         OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="starve"), timeout=PATIENCE)
-    assert caught.value.kind == "out_of_memory"
+    assert caught.value.kind == "no_memory"
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE

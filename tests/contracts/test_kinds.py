@@ -10,7 +10,8 @@ from troupe.contracts import kinds
 from troupe.v1 import reward_pb2
 
 ROOT = Path(__file__).parents[2]
-KINDS = {name: text for name, text in vars(kinds).items() if name.isupper()}
+NAMES = {name: text for name, text in vars(kinds).items() if name.isupper()}
+KINDS = {name: text for name, text in NAMES.items() if not name.endswith("_PREFIX")}
 # Files in which a word is not the kind of that name, or that cannot import it.
 OTHERS = {
     # The script runs under an interpreter that has no Troupe.
@@ -130,7 +131,8 @@ def test_every_kind_has_a_text_of_its_own_and_says_who_raises_it() -> None:
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign):
             assert isinstance(node.target, ast.Name)
-            assert node.target.id.lower() == KINDS[node.target.id]
+            word = NAMES[node.target.id].rstrip("_")
+            assert node.target.id.removesuffix("_PREFIX").lower() == word
             assert isinstance(following, ast.Expr), f"{node.target.id} lacks a docstring"
 
 

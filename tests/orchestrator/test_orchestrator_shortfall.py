@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from tests.support.cluster import ENDED, Cluster, job_yaml
+from troupe.contracts.metric_names import UNUSED_ENDPOINT
 from troupe.rpc import FailedPrecondition
-from troupe.states import UNUSED_ENDPOINT
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from troupe.states import TEAM
+from troupe.contracts.metric_names import TEAM
 
 MOST_VOTERS: Final = 64
 """Largest k of maj@k: its cost grows with the cube of k."""

@@ -19,6 +19,7 @@ from troupe.algorithms.objectives import (
     ppo_clip,
     removed_by,
 )
+from troupe.contracts import metric_names
 
 
 @dataclass
@@ -193,16 +194,16 @@ class TokenStatistics:
         metrics = supervised | {
             "importance_sampling_ratio/min": float(self.ratio_min) if self.tokens else 0.0,
             "importance_sampling_ratio/mean": float(self.ratio) / n,
-            "importance_sampling_ratio/max": float(self.ratio_max),
+            metric_names.RATIO_MAX: float(self.ratio_max),
             # (sum rho)^2 / (n sum rho^2): effective sample size as a fraction of the tokens.
             "effective_sample_size": float(self.ratio) ** 2 / (n * squares) if squares else 0.0,
             "clip_fraction": float(self.clipped) / n,
             "masked_fraction": float(self.masked) / n,
-            "k3_kl": float(self.mismatch_kl) / n,
-            "entropy": float(self.entropy) / n,
+            metric_names.MISMATCH_KL: float(self.mismatch_kl) / n,
+            metric_names.ENTROPY: float(self.entropy) / n,
         }
         if self.has_reference:
-            metrics["kl"] = float(self.reference_kl) / n
+            metrics[metric_names.KL] = float(self.reference_kl) / n
         if self.taught:
             metrics["distillation/kl"] = float(self.teacher_kl) / self.taught
         if self.corrected != "none":

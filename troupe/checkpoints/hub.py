@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from troupe.checkpoints.verifying import Lineage, verify
+from troupe.contracts import metric_names
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -249,7 +250,7 @@ def _is_network(folder: Path) -> bool:
 
 def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:
     """Select the rewards among a step's metrics."""
-    return {n: v for n, v in rows.items() if n.startswith("reward") or n == "team_success"}
+    return {n: v for n, v in rows.items() if n.startswith("reward") or n == metric_names.TEAM_SCORE}
 
 
 def rewards_in(metrics: Path, step: int) -> dict[str, float]:

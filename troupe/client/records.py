@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Literal, Self
 
 from troupe import states, tensors
 from troupe.client.conversion import Record, when, word
+from troupe.contracts.metric_names import (
+    SIGNAL_STEPS,
+)
 from troupe.functions.costs import costs_of, schema_of
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc.errors import FailedPrecondition, TroupeError
-from troupe.states import SIGNAL_STEPS
 from troupe.v1 import common_pb2
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb

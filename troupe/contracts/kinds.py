@@ -134,6 +134,15 @@ UNKNOWN_TOOL: Final = "unknown_tool"
 """Raised for a tool that the job, or the MCP server, does not have. Where the workflow's code calls
 the tool, not the model, a fault of the job, see below."""
 
+# --- Failures of trajectories ----------------------------------------------------------------
+
+ENVIRONMENT_PREFIX: Final = "environment_"
+"""What the rollout service puts before the reason of an `EnvironmentFault` that the workflow did
+not catch. The orchestrator counts these failures apart."""
+
+TOOL_PREFIX: Final = "tool_"
+"""What it puts before the kind of a `ToolError`, likewise."""
+
 # --- Faults of a job -------------------------------------------------------------------------
 # The rollout service does not try the trajectory again, and sends the whole problem along: the
 # orchestrator fails the job if all trajectories of a step end with it (`JOB_FAULTS`).

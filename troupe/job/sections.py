@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from troupe.contracts import metric_names
 from troupe.job.data import TasksSpec
 from troupe.job.section import (
     COLUMN,
@@ -415,7 +416,7 @@ class BestSpec(Section):
     @field_validator("metric")
     @classmethod
     def _of_evaluation(cls, metric: str) -> str:
-        if not metric.startswith(("evaluation/", "evaluations/")):
+        if not metric.startswith((metric_names.EVALUATION, metric_names.EVALUATIONS)):
             raise ValueError(
                 "is no metric of an evaluation; write `evaluation/team/mean`, or "
                 "`evaluations/NAME/pass@1` of a named one"

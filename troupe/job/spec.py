@@ -8,6 +8,8 @@ from typing import Any, Final, Self
 
 from pydantic import field_validator, model_validator
 
+from troupe.contracts import metric_names
+from troupe.contracts.metric_names import TEAM
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import TasksSpec
@@ -17,7 +19,6 @@ from troupe.job.population import Pools
 from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
 from troupe.job.sections import AgentSpec, EvaluationSetSpec, RoutingSpec
 from troupe.rpc.errors import NotFound
-from troupe.states import TEAM
 
 # Defaults of jobs with an environment: fragments take equally long and are not compared.
 _PIPELINE: Final = {"mode": "sync", "group_size": 1}
@@ -661,4 +662,4 @@ def policy_of(spec: Mapping[str, Any], name: str) -> str:
 
 def evaluation_prefix(name: str) -> str:
     """What the metrics of an evaluation begin with; `name` is "" for the section `evaluation`."""
-    return f"evaluations/{name}/" if name else "evaluation/"
+    return f"{metric_names.EVALUATIONS}{name}/" if name else metric_names.EVALUATION

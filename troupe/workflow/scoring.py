@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from troupe.contracts import kinds
+from troupe.contracts import kinds, metric_names
 from troupe.outcomes import (
     JSON_DEPTH,
     NotJsonError,
@@ -18,7 +18,6 @@ from troupe.outcomes import (
     shown,
     type_name,
 )
-from troupe.states import TEAM
 from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
 from troupe.workflow.loading import Query
 from troupe.workflow.messages import finite
@@ -84,7 +83,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
         return {}
     rewards = {}
     for agent, value in _items(given, source):
-        if agent not in agents and agent != TEAM:
+        if agent not in agents and agent != metric_names.TEAM:
             named = agent.isprintable() and len(agent) <= _NAME_CHARS
             raise RewardFailedError(
                 f"{source} rewards '{safe_text(agent, 60)}', which is no agent of the job",
@@ -92,7 +91,8 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
                 kind=kinds.REWARD_UNKNOWN_AGENT if named else "reward_bad_name",
                 field=source,
                 value=agent,
-                remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success.",
+                remedy=f"Known: {', '.join(sorted(agents))}, and {metric_names.TEAM} for the "
+                "team's success.",
             )
         try:
             rewards[agent] = finite(value, f"the reward of '{agent}' from {source}")

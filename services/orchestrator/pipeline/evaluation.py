@@ -13,7 +13,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.pipeline.failures import check_failures, report_failures
-from services.orchestrator.pipeline.metrics import TEAM_SCORE, Tally
+from services.orchestrator.pipeline.metrics import Tally
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
@@ -23,16 +23,21 @@ from troupe.algorithms.scores import (
     steps_of_k,
     success_of,
 )
+from troupe.contracts.metric_names import (
+    BOUNDS,
+    TEAM,
+    TEAM_MEAN,
+    TEAM_SCORE,
+)
 from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
 from troupe.job.spec import evaluation_prefix
 from troupe.scheduling import admission
-from troupe.states import BOUNDS, TEAM
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
 # Names of scores whose metrics are not called `<score>/mean`.
-METRICS: Final[Mapping[str, str]] = {TEAM_SCORE: f"{TEAM}/mean"}
+METRICS: Final[Mapping[str, str]] = {TEAM_SCORE: TEAM_MEAN}
 
 
 class EvaluationRunner:
@@ -191,8 +196,9 @@ class RewardsByQuery:
         if event.state != pb.TRAJECTORY_STATE_COMPLETED:
             return
         for name, reward in event.rewards.items():
-            team = name == TEAM and TEAM not in self._agents
-            self._rewards[TEAM_SCORE if team else f"reward/{name}"][event.query_id].append(reward)
+            team = name == TEAM and name not in self._agents
+            score = TEAM_SCORE if team else f"reward/{name}"
+            self._rewards[score][event.query_id].append(reward)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % intervals of the mean rewards, by score: `team_success`, `reward/<agent>`."""

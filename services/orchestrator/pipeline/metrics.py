@@ -8,22 +8,35 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from troupe.contracts import kinds
+from troupe.contracts.metric_names import (
+    ENVIRONMENT_RETRIES,
+    GRAD_NORM,
+    NO_SIGNAL,
+    REWARD_MEAN,
+    ROLLOUT_SECONDS,
+    SAMPLES,
+    SIGNAL_STEPS,
+    SKIPPED,
+    STALENESS_MAX,
+    STALENESS_MEAN,
+    TEAM,
+    TEAM_MEAN,
+    TEAM_SCORE,
+    TOKENS_PER_SECOND,
+    UNUSED_ENDPOINT,
+    ZERO_ADVANTAGES,
+    mean_reward,
+)
 from troupe.job import JobSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.rpc import FailedPrecondition
-from troupe.states import SIGNAL_STEPS, TEAM, UNUSED_ENDPOINT
 from troupe.twin.profile import JobProfile, MeasuredTurn
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# The score of an evaluation that is the mean of these rewards.
-TEAM_SCORE: Final = "team_success"
-# A trajectory's metric: how often it was begun anew after its environment or a tool failed.
-RETRIES: Final = "environment_retries"
-# Prefixes of the reasons of failures of environments and tools.
-_FAULTS: Final = ("environment_", "tool_")
+_FAULTS: Final = (kinds.ENVIRONMENT_PREFIX, kinds.TOOL_PREFIX)
 # Metrics of a step by which its job is judged when it ends.
 COMPLETED: Final = "trajectories/completed"
 WITHOUT_TURNS: Final = "trajectories/without_turns"
@@ -163,7 +176,7 @@ class Tally:
             if turn.versions and turn.policy in self._versions:
                 oldest = min(span.version for span in turn.versions)
                 self._staleness.add(self._versions[turn.policy] - oldest)
-        self._retries += event.metrics.get(RETRIES, 0.0)
+        self._retries += event.metrics.get(ENVIRONMENT_RETRIES, 0.0)
         unused = event.metrics.get(UNUSED_ENDPOINT, 0.0) > 0
         if event.state == pb.TRAJECTORY_STATE_ABORTED:
             self.aborted += 1
@@ -223,19 +236,19 @@ class Tally:
         if self._retries or self._faults:
             found["environment/retries"] = self._retries
             found["environment/failed"] = float(self._faults)
-        found |= {f"reward/{agent}/mean": mean.value for agent, mean in self._rewards.items()}
+        found |= {mean_reward(agent): mean.value for agent, mean in self._rewards.items()}
         found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
         found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}
         optional = {
-            "reward/mean": self._reward,
-            "team/mean": self._team,
-            "staleness/mean": self._staleness,
+            REWARD_MEAN: self._reward,
+            TEAM_MEAN: self._team,
+            STALENESS_MEAN: self._staleness,
             "rollout/queue_seconds/mean": self._queue,
         }
         found |= {name: mean.value for name, mean in optional.items() if mean.count}
         if seconds > 0:
-            found["rollout/seconds"] = seconds
-            found["rollout/tokens_per_second"] = self._tokens / seconds
+            found[ROLLOUT_SECONDS] = seconds
+            found[TOKENS_PER_SECOND] = self._tokens / seconds
         if self._turn_seconds:
             found["rollout/turn_seconds/mean"] = sum(self._turn_seconds) / len(self._turn_seconds)
             found["rollout/turn_seconds/p95"] = percentile(self._turn_seconds, 0.95)
@@ -271,8 +284,8 @@ def without_signal(commit: es.StepCommit, algorithm: AlgorithmSpec) -> bool:
     return (
         commit.outcome == es.STEP_OUTCOME_APPLIED
         and commit.num_samples > 0
-        and commit.metrics.get("advantage/zero_fraction") == 1
-        and not (algorithm.learns_without_advantages and commit.metrics.get("grad_norm") != 0)
+        and commit.metrics.get(ZERO_ADVANTAGES) == 1
+        and not (algorithm.learns_without_advantages and commit.metrics.get(GRAD_NORM) != 0)
     )
 
 
@@ -302,8 +315,8 @@ class JobTotals:
         self._completed += values[COMPLETED]
         self._without_turns += values.get(WITHOUT_TURNS, 0.0)
         for policy in self._signals:
-            updated = values.get(f"{policy}/samples", 0.0) > 0
-            idle = values.get(f"{policy}/skipped") or values.get(f"{policy}/no_signal")
+            updated = values.get(f"{policy}/{SAMPLES}", 0.0) > 0
+            idle = values.get(f"{policy}/{SKIPPED}") or values.get(f"{policy}/{NO_SIGNAL}")
             self._signals[policy] += updated and not idle
 
     def metrics(self) -> dict[str, float]:
@@ -347,23 +360,23 @@ def commit_metrics(commits: Iterable[es.StepCommit], algorithm: AlgorithmSpec) -
         for name, value in commit.metrics.items():
             if math.isfinite(value):
                 found[f"{commit.policy}/{name}"] = value
-        found[f"{commit.policy}/samples"] = float(commit.num_samples)
-        found[f"{commit.policy}/no_signal"] = float(without_signal(commit, algorithm))
-        found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
+        found[f"{commit.policy}/{SAMPLES}"] = float(commit.num_samples)
+        found[f"{commit.policy}/{NO_SIGNAL}"] = float(without_signal(commit, algorithm))
+        found[f"{commit.policy}/{SKIPPED}"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
     return found
 
 
 def staleness(commits: Iterable[es.StepCommit]) -> dict[str, float]:
     """How many versions older than the trained one the samples of a step were, over all policies:
     mean over samples, and max. Empty when no trainer reports it."""
-    metrics = [one for one in commits if one.num_samples and "staleness/mean" in one.metrics]
+    metrics = [one for one in commits if one.num_samples and STALENESS_MEAN in one.metrics]
     samples = sum(one.num_samples for one in metrics)
     found: dict[str, float] = {}
     if samples:
-        total = sum(one.metrics["staleness/mean"] * one.num_samples for one in metrics)
-        found["staleness/mean"] = total / samples
-    if worst := [one.metrics["staleness/max"] for one in metrics if "staleness/max" in one.metrics]:
-        found["staleness/max"] = max(worst)
+        total = sum(one.metrics[STALENESS_MEAN] * one.num_samples for one in metrics)
+        found[STALENESS_MEAN] = total / samples
+    if worst := [one.metrics[STALENESS_MAX] for one in metrics if STALENESS_MAX in one.metrics]:
+        found[STALENESS_MAX] = max(worst)
     return found
 
 

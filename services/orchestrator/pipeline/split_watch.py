@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.engines import Engines
+from troupe.contracts import metric_names
 from troupe.scheduling.defaults import CPU
 from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
 from troupe.twin.profile import JobProfile
@@ -65,7 +66,8 @@ class SplitWatch:
             if not totals.turns.get(name):
                 continue
             train, publish = (
-                values.get(f"{name}/train/{what}", 0.0) for what in ("seconds", "publish_seconds")
+                values.get(f"{name}/{what}", 0.0)
+                for what in (metric_names.TRAIN_SECONDS, metric_names.PUBLISH_SECONDS)
             )
             policies[name] = PolicyUse(
                 engines=max(1, counts.get(name, 0)),
@@ -79,8 +81,8 @@ class SplitWatch:
         waits = max(0.0, totals.seconds - totals.engine_seconds)
         self._steps.append(
             StepUse(
-                values["step/seconds"],
-                values.get("rollout/seconds", 0.0),
+                values[metric_names.STEP_SECONDS],
+                values.get(metric_names.ROLLOUT_SECONDS, 0.0),
                 totals.trajectories,
                 totals.seconds / totals.trajectories,
                 waits / totals.trajectories,

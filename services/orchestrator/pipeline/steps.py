@@ -60,6 +60,7 @@ from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.state.trajectories import as_event
+from troupe.contracts import metric_names
 from troupe.rpc import DeadlineExceeded, TroupeError
 from troupe.scheduling import admission
 from troupe.states import OFFLINE
@@ -103,7 +104,7 @@ async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
             "if all succeed; `curriculum` chooses by success), a larger `pipeline.group_size`, a "
             "higher `temperature` of its agents' `sampling`, or `pipeline.dynamic_sampling`"
         )
-    if gone := int(commit.metrics.get("train/values_gone", 0)):
+    if gone := int(commit.metrics.get(metric_names.VALUES_GONE, 0)):
         await job.warn(f"{step}: {gone} samples of {policy} were dropped: no host has their values")
 
 
@@ -356,7 +357,7 @@ class StepRunner:
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()
         began = self._began if self._before is None else max(self._began, self._before._ended)
-        values["step/seconds"] = self._ended - began
+        values[metric_names.STEP_SECONDS] = self._ended - began
         values |= self._context.split.metrics(self._totals, values)
         # Or each step would keep all before it in memory.
         self._before = self._rollout._before = None

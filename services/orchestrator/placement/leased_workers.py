@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
+from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
 from troupe.v1 import trainer_pb2 as tr
@@ -177,7 +178,7 @@ def _too_many_ranks(few: binding.TooManyRanks, policy: str) -> FailedPreconditio
     return FailedPrecondition(
         f"policy {policy} is trained by a gang of {few.ranks} devices; the largest that the "
         f"trainers form has {few.most} (one worker's, or as many of each of several workers)",
-        kind="gang_too_large",
+        kind=kinds.GANG_TOO_LARGE,
         field=f"policies.{policy}.trainer.gang",
         value=few.ranks,
         remedy="Ask for a smaller gang, or start nodes with more devices for trainers.",

@@ -11,11 +11,13 @@ from typing import Any, Final
 from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import ValidationError
 
+from troupe.contracts.metric_names import (
+    BOUNDS,
+)
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
-from troupe.states import BOUNDS
 from troupe.twin.hints import split_hint
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch

@@ -10,8 +10,8 @@ from typing import Final
 
 from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import TRAJECTORY_KINDS, JobKeys, RedisAccess
+from troupe.contracts import metric_names
 from troupe.rpc import NotFound
-from troupe.states import TEAM
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
@@ -275,8 +275,8 @@ class TrajectoryFilter:
         """The reward that bounds are for; None: there is none."""
         if self._request.agent:
             return rewards.get(self._request.agent)
-        if TEAM in rewards:
-            return rewards[TEAM]
+        if metric_names.TEAM in rewards:
+            return rewards[metric_names.TEAM]
         return sum(rewards.values()) / len(rewards) if rewards else None
 
 

@@ -414,5 +414,5 @@ class Arena:
 
     def _fault(self, reason: FaultReason, message: str, **more: str) -> EnvironmentFault:
         error = EnvironmentFault(message, reason=reason, environment=self._source, **more)
-        error.kind = f"environment_{reason}"  # the kind that workflows get
+        error.kind = kinds.ENVIRONMENT_PREFIX + reason  # the kind that workflows get
         return error

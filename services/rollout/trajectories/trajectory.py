@@ -23,12 +23,12 @@ from services.rollout.trajectories.records import End, LargeColumns, RowDestinat
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
 from troupe.algorithms.scores import success_of
-from troupe.contracts import kinds
+from troupe.contracts import kinds, metric_names
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
-from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
+from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.user_code import await_contained, is_closing
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -57,8 +57,6 @@ log = structlog.get_logger(__name__)
 
 Emit = Callable[[rollout.TrajectoryEvent], None]
 
-# The metric of a trajectory that counts its restarts.
-RETRIES: Final = "environment_retries"
 # The metric of a trajectory that says whether it solved its task, for a curriculum.
 SOLVED: Final = "solved"
 _REASON_LIMIT: Final = 1000
@@ -82,8 +80,8 @@ JOB_FAULTS: Final = frozenset(
         kinds.REWARD_UNKNOWN_AGENT,
         SeatingError.kind,
         kinds.TEACHER,
-        f"tool_{kinds.NOT_IMPORTABLE}",
-        f"tool_{kinds.UNKNOWN_TOOL}",
+        kinds.TOOL_PREFIX + kinds.NOT_IMPORTABLE,
+        kinds.TOOL_PREFIX + kinds.UNKNOWN_TOOL,
         kinds.TURN_NOT_AWAITED,
         UnknownAgentError.kind,
     }
@@ -213,7 +211,9 @@ class RunningTrajectory:
                 raise failure_of(error) from error
             finally:
                 if limits.trajectory_retries:
-                    self._metrics = self._metrics | {RETRIES: float(attempts.made)}
+                    self._metrics = self._metrics | {
+                        metric_names.ENVIRONMENT_RETRIES: float(attempts.made)
+                    }
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
         """The rows of attempt `number`, counted from 0."""
@@ -303,7 +303,7 @@ class RunningTrajectory:
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:
             # A cache answered, or another model did: nothing here can be trained on.
-            self._metrics = self._metrics | {UNUSED_ENDPOINT: 1.0}
+            self._metrics = self._metrics | {metric_names.UNUSED_ENDPOINT: 1.0}
         if not self._stored:
             return []
         if (curriculum := job.spec.curriculum) is not None:
@@ -465,9 +465,9 @@ def _explains_itself(error: BaseException) -> bool:
     assert isinstance(error, WorkflowError)
     # The workflow did not catch the fault of its tool or environment.
     if isinstance(error, ToolError):
-        error.kind = f"tool_{error.kind}"
+        error.kind = kinds.TOOL_PREFIX + error.kind
     elif isinstance(error, EnvironmentFault):
-        error.kind = f"environment_{error.reason}"
+        error.kind = kinds.ENVIRONMENT_PREFIX + error.reason
     return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in JOB_FAULTS
 
 

@@ -57,6 +57,7 @@ from troupe.algorithms.losses import normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.adapters import Tensors
+from troupe.contracts import metric_names
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
 from troupe.mixtures import Routers
@@ -579,17 +580,16 @@ class Learner(PolicyLearner[Row]):
         if self._critic is not None:
             metrics |= self._critic.metrics()
         if sums.tokens.tokens:
-            metrics["loss/policy"] = float(sums.tokens.loss) / max(
-                sums.updated + sums.normalizer, 1
-            )
+            weight = max(sums.updated + sums.normalizer, 1)
+            metrics[metric_names.POLICY_LOSS] = float(sums.tokens.loss) / weight
         metrics |= {name: total / sums.updates for name, total in sums.norms.items()}
         if several:
             metrics["train/updates"] = float(sums.updates)
         if not reason:
             self._step.advantages.applied()
         seconds = sums.seconds + time.perf_counter() - started
-        metrics["train/seconds"] = seconds
-        metrics["train/micro_batches"] = float(sums.micro_batches)
+        metrics[metric_names.TRAIN_SECONDS] = seconds
+        metrics[metric_names.MICRO_BATCHES] = float(sums.micro_batches)
         metrics |= self._passes.metrics()
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         kept = self._passes.kept.take()
@@ -617,7 +617,7 @@ class Learner(PolicyLearner[Row]):
         elif offline is not None:
             version, steps = version - offline.steps, steps - offline.steps
         rate = learning_rate(optimizer, version, steps)
-        made = {"grad_norm": norm, "lr": rate}
+        made = {metric_names.GRAD_NORM: norm, "lr": rate}
         if self._critic is not None:
             made["critic/grad_norm"] = norm = self._critic.finish()
             if not math.isfinite(norm):

@@ -18,6 +18,7 @@ import torch
 
 from troupe import tensors
 from troupe.algorithms.losses import PreferenceWeights
+from troupe.contracts import metric_names
 from troupe.experience import samples_digest
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
@@ -366,11 +367,11 @@ class BatchSummary:
             return found
         mean = self.reward / n
         return found | {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(max(0.0, self.reward_squares / n - mean * mean)),
+            metric_names.REWARD_MEAN: mean,
+            metric_names.REWARD_STD: math.sqrt(max(0.0, self.reward_squares / n - mean * mean)),
             "advantage/abs_mean": self.advantage / n,
-            "advantage/zero_fraction": self.idle_tokens / max(self.response_tokens, 1),
-            "staleness/mean": version - self.versions / n,
-            "staleness/max": float(version - (self.oldest or 0)),
+            metric_names.ZERO_ADVANTAGES: self.idle_tokens / max(self.response_tokens, 1),
+            metric_names.STALENESS_MEAN: version - self.versions / n,
+            metric_names.STALENESS_MAX: float(version - (self.oldest or 0)),
             "reused_fraction": self.reused / n,
         }

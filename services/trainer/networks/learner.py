@@ -23,6 +23,7 @@ from services.trainer.learning.samples import Load, column_of, malformed
 from services.trainer.state import suspension
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors
+from troupe.contracts import metric_names
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.networks.fragments import SEATS, SHAPES, Array, Fragment
@@ -45,8 +46,8 @@ _MAKE_SECONDS: Final = 120.0
 _WEIGHTS: Final = "weights."
 # Metric names common to all policies, and the paradigms' names for the same metrics.
 _SAME: Final = {
-    "loss/policy": ("loss_objective", "loss", "loss_actor"),
-    "grad_norm": ("grad_norm", "grad_norm/acting"),
+    metric_names.POLICY_LOSS: ("loss_objective", "loss", "loss_actor"),
+    metric_names.GRAD_NORM: ("grad_norm", "grad_norm/acting"),
 }
 
 
@@ -121,10 +122,10 @@ def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
         "samples": float(len(rows)),
         "episodes": float(sum(row.fragment.episodes for row in rows)),
         "environment_steps": float(sum(row.fragment.steps for row in rows)),
-        "reward/mean": float(returns.mean()),
-        "reward/std": float(returns.std()),
-        "staleness/mean": float(version - versions.mean()),
-        "staleness/max": float(version - versions.min()),
+        metric_names.REWARD_MEAN: float(returns.mean()),
+        metric_names.REWARD_STD: float(returns.std()),
+        metric_names.STALENESS_MEAN: float(version - versions.mean()),
+        metric_names.STALENESS_MAX: float(version - versions.min()),
         "reused_fraction": sum(row.uses > 0 for row in rows) / len(rows),
     }
 
@@ -240,8 +241,8 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
         made = self._own.update([row.fragment for row in rows])
         reason = _broken(made, self._own.published())
         metrics = metrics_of(rows, version) | _named(made)
-        metrics["train/seconds"] = time.perf_counter() - began
-        metrics["train/micro_batches"] = 1.0
+        metrics[metric_names.TRAIN_SECONDS] = time.perf_counter() - began
+        metrics[metric_names.MICRO_BATCHES] = 1.0
         self.discard()
         digest = samples_digest(row.sample_id for row in rows)
         return Applied(not reason, reason, metrics, digest, moved=bool(reason))

@@ -40,13 +40,26 @@ from troupe.client.records import (
     StateChanged,
     Trajectory,
 )
-from troupe.states import BOUNDS
+from troupe.contracts.metric_names import (
+    BOUNDS,
+    ENTROPY,
+    EVALUATION,
+    EVALUATIONS,
+    GRAD_NORM,
+    KL,
+    NO_SIGNAL,
+    POLICY_LOSS,
+    SAMPLES,
+    SKIPPED,
+    STEP_SECONDS,
+    TEAM,
+    TEAM_MEAN,
+    TOKENS_PER_SECOND,
+    mean_reward,
+)
 
 # Steps over which the pace is averaged for the estimated time left.
 _PACE_STEPS = 5
-# What metrics of evaluations begin with: that of the section `evaluation`, and named ones.
-EVALUATION = "evaluation/"
-EVALUATIONS = "evaluations/"
 
 
 @dataclass(frozen=True)
@@ -133,11 +146,11 @@ class Progress:
         for policy in self.policies:
             self._versions[policy] += _updates(event.values, policy)
         for agent in self.agents:
-            value = event.values.get(f"reward/{agent}/mean")
+            value = event.values.get(mean_reward(agent))
             if value is not None:
                 self.rewards[agent].append(value)
         at = event.at.timestamp()
-        seconds = event.values.get("step/seconds")
+        seconds = event.values.get(STEP_SECONDS)
         if seconds is None and self._last_step_at is not None:
             seconds = at - self._last_step_at
         if seconds is not None:
@@ -147,7 +160,7 @@ class Progress:
     @property
     def tokens_per_second(self) -> float | None:
         """Generated tokens per second in the newest step."""
-        return self.newest.get("rollout/tokens_per_second")
+        return self.newest.get(TOKENS_PER_SECOND)
 
     @property
     def seconds_left(self) -> float | None:
@@ -158,11 +171,11 @@ class Progress:
 
     def reward(self, agent: str) -> float | None:
         """The agent's mean reward in the newest step."""
-        return self.newest.get(f"reward/{agent}/mean")
+        return self.newest.get(mean_reward(agent))
 
     def policy(self, name: str) -> PolicyLine:
         """The newest metrics of a policy; None each where the newest step did not update it."""
-        known = f"{name}/skipped" in self.newest
+        known = f"{name}/{SKIPPED}" in self.newest
         updated = _updates(self.newest, name) if known else None
 
         def get(metric: str) -> float | None:
@@ -174,17 +187,18 @@ class Progress:
             name=name,
             version=self._versions[name],
             updated=updated,
-            flat=self.newest.get(f"{name}/no_signal") == 1,
-            loss=get("loss/policy"),
-            grad_norm=get("grad_norm"),
-            kl=get("kl"),
-            entropy=get("entropy"),
+            flat=self.newest.get(f"{name}/{NO_SIGNAL}") == 1,
+            loss=get(POLICY_LOSS),
+            grad_norm=get(GRAD_NORM),
+            kl=get(KL),
+            entropy=get(ENTROPY),
         )
 
 
 def _updates(values: Mapping[str, float], policy: str) -> bool:
     """Whether a step with these metrics updated the policy."""
-    return values.get(f"{policy}/skipped") == 0 and values.get(f"{policy}/samples", 0) > 0
+    applied = values.get(f"{policy}/{SKIPPED}") == 0
+    return applied and values.get(f"{policy}/{SAMPLES}", 0) > 0
 
 
 def is_step(event: MetricsLogged) -> bool:
@@ -213,7 +227,7 @@ def _scores_among(metrics: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield label + name, metric
         elif parts[0] == "reward" and len(parts) == 3:
             yield label + parts[1], metric
-        elif parts == ["team", "mean"]:
+        elif parts == [TEAM, "mean"]:
             yield f"{label}team", metric
 
 
@@ -298,9 +312,10 @@ class LiveDisplay:
                 score(progress.evaluation.get(agent)),
                 Text(sparkline(values, ascii_only=self._ascii), style="cyan"),
             )
-        if "team" in progress.evaluation or "team/mean" in progress.metrics:
-            team, held_out = progress.newest.get("team/mean"), progress.evaluation.get("team")
-            table.add_row(Text("team", style="italic"), score(team), score(held_out), "")
+        if TEAM in progress.evaluation or TEAM_MEAN in progress.metrics:
+            team = progress.newest.get(TEAM_MEAN)
+            held_out = progress.evaluation.get(TEAM)
+            table.add_row(Text(TEAM, style="italic"), score(team), score(held_out), "")
         return table
 
     def _policies(self, progress: Progress) -> RenderableType:
@@ -372,8 +387,8 @@ class PlainDisplay:
             for agent in progress.agents
             if (value := progress.reward(agent)) is not None
         ]
-        if "team/mean" in progress.newest:
-            rewards.append(f"team {score(progress.newest['team/mean'])}")
+        if TEAM_MEAN in progress.newest:
+            rewards.append(f"team {score(progress.newest[TEAM_MEAN])}")
         if rewards:
             parts.append("reward " + " ".join(rewards))
         for name in progress.policies:

@@ -32,6 +32,7 @@ from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.specification import apply_assignments
 from troupe.client.cli.train import TrainPlan, run
 from troupe.client.records import Audit, Job, JobState
+from troupe.contracts import metric_names
 from troupe.job.loading import SPEC_FILE, job_of, load_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
@@ -177,7 +178,7 @@ def list_jobs(
             str(job.state),
             job.mode,
             f"{job.step}/{job.total_steps}",
-            score(job.metrics.get("reward/mean")),
+            score(job.metrics.get(metric_names.REWARD_MEAN)),
             duration(age),
         )
     console.print(table)

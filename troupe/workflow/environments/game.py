@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
-from troupe.states import TEAM
+from troupe.contracts.metric_names import TEAM
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, Seating, job_rules
 from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Local, open_environment

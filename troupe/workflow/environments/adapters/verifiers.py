@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from troupe.contracts import kinds
+from troupe.contracts import kinds, metric_names
 from troupe.job.data import VerifiersSpec
-from troupe.states import TEAM
 from troupe.workflow.agent import Agents
 from troupe.workflow.environments.adapters.verifiers_process import pool_of
 from troupe.workflow.errors import EntrypointError, EnvironmentContractError
@@ -265,7 +264,7 @@ class EpisodeScores:
         own, and the conversation is a chain. A role that the environment does not reward gets the
         team's.
         """
-        rewards = {TEAM: self.team}
+        rewards = {metric_names.TEAM: self.team}
         for agent in {one.agent for one in self.traces if one.agent}:
             own = [one for one in self.traces if one.agent == agent]
             worth = {one.session: self.team if one.reward is None else one.reward for one in own}
