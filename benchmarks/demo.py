@@ -29,6 +29,7 @@ from benchmarks.command import finish, run_program
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.client.cli.specification import apply_assignments
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.contracts import metric_names
 from troupe.job import JobSpec, parse_job
 
 JOB = Path("troupe/demo/job.yaml")
@@ -81,13 +82,13 @@ async def run(seed: int, data_dir: Path, spec: JobSpec, warm: float, console: Co
         rates: list[float] = []
         seconds = 0.0
         async for event in handle.watch():
-            if isinstance(event, MetricsLogged) and "step/seconds" in event.values:
-                seconds += event.values["step/seconds"]
-                rates.append(event.values["rollout/tokens_per_second"])
+            if isinstance(event, MetricsLogged) and metric_names.STEP_SECONDS in event.values:
+                seconds += event.values[metric_names.STEP_SECONDS]
+                rates.append(event.values[metric_names.TOKENS_PER_SECOND])
                 if event.step % 10 == 0:
                     console.print(
                         f"seed {seed} step {event.step}/{spec.pipeline.steps}: "
-                        f"team {event.values['team/mean']:.3f}, {seconds:.0f} s"
+                        f"team {event.values[metric_names.TEAM_MEAN]:.3f}, {seconds:.0f} s"
                     )
         result = await handle.result(timeout=60)
     return Run(

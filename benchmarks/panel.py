@@ -37,6 +37,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
 from troupe.cluster.redis import redis_executable, write_config
+from troupe.contracts import metric_names
 from troupe.job import parse_job
 from troupe.v1 import common_pb2 as pb
 
@@ -74,12 +75,15 @@ def values_of(step: int, rng: random.Random) -> dict[str, float]:
     """Metrics of a step as a job of two policies logs them."""
     done = 1 - math.exp(-step / 3000)
     values = {f"reward/{agent}/mean": done + rng.gauss(0, 0.05) for agent in ("solver", "checker")}
-    values |= {"team/mean": done, "rollout/tokens_per_second": rng.gauss(900, 80)}
+    values |= {metric_names.TEAM_MEAN: done, metric_names.TOKENS_PER_SECOND: rng.gauss(900, 80)}
     for policy in ("big", "small"):
-        values |= {f"{policy}/{name}": rng.random() for name in ("loss/policy", "grad_norm")}
+        values |= {
+            f"{policy}/{name}": rng.random()
+            for name in (metric_names.POLICY_LOSS, metric_names.GRAD_NORM)
+        }
         values |= {f"{policy}/samples": 32.0, f"{policy}/skipped": 0.0}
         values |= {f"{policy}/other/{number}": rng.random() for number in range(20)}
-    return values | {"step/seconds": 12.5}
+    return values | {metric_names.STEP_SECONDS: 12.5}
 
 
 @dataclass
@@ -114,7 +118,7 @@ class Jobs:
     async def step(self, job_id: str, epoch: int, step: int, *, whole: bool = True) -> None:
         """Writes one step (from 0)."""
         values = values_of(step, self.rng)
-        kept = values if whole else {"team/mean": values["team/mean"]}
+        kept = values if whole else {metric_names.TEAM_MEAN: values[metric_names.TEAM_MEAN]}
         await self.store.finish_step(job_id, epoch, step, kept)
 
 

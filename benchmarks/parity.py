@@ -32,6 +32,7 @@ from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import DTYPES, SMALL, Work, save_model
 from benchmarks.references import TRL, reference_python
+from troupe.contracts import metric_names
 
 SEEDS: Final = 5
 FULL: Final = Work(steps=60, lr=1.5e-3)
@@ -108,7 +109,7 @@ async def measure(directory: Path, work: Work, seeds: int, console: Console) -> 
             own = replace(work, seed=seed)
             model = save_model(directory / f"model-{seed}", SMALL, seed)
             steps = await run(client, job(f"parity-{seed}", [model], own))
-            ours.append([step.values["reward/mean"] for step in steps])
+            ours.append([step.values[metric_names.REWARD_MEAN] for step in steps])
             theirs.append(await asyncio.to_thread(trl_curve, python, model, own))
             console.print(
                 f"seed {seed}: last reward {ours[-1][-1]:.3f}, of TRL {theirs[-1][-1]:.3f}"

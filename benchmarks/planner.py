@@ -25,6 +25,7 @@ from benchmarks.pipeline.measure import step_ends
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.contracts import metric_names
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
 from troupe.twin.planner import JobPlan, Prediction
@@ -146,7 +147,7 @@ async def _run(client: AsyncClient, spec: JobSpec) -> tuple[float, JobProfile]:
     async with asyncio.timeout(_ROW_SECONDS):
         steps = await step_ends(handle)
     await handle.result(timeout=_ROW_SECONDS)
-    measured = [one.values["step/seconds"] for one in steps[1:]]
+    measured = [one.values[metric_names.STEP_SECONDS] for one in steps[1:]]
     return sum(measured) / len(measured), await handle.profile()
 
 

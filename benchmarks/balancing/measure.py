@@ -17,6 +17,7 @@ from benchmarks.balancing.workload import HEARTBEAT_SECONDS, Row
 from benchmarks.pipeline.measure import StepEnd, step_ends
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.contracts import metric_names
 from troupe.job import JobSpec
 from troupe.rpc import connect
 from troupe.v1 import orchestrator_pb2 as orch
@@ -52,7 +53,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Per step, median without the first."""
-        return statistics.median(one.values["step/seconds"] for one in self.steps[1:])
+        return statistics.median(one.values[metric_names.STEP_SECONDS] for one in self.steps[1:])
 
     @property
     def measured(self) -> list[Look]:

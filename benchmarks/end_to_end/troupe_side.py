@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.end_to_end.workload import AGENT, TOKENS, Work
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.contracts import metric_names
 from troupe.job import JobSpec
 
 
@@ -91,7 +92,7 @@ async def run(client: AsyncClient, spec: JobSpec) -> list[Step]:
     steps = [
         Step(event.at.timestamp(), event.values)
         async for event in handle.watch()
-        if isinstance(event, MetricsLogged) and "step/seconds" in event.values
+        if isinstance(event, MetricsLogged) and metric_names.STEP_SECONDS in event.values
     ]
     await handle.result(timeout=60)
     return steps

@@ -10,6 +10,7 @@ from typing import Any, Final
 from benchmarks.pipeline.measure import step_ends
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.client import AsyncClient, JobFailed
+from troupe.contracts import metric_names
 from troupe.job import JobSpec
 
 POLICIES: Final = ("checker", "solver")
@@ -78,7 +79,7 @@ def job(mode: str, steps: int, directory: Path) -> JobSpec:
 async def learn(client: AsyncClient, mode: str, spec: JobSpec) -> Lesson:
     """Train to the end."""
     handle = await client.submit(spec)
-    rewards = [step.values["team/mean"] for step in await step_ends(handle)]
+    rewards = [step.values[metric_names.TEAM_MEAN] for step in await step_ends(handle)]
     try:
         await handle.result(timeout=60)
     except JobFailed as error:

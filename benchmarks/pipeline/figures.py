@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.pipeline.measure import Run, StepEnd
 from testbed.timeline import TimelineSpan, busy_within, union
+from troupe.contracts import metric_names
 
 # What counts as work of an engine; loading weights does not.
 _WORK = ("generate", "train", "step")
@@ -38,7 +39,7 @@ def window(run: Run) -> tuple[float, float]:
     """What is measured of a row, in seconds of the wall clock: all but its first step and those
     `Mode.after`, or its one step."""
     first, last = run.steps[0], _steps(run)[-1]
-    return first.at - (first.values["step/seconds"] if first is last else 0), last.at
+    return first.at - (first.values[metric_names.STEP_SECONDS] if first is last else 0), last.at
 
 
 def _steps(run: Run) -> list[StepEnd]:
@@ -61,7 +62,7 @@ def figures(run: Run) -> Figures:
     in_training = busy_within(training, start, end)
     either = busy_within([*rollout, *training], start, end)
     used = [busy_within(spans, start, end) / total for spans in trainers]
-    stale = [step.values.get("staleness/mean", 0.0) for step in steps[-count:]]
+    stale = [step.values.get(metric_names.STALENESS_MEAN, 0.0) for step in steps[-count:]]
     return Figures(
         seconds=total / count,
         spread=statistics.pstdev(each),

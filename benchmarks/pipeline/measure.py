@@ -15,6 +15,7 @@ from benchmarks.pipeline.workload import TOOL_PROCESSES, TRAINERS, Mode
 from testbed.timeline import TimelineSpan, read_spans
 from troupe.client import AsyncClient, AsyncJobHandle, JobFailed, MetricsLogged
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.contracts import metric_names
 from troupe.job import JobSpec
 
 # A row that takes this long hangs.
@@ -70,7 +71,7 @@ async def step_ends(handle: AsyncJobHandle) -> list[StepEnd]:
     return [
         StepEnd(event.at.timestamp(), event.values)
         async for event in handle.watch()
-        if isinstance(event, MetricsLogged) and "step/seconds" in event.values
+        if isinstance(event, MetricsLogged) and metric_names.STEP_SECONDS in event.values
     ]
 
 
@@ -86,7 +87,7 @@ async def run(client: AsyncClient, mode: Mode, spec: JobSpec, trace_dir: Path) -
     except JobFailed as error:
         return Run(mode, [], {}, {}, failure=str(error))
     spans = read_spans(trace_dir)
-    since = steps[0].at - steps[0].values["step/seconds"] - 1
+    since = steps[0].at - steps[0].values[metric_names.STEP_SECONDS] - 1
     engines: dict[str, list[TimelineSpan]] = {}
     trainers: dict[str, list[TimelineSpan]] = {}
     for span in spans:

@@ -28,7 +28,7 @@ DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 
 def test_a_metric_with_a_reader_is_a_literal_only_where_it_is_defined() -> None:
     found = set()
-    for top in ("troupe", "services", "testbed"):
+    for top in ("troupe", "services", "testbed", "benchmarks"):
         for path in (ROOT / top).rglob("*.py"):
             if path == Path(metric_names.__file__):
                 continue
