@@ -56,6 +56,7 @@ BUDGETS: Final = {
     "troupe/chat_templates": (1_000, "templates within bounds"),
     "troupe/demo": (1_000, "the example team"),
     "troupe/processes": (500, "children: tethers, frames, ends"),
+    "troupe/contracts": (500, "names that several services must spell alike"),
     "services": (100, "the refusal of another distribution named troupe"),
 }
 # Circles of imports that stay, by their modules, each with the reason. A part of such a circle is
