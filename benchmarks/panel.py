@@ -39,7 +39,7 @@ from services.orchestrator.state.records import JobRecord
 from troupe.cluster.redis import redis_executable, write_config
 from troupe.contracts import metric_names
 from troupe.job import parse_job
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 JOBS, UPDATES = 50, 20
 # Jobs that are laid over one another.
@@ -103,7 +103,7 @@ class Jobs:
             spec_json=parse_job(SPEC).model_dump_json(),
             directory=directory / job_id,
             created_at=time.time(),
-            state=pb.JOB_STATE_RUNNING,
+            state=common_pb.JOB_STATE_RUNNING,
         )
         await self.store.create(record)
         epoch = await self.store.adopt(job_id)

@@ -35,7 +35,7 @@ from troupe.client.cli.options import make_table
 from troupe.job import JobSpec
 from troupe.mixtures import RecordedRoutes, Routers, RoutingShape
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "qwen3_moe",
@@ -129,7 +129,7 @@ async def generated(
     transfer = Transfer(directory / "transfer")
     key = "job/solver/weights@0"
     checksum = transfer.set(key, learner.published()).checksum
-    ref = pb.WeightsRef(policy="solver", version=0, key=key, checksum=checksum)
+    ref = common_pb.WeightsRef(policy="solver", version=0, key=key, checksum=checksum)
     engine = EmbeddedEngine("e0", "solver", spec.policies["solver"], routed_experts=True)
     await engine.start()
     await engine.update_weights(ref, transfer)

@@ -18,7 +18,7 @@ from benchmarks.command import finish, options_of, quantile, run_program
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
 from troupe.rpc import connect, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 
@@ -27,7 +27,7 @@ async def measure(calls: int, pause: float, *, stateful: bool, **settings: Any) 
     given = RewardSettings(reward_workers=1, drain_seconds=0.2, log_level="warning", **settings)
     async with serve(RewardService, given) as server, connect(server.address) as channel:
         stub = RewardStub(channel)
-        spec = pb.FunctionSpec(
+        spec = reward_pb.FunctionSpec(
             name="nothing",
             version="1",
             entrypoint="posixpath:basename",
@@ -35,10 +35,12 @@ async def measure(calls: int, pause: float, *, stateful: bool, **settings: Any) 
             sandbox="bubblewrap",
             stateful=stateful,
         )
-        await stub.RegisterFunction(pb.RegisterFunctionRequest(request_id=new_id(), function=spec))
+        await stub.RegisterFunction(
+            reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        )
         seconds = []
         for _ in range(calls):
-            request = pb.InvokeRequest(
+            request = reward_pb.InvokeRequest(
                 invocation_id=new_id(),
                 name="nothing",
                 version="1",

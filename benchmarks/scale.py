@@ -48,7 +48,7 @@ from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.cluster.layout import ANYBODY, links
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 TURNS: Final = 10
 # Characters, which are tokens here: of a question, and of a reply on average.
@@ -299,7 +299,7 @@ async def engine_cost(directory: Path, turns: int) -> float:
 
     transfer = Transfer(directory / "transfer")
     manifest = transfer.set("weights", {"nothing": torch.zeros(1)})
-    ref = pb.WeightsRef(policy="policy", key="weights", checksum=manifest.checksum)
+    ref = common_pb.WeightsRef(policy="policy", key="weights", checksum=manifest.checksum)
     engine = SimulatedEngine("alone", "policy", job(4 * turns, 4, directory).policies["policy"])
     await engine.start()
     await engine.update_weights(ref, transfer)

@@ -44,7 +44,7 @@ from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.languages import Language
 
 POLICY = "solver"
@@ -128,12 +128,12 @@ class Bench:
             del tensors["lm_head.weight"]
         return tensors
 
-    def publish(self, version: int) -> pb.WeightsRef:
+    def publish(self, version: int) -> common_pb.WeightsRef:
         """Set the version's weights; the one before the last is forgotten."""
         key = f"bench/{POLICY}/weights@{version}"
         manifest = self.transfer.set(key, self._weights[version % 2])
         self.transfer.delete(f"bench/{POLICY}/weights@{version - 2}")
-        return pb.WeightsRef(
+        return common_pb.WeightsRef(
             job_id="bench",
             policy=POLICY,
             version=version,

@@ -41,9 +41,10 @@ from services.trainer.settings import TrainerSettings
 from troupe import tensors
 from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 # SmolLM2-135M.
 SMOL: Final = {
@@ -74,7 +75,7 @@ class Job:
     way: str
     spec: JobSpec
     name: str = field(default_factory=lambda: new_id("job"))
-    weights: pb.WeightsRef = field(default_factory=pb.WeightsRef)
+    weights: common_pb.WeightsRef = field(default_factory=common_pb.WeightsRef)
     seconds: list[float] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
@@ -141,11 +142,11 @@ async def _measure(
         connect(server.address) as channel,
         connect(store) as to_store,
     ):
-        trainer = trainer_pb2_grpc.TrainerStub(channel)
+        trainer = trainer_grpc.TrainerStub(channel)
         for _ in range(options.rounds):
             for job in jobs.values():
                 await _block(job, trainer, Stub(to_store), options)
-                release = trainer_pb2.ReleaseRequest(
+                release = trainer_pb.ReleaseRequest(
                     request_id=new_id(), job_id=job.name, policy="solver"
                 )
                 await trainer.Release(release, timeout=_STEP_SECONDS)
@@ -169,7 +170,7 @@ def _spec(source: dict[str, Any], state: dict[str, Any]) -> JobSpec:
 
 
 async def _block(job: Job, trainer: Any, store: Stub, options: argparse.Namespace) -> None:
-    bind = trainer_pb2.BindRequest(
+    bind = trainer_pb.BindRequest(
         request_id=new_id(),
         job_id=job.name,
         policy="solver",
@@ -185,7 +186,7 @@ async def _block(job: Job, trainer: Any, store: Stub, options: argparse.Namespac
     await _play(job, store, first, options.tokens)
     for step in range(first, first + options.steps + 1):
         await _play(job, store, step + 1, options.tokens)
-        request = trainer_pb2.RunStepRequest(
+        request = trainer_pb.RunStepRequest(
             request_id=new_id(), job_id=job.name, policy="solver", step=step, version=step
         )
         began = time.perf_counter()
@@ -232,7 +233,7 @@ async def _play(job: Job, store: Stub, step: int, tokens: int) -> None:
                 prompt_ids=tensors.to_proto(prompt),
                 response_ids=tensors.to_proto(response),
                 logprobs=tensors.to_proto(np.full(len(response), -5, np.float32)),
-                versions=[pb.VersionSpan(version=step, start=0, end=len(response))],
+                versions=[common_pb.VersionSpan(version=step, start=0, end=len(response))],
                 reward=float(number % 2),
                 finish_reason="stop",
             )
@@ -243,7 +244,7 @@ async def _play(job: Job, store: Stub, step: int, tokens: int) -> None:
                     step=step,
                     query_id=query,
                     trajectory_id=trajectory,
-                    state=pb.TRAJECTORY_STATE_COMPLETED,
+                    state=common_pb.TRAJECTORY_STATE_COMPLETED,
                     samples=[sample],
                 )
             )

@@ -55,7 +55,7 @@ from services.rollout.serving.policy import ServedPolicy
 from testbed.simulated_engine import SimulatedEngine
 from troupe.job import EngineSpec, ModelSpec, PolicySpec, SimulatedSpec
 from troupe.transfer import DeferredTensors, TensorGroup, Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.languages import Language
 
 POLICY: Final = "solver"
@@ -107,7 +107,7 @@ class PacedEngine(SimulatedEngine):
     only_copies = True
     links = 1
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         began = time.monotonic()
         size = sum(tensor.nbytes for tensor in tensors.values())
         await asyncio.to_thread(_touch, tensors)
@@ -176,12 +176,12 @@ class Bench:
         """The tensors of a version. Kinds of benches define it."""
         raise NotImplementedError
 
-    def _publish(self, tensors: Any = None) -> pb.WeightsRef:
+    def _publish(self, tensors: Any = None) -> common_pb.WeightsRef:
         version, self._number = self._number, self._number + 1
         key = f"bench/{POLICY}/weights@{version}"
         self._trainer.delete(f"bench/{POLICY}/weights@{version - 2}")
         manifest = self._trainer.set(key, tensors or self.weights(version))
-        return pb.WeightsRef(
+        return common_pb.WeightsRef(
             job_id="bench",
             policy=POLICY,
             version=version,
@@ -378,7 +378,7 @@ async def under_updates(cache: Literal["recompute", "keep"], quick: bool, place:
         number = len(versions) - 1
         key = f"bench/{POLICY}/weights@{number}"
         manifest = transfer.set(key, versions[number])
-        ref = pb.WeightsRef(
+        ref = common_pb.WeightsRef(
             job_id="bench", policy=POLICY, version=number, key=key, checksum=manifest.checksum
         )
         await engine.update_weights(ref, transfer)

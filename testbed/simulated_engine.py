@@ -24,7 +24,7 @@ from testbed.timeline import Timeline, TimelineSpan
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 from troupe.twin.batch import EngineBatch
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.languages import end_ids
 
 
@@ -132,7 +132,7 @@ class SimulatedEngine(ServingEngine):
             self._draw(turn)
         return super().load()
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         """The engine's state; a simulated engine cannot hang."""
         return self.state
 
@@ -183,7 +183,7 @@ class SimulatedEngine(ServingEngine):
     async def _resume(self, tags: frozenset[Memory]) -> None:
         self._tick()
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         if not tensors:
             raise WeightsRefused(
                 "nothing is published under this key",
@@ -192,7 +192,7 @@ class SimulatedEngine(ServingEngine):
                 remedy="Publish at least one tensor.",
             )
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         self._tick()
         for turn in self._turns:
             self._draw(turn)

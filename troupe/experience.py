@@ -34,7 +34,7 @@ from troupe.rpc import (
     new_id,
 )
 from troupe.rpc.protobuf_wire import repeated
-from troupe.v1 import experience_store_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
 
 _METHOD: Final = "/troupe.v1.ExperienceStore/Write"
 # Calls in flight: one is being answered while the next one is sent.
@@ -42,7 +42,7 @@ _CALLS: Final = 2
 # Bytes of one call at most, unless a single part is longer.
 _CALL_BYTES: Final = 2 * 2**20
 
-_Result: TypeAlias = pb.EndingWritten | pb.FillWritten
+_Result: TypeAlias = store_pb.EndingWritten | store_pb.FillWritten
 
 
 def samples_digest(sample_ids: Iterable[str]) -> int:
@@ -75,12 +75,13 @@ class _Body:
         """The parts as a serialized WriteRequest."""
         return b"".join(
             (
-                pb.WriteRequest(request_id=self.request_id).SerializeToString(),
+                store_pb.WriteRequest(request_id=self.request_id).SerializeToString(),
                 *repeated(
-                    pb.WriteRequest.ENDINGS_FIELD_NUMBER, (part.message for part in self.endings)
+                    store_pb.WriteRequest.ENDINGS_FIELD_NUMBER,
+                    (part.message for part in self.endings),
                 ),
                 *repeated(
-                    pb.WriteRequest.FILLS_FIELD_NUMBER, (part.message for part in self.fills)
+                    store_pb.WriteRequest.FILLS_FIELD_NUMBER, (part.message for part in self.fills)
                 ),
             )
         )
@@ -96,7 +97,7 @@ class ExperienceWriter:
         self._call: Any = channel.unary_unary(
             _METHOD,
             request_serializer=_Body.serialized,
-            response_deserializer=pb.WriteResponse.FromString,
+            response_deserializer=store_pb.WriteResponse.FromString,
         )
         self._retry = retry or ClientSettings.of_environment().retry
         self._endings: deque[_Part] = deque()
@@ -107,21 +108,23 @@ class ExperienceWriter:
         self._context = contextvars.copy_context()
 
     async def append(
-        self, request: pb.AppendTrajectoryRequest, timeout: float
-    ) -> pb.AppendTrajectoryResponse:
+        self, request: store_pb.AppendTrajectoryRequest, timeout: float
+    ) -> store_pb.AppendTrajectoryResponse:
         """End a trajectory; the answer comes within `timeout` seconds.
 
         Raises `TroupeError`: what AppendTrajectory raises.
         """
-        result: pb.EndingWritten = await self._write(self._endings, request, timeout)
+        result: store_pb.EndingWritten = await self._write(self._endings, request, timeout)
         return result.response
 
-    async def fill(self, request: pb.FillColumnsRequest, timeout: float) -> pb.FillColumnsResponse:
+    async def fill(
+        self, request: store_pb.FillColumnsRequest, timeout: float
+    ) -> store_pb.FillColumnsResponse:
         """Fill columns of samples; the answer comes within `timeout` seconds.
 
         Raises `TroupeError`: what FillColumns raises.
         """
-        result: pb.FillWritten = await self._write(self._fills, request, timeout)
+        result: store_pb.FillWritten = await self._write(self._fills, request, timeout)
         return result.response
 
     async def _write(self, waiting: deque[_Part], request: Message, timeout: float) -> Any:

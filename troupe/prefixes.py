@@ -24,7 +24,7 @@ import xxhash
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import DataLoss
 from troupe.tensors import ChecksumError, from_proto, ids_to_proto, to_proto
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -241,8 +241,8 @@ class _Joiner:
             raise _missing(sample)
         data = before + _id_bytes(sample.prompt_ids)
         sample.prompt_ids.CopyFrom(
-            pb.Tensor(
-                dtype=pb.DTYPE_INT32,
+            common_pb.Tensor(
+                dtype=common_pb.DTYPE_INT32,
                 shape=[len(data) // _ID_BYTES],
                 data=data,
                 checksum=stem.checksum,
@@ -284,9 +284,9 @@ class _Joiner:
         return ids
 
 
-def _id_bytes(ids: pb.Tensor) -> bytes:
+def _id_bytes(ids: common_pb.Tensor) -> bytes:
     """Token ids as int32, of which stems hold the checksum."""
-    return ids.data if ids.dtype == pb.DTYPE_INT32 else from_proto(ids).tobytes()
+    return ids.data if ids.dtype == common_pb.DTYPE_INT32 else from_proto(ids).tobytes()
 
 
 def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[Any]:
@@ -305,7 +305,7 @@ def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[
     return found[::-1]
 
 
-def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> pb.Tensor:
+def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> common_pb.Tensor:
     """The tensor that consists of `parts`, which are tensors."""
     first = parts[0].column.tensor
     data, entries = [], 0
@@ -318,7 +318,7 @@ def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> pb.Tensor:
         data.append(tensor.data[: len(tensor.data) // max(1, length) * number])
         entries += number
     shape = [entries, *first.shape[1:]]
-    return pb.Tensor(dtype=first.dtype, shape=shape, data=b"".join(data), checksum=checksum)
+    return common_pb.Tensor(dtype=first.dtype, shape=shape, data=b"".join(data), checksum=checksum)
 
 
 def column_value(parts: store_pb.ColumnParts, load: Callable[[str], Array]) -> Array:

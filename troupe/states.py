@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 # The split of tickets whose queries are rows to learn from (`supervised`, `preferences`).
 OFFLINE: Final = "offline"
@@ -30,7 +30,7 @@ def _table(enum: Any, moves: Mapping[str, str]) -> Table:
 
 
 JOB: Final[Table] = _table(
-    pb.JobState,
+    common_pb.JobState,
     {
         "SUBMITTED": "STARTING PAUSING CANCELLING FAILED",
         "STARTING": "RUNNING PAUSING CANCELLING FAILED",
@@ -48,7 +48,7 @@ JOB: Final[Table] = _table(
 )
 
 TRAJECTORY: Final[Table] = _table(
-    pb.TrajectoryState,
+    common_pb.TrajectoryState,
     {
         "PENDING": "RUNNING FAILED ABORTED",
         "RUNNING": "SCORING FAILED ABORTED",
@@ -60,7 +60,7 @@ TRAJECTORY: Final[Table] = _table(
 )
 
 SAMPLE: Final[Table] = _table(
-    pb.SampleState,
+    common_pb.SampleState,
     {
         "PENDING": "READY DROPPED",
         "READY": "CLAIMED DROPPED",
@@ -72,7 +72,7 @@ SAMPLE: Final[Table] = _table(
 )
 
 ENGINE: Final[Table] = _table(
-    pb.EngineState,
+    common_pb.EngineState,
     {
         "STARTING": "STALE DEAD STOPPED",
         "STALE": "UPDATING DEAD STOPPED",
@@ -88,7 +88,7 @@ ENGINE: Final[Table] = _table(
 )
 
 BINDING: Final[Table] = _table(
-    pb.BindingState,
+    common_pb.BindingState,
     {
         "BINDING": "IDLE RELEASED",
         "IDLE": "ACCUMULATING SUSPENDING RELEASED",
@@ -105,11 +105,11 @@ BINDING: Final[Table] = _table(
 )
 
 _ENUMS: Final = {
-    id(JOB): pb.JobState,
-    id(TRAJECTORY): pb.TrajectoryState,
-    id(SAMPLE): pb.SampleState,
-    id(ENGINE): pb.EngineState,
-    id(BINDING): pb.BindingState,
+    id(JOB): common_pb.JobState,
+    id(TRAJECTORY): common_pb.TrajectoryState,
+    id(SAMPLE): common_pb.SampleState,
+    id(ENGINE): common_pb.EngineState,
+    id(BINDING): common_pb.BindingState,
 }
 
 

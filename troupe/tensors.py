@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from troupe.rpc.errors import DataLoss, InvalidArgument
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 if TYPE_CHECKING:
     import torch
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _NUMPY: Final[dict[int, np.dtype[Any]]] = {
-    pb.DTYPE_BOOL: np.dtype("?"),
-    pb.DTYPE_UINT8: np.dtype("u1"),
-    pb.DTYPE_INT16: np.dtype("<i2"),
-    pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_INT64: np.dtype("<i8"),
-    pb.DTYPE_FLOAT16: np.dtype("<f2"),
+    common_pb.DTYPE_BOOL: np.dtype("?"),
+    common_pb.DTYPE_UINT8: np.dtype("u1"),
+    common_pb.DTYPE_INT16: np.dtype("<i2"),
+    common_pb.DTYPE_INT32: np.dtype("<i4"),
+    common_pb.DTYPE_INT64: np.dtype("<i8"),
+    common_pb.DTYPE_FLOAT16: np.dtype("<f2"),
     # numpy has no bfloat16: its bits travel as uint16 and only torch gives them a value.
-    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
-    pb.DTYPE_FLOAT32: np.dtype("<f4"),
-    pb.DTYPE_FLOAT64: np.dtype("<f8"),
+    common_pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+    common_pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    common_pb.DTYPE_FLOAT64: np.dtype("<f8"),
 }
 _BY_NUMPY: Final = {
-    dtype: number for number, dtype in _NUMPY.items() if number != pb.DTYPE_BFLOAT16
+    dtype: number for number, dtype in _NUMPY.items() if number != common_pb.DTYPE_BFLOAT16
 }
 # Bytes of each int32 value that is not negative (`ids_to_proto`).
-_PACKED: Final[dict[int, int]] = {pb.DTYPE_PACKED16: 2, pb.DTYPE_PACKED24: 3}
+_PACKED: Final[dict[int, int]] = {common_pb.DTYPE_PACKED16: 2, common_pb.DTYPE_PACKED24: 3}
 # Bytes of an element, by dtype.
 ITEM_BYTES: Final = {number: dtype.itemsize for number, dtype in _NUMPY.items()} | _PACKED
 # The dtypes of token ids on the wire.
-ID_DTYPES: Final = (pb.DTYPE_INT32, pb.DTYPE_PACKED16, pb.DTYPE_PACKED24)
+ID_DTYPES: Final = (common_pb.DTYPE_INT32, common_pb.DTYPE_PACKED16, common_pb.DTYPE_PACKED24)
 
 
 class ChecksumError(DataLoss):
@@ -45,10 +45,10 @@ class ChecksumError(DataLoss):
     default_kind = "checksum_mismatch"
 
 
-def to_proto(tensor: Array | torch.Tensor) -> pb.Tensor:
+def to_proto(tensor: Array | torch.Tensor) -> common_pb.Tensor:
     """`tensor` (numpy or torch, any strides, any device) as a message.
 
-    Raises `InvalidArgument` for a dtype that the contract lacks (`pb.Dtype` lists them).
+    Raises `InvalidArgument` for a dtype that the contract lacks (`common_pb.Dtype` lists them).
     """
     if isinstance(tensor, np.ndarray):
         number = _BY_NUMPY.get(tensor.dtype.newbyteorder("<"))
@@ -66,7 +66,7 @@ def to_proto(tensor: Array | torch.Tensor) -> pb.Tensor:
     return _message(number, array, data)
 
 
-def ids_to_proto(ids: Array) -> pb.Tensor:
+def ids_to_proto(ids: Array) -> common_pb.Tensor:
     """Token ids, int32 [n], as a message: in two or three bytes each where the largest fits."""
     ids = np.ascontiguousarray(ids, dtype="<i4")
     # A negative id is a large number without a sign.
@@ -74,12 +74,12 @@ def ids_to_proto(ids: Array) -> pb.Tensor:
     for number, width in _PACKED.items():
         if largest < 256**width:
             return _message(number, ids, _bytes_between(ids, 4, width).tobytes())
-    return _message(pb.DTYPE_INT32, ids, ids.tobytes())
+    return _message(common_pb.DTYPE_INT32, ids, ids.tobytes())
 
 
-def _message(number: int, array: Array, data: bytes) -> pb.Tensor:
-    return pb.Tensor(
-        dtype=pb.Dtype.ValueType(number),
+def _message(number: int, array: Array, data: bytes) -> common_pb.Tensor:
+    return common_pb.Tensor(
+        dtype=common_pb.Dtype.ValueType(number),
         shape=array.shape,
         data=data,
         checksum=xxhash.xxh3_64_intdigest(data),
@@ -96,7 +96,7 @@ def _bytes_between(items: Array, before: int, after: int) -> Array:
     return found
 
 
-def from_proto(message: pb.Tensor) -> Array:
+def from_proto(message: common_pb.Tensor) -> Array:
     """The array of `message`, read-only, sharing its bytes unless these are packed ids, which come
     as int32. bfloat16 comes as uint16 bits.
 
@@ -110,7 +110,7 @@ def from_proto(message: pb.Tensor) -> Array:
     expected = math.prod(shape) * width
     if any(size < 0 for size in shape) or expected != len(message.data):
         raise InvalidArgument(
-            f"does not describe {len(message.data)} bytes of {pb.Dtype.Name(message.dtype)}",
+            f"does not describe {len(message.data)} bytes of {common_pb.Dtype.Name(message.dtype)}",
             field="shape",
             value=list(shape),
         )
@@ -134,6 +134,6 @@ def _from_torch(tensor: torch.Tensor) -> tuple[int | None, Array]:
 
     host = tensor.detach().cpu()
     if host.dtype is torch.bfloat16:
-        return pb.DTYPE_BFLOAT16, host.contiguous().view(torch.uint16).numpy()
+        return common_pb.DTYPE_BFLOAT16, host.contiguous().view(torch.uint16).numpy()
     array: Array = host.numpy()
     return _BY_NUMPY.get(array.dtype), array

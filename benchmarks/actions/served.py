@@ -23,7 +23,7 @@ from testbed.simulator.trace import SHELL
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
 from troupe.twin.workload import SimulatedAction
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Reward:
     ) -> None:
         """A function that takes `lowest` .. `highest` cores; every worker imports it. `told`: it
         declares how long a call takes on one core by its arguments, as users can."""
-        spec = pb.FunctionSpec(
+        spec = reward_pb.FunctionSpec(
             name=name,
             version="1",
             entrypoint=self._entrypoint,
@@ -86,7 +86,7 @@ class Reward:
             seconds_per={"serial": 1.0, "parallel": 1.0} if told else {},
         )
         await self._stub.RegisterFunction(
-            pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+            reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         )
         await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
 
@@ -94,7 +94,7 @@ class Reward:
         """Run an action for `who`, job and trajectory."""
         asked = time.perf_counter()
         response = await self._stub.Invoke(
-            pb.InvokeRequest(
+            reward_pb.InvokeRequest(
                 invocation_id=new_id(),
                 name=name,
                 version="1",

@@ -20,7 +20,7 @@ from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
 from troupe.rpc import connect
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 # A row that takes this long hangs.
@@ -90,7 +90,7 @@ class Bench:
 
     async def _watch(self, job_id: str, looks: list[Look]) -> None:
         while True:
-            picture = await self._stub.GetCluster(orch.GetClusterRequest())
+            picture = await self._stub.GetCluster(orchestrator_pb.GetClusterRequest())
             pressures = {
                 load.policy: (load.waiting + load.in_flight) / max(1, load.engines)
                 for load in picture.loads

@@ -20,8 +20,8 @@ from services.rollout.settings import RolloutSettings
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, connect, new_id
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.v1.rollout_pb2_grpc import RolloutStub
 
 _NOBODY: Final = "127.0.0.1:9"
@@ -73,7 +73,7 @@ class _Phase:
         rng, found = random.Random(number), self.found
         while found.moves < self._wanted:
             policy = rng.choice(AGENTS)
-            request = pb.GenerateRequest(
+            request = rollout_pb.GenerateRequest(
                 request_id=new_id("ask"),
                 job_id=self._job_id,
                 policy=policy,
@@ -90,14 +90,14 @@ class _Phase:
 
     async def _move(self, number: int) -> None:
         rng, found = random.Random(-1 - number), self.found
-        listing = pb.ListEnginesRequest(job_id=self._job_id)
+        listing = rollout_pb.ListEnginesRequest(job_id=self._job_id)
         while self._begun < self._wanted:
             listed = await self._rollout.ListEngines(listing)
             rich = {load.policy for load in listed.loads if load.engines > 1}
             engines = [
                 engine
                 for engine in listed.engines
-                if engine.state == common.ENGINE_STATE_HEALTHY and engine.policy in rich
+                if engine.state == common_pb.ENGINE_STATE_HEALTHY and engine.policy in rich
             ]
             if not engines:
                 await asyncio.sleep(0.002)
@@ -107,7 +107,7 @@ class _Phase:
             self._begun += 1
             try:
                 moved = await self._rollout.MoveEngine(
-                    pb.MoveEngineRequest(
+                    rollout_pb.MoveEngineRequest(
                         request_id=new_id("move"),
                         job_id=self._job_id,
                         engine_id=engine.engine_id,
@@ -124,7 +124,7 @@ class _Phase:
             found.handed_back += moved.handed_back
 
 
-def _right(policy: str, reply: pb.GenerateResponse) -> bool:
+def _right(policy: str, reply: rollout_pb.GenerateResponse) -> bool:
     count = len(reply.output_ids)
     return (
         reply.finish_reason in ("stop", "length")
@@ -147,7 +147,7 @@ async def migrate(moves: int, directory: Path) -> Migrations:
         key = f"{job_id}/{policy}/weights"
         manifest = transfer.set(key, {"w": torch.full((4,), float(_version(policy)))})
         refs.append(
-            common.WeightsRef(
+            common_pb.WeightsRef(
                 job_id=job_id,
                 policy=policy,
                 version=_version(policy),
@@ -166,7 +166,7 @@ async def migrate(moves: int, directory: Path) -> Migrations:
         channel = connect(server.address)
         try:
             rollout: Any = RolloutStub(channel)
-            prepare = pb.PrepareJobRequest(
+            prepare = rollout_pb.PrepareJobRequest(
                 request_id=new_id("prepare"),
                 job_id=job_id,
                 spec_json=_job(directory).model_dump_json(),

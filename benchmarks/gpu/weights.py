@@ -36,8 +36,9 @@ from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError, connect, new_id
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 _POLICY: Final = "solver"
 _JOB: Final = "weights"
@@ -110,13 +111,11 @@ async def measure(
     transfer = Transfer(place / "transfer")
     found: list[tuple[float, float]] = []
     async with serve(TrainerService, settings) as server, connect(server.address) as channel:
-        trainer = trainer_pb2_grpc.TrainerStub(channel)
+        trainer = trainer_grpc.TrainerStub(channel)
         named: dict[str, Any] = {"job_id": _JOB, "policy": _POLICY}
-        bind = trainer_pb2.BindRequest(
-            request_id=new_id(), spec_json=job.model_dump_json(), **named
-        )
+        bind = trainer_pb.BindRequest(request_id=new_id(), spec_json=job.model_dump_json(), **named)
         _say(way, "binds the policy")
-        weights: pb.WeightsRef = (await trainer.Bind(bind, timeout=600)).weights
+        weights: common_pb.WeightsRef = (await trainer.Bind(bind, timeout=600)).weights
         _say(way, f"starts a server, {_START_SECONDS} s at most")
         began = time.monotonic()
         try:
@@ -130,7 +129,7 @@ async def measure(
                     raise WrongWay(f"weights came by {update.way}, not by {way}: see the warning")
                 found.append((update.total_seconds, update.exposed_seconds))
                 _say(way, f"update {number + 1} of {rounds + 1}: {update.total_seconds:.2f} s")
-                again = trainer_pb2.RestartRequest(
+                again = trainer_pb.RestartRequest(
                     request_id=new_id(),
                     version=weights.version,
                     checksum=weights.checksum,

@@ -20,9 +20,9 @@ from benchmarks.rollout.workload import JOB, publish
 from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
 from troupe.states import TRAJECTORY, is_terminal
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
-from troupe.v1 import rollout_pb2_grpc as grpc_pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 
 _START_SECONDS: Final = 300.0
 _RUN_SECONDS: Final = 600.0
@@ -82,8 +82,8 @@ async def prepared(address: str, directory: Path, job: JobSpec) -> AsyncIterator
     """Calls to the service, which has the job's engines up."""
     channel = connect(address)
     try:
-        stub = grpc_pb.RolloutStub(channel)
-        request = pb.PrepareJobRequest(
+        stub = rollout_grpc.RolloutStub(channel)
+        request = rollout_pb.PrepareJobRequest(
             request_id=new_id("prepare"),
             job_id=JOB,
             spec_json=job.model_dump_json(),
@@ -91,7 +91,9 @@ async def prepared(address: str, directory: Path, job: JobSpec) -> AsyncIterator
         )
         await stub.PrepareJob(request, timeout=_START_SECONDS)
         yield stub
-        await stub.ReleaseJob(pb.ReleaseJobRequest(request_id=new_id("release"), job_id=JOB))
+        await stub.ReleaseJob(
+            rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=JOB)
+        )
     finally:
         await channel.close(None)
 
@@ -99,27 +101,29 @@ async def prepared(address: str, directory: Path, job: JobSpec) -> AsyncIterator
 async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run:
     """Run `count` trajectories from query `first` on, and add up what they say."""
     tickets = [
-        pb.Ticket(
+        rollout_pb.Ticket(
             query_id=f"h{first + n}",
             trajectory_id=f"h{first + n}-t0",
             split="held_out",
             index=first + n,
             seed=first + n,
-            purpose=pb.Ticket.PURPOSE_EVALUATE,
+            purpose=rollout_pb.Ticket.PURPOSE_EVALUATE,
         )
         for n in range(count)
     ]
-    request = pb.RunQueriesRequest(request_id=new_id("run"), job_id=JOB, step=0, tickets=tickets)
+    request = rollout_pb.RunQueriesRequest(
+        request_id=new_id("run"), job_id=JOB, step=0, tickets=tickets
+    )
     found = Run()
     in_flight = 0
     cpu = _cpu_seconds(process)
     began = time.perf_counter()
     async for event in stub.RunQueries(request, timeout=_RUN_SECONDS):
-        if event.state == common.TRAJECTORY_STATE_RUNNING:
+        if event.state == common_pb.TRAJECTORY_STATE_RUNNING:
             in_flight += 1
         if not is_terminal(TRAJECTORY, event.state):
             continue
-        if event.state != common.TRAJECTORY_STATE_COMPLETED:
+        if event.state != common_pb.TRAJECTORY_STATE_COMPLETED:
             raise RuntimeError(f"{event.trajectory_id} failed: {event.reason}")
         if in_flight > found.most_in_flight:
             found.most_in_flight = in_flight

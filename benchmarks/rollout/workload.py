@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 POLICY: Final = "player"
 JOB: Final = "bench"
@@ -104,7 +104,7 @@ def simulated(directory: Path, workflow: str, in_flight: int, turns: int) -> Job
     )
 
 
-def publish(directory: Path, job: JobSpec) -> common.WeightsRef:
+def publish(directory: Path, job: JobSpec) -> common_pb.WeightsRef:
     """Random weights of the job's model, or a few bytes where nothing computes with them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,6 +119,6 @@ def publish(directory: Path, job: JobSpec) -> common.WeightsRef:
         tensors = dict(AutoModelForCausalLM.from_config(config).state_dict())
     key = f"{JOB}/{POLICY}/weights@0"
     manifest = Transfer(directory / "transfer").set(key, tensors)
-    return common.WeightsRef(
+    return common_pb.WeightsRef(
         job_id=JOB, policy=POLICY, version=0, key=key, checksum=manifest.checksum
     )

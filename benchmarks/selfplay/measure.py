@@ -14,8 +14,8 @@ from typing import Final
 from troupe.client import AsyncClient
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError, connect
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 # For people only: what is measured is read when the job is over.
 _LOOK_SECONDS: Final = 5.0
@@ -52,7 +52,7 @@ class Curve:
         return statistics.fmean(value for step, value in self.points if step >= since)
 
 
-def points_of(population: orch.Population) -> list[tuple[int, float]]:
+def points_of(population: orchestrator_pb.Population) -> list[tuple[int, float]]:
     """The curve that the job has computed so far."""
     return [
         (one.step, one.nash_conv / 2) for one in population.history if one.HasField("nash_conv")
@@ -70,9 +70,9 @@ async def measured(
     """Train `spec` to its end. Raises `JobFailed`."""
     began = time.monotonic()
     channel = connect(client.address)
-    api = orch_grpc.OrchestratorStub(channel)
+    api = orchestrator_grpc.OrchestratorStub(channel)
     handle = await client.submit(spec)
-    asked = orch.GetPopulationRequest(job_id=handle.id)
+    asked = orchestrator_pb.GetPopulationRequest(job_id=handle.id)
 
     async def look() -> list[tuple[int, float]]:
         answer = await api.GetPopulation(asked, timeout=_CALL_SECONDS)

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.command import finish, options_of, quantile, run_program, scratch
 from benchmarks.serverless.service import Service, started
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 BATCH = 100
 
@@ -166,7 +166,7 @@ async def _burst(service: Service, durations: Sequence[float], pool: Pool) -> No
     pool.run_seconds += sum(_ran(response) for response in responses)
 
 
-def _ran(response: pb.InvokeResponse) -> float:
+def _ran(response: reward_pb.InvokeResponse) -> float:
     return response.run_seconds - response.cold_start_seconds
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.command import end
 from troupe.rpc import connect, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 if TYPE_CHECKING:
@@ -32,24 +32,28 @@ class Service:
 
     async def register(self, name: str) -> None:
         """Make a function of the workload known."""
-        spec = pb.FunctionSpec(
+        spec = reward_pb.FunctionSpec(
             name=name, entrypoint=f"{WORKLOAD}:{name}", timeout_seconds=60, kind="reward"
         )
         await self.stub.RegisterFunction(
-            pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+            reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         )
 
-    async def invoke(self, name: str, arguments_json: str = "{}") -> pb.InvokeResponse:
+    async def invoke(self, name: str, arguments_json: str = "{}") -> reward_pb.InvokeResponse:
         """One call."""
         return await self.stub.Invoke(
-            pb.InvokeRequest(invocation_id=new_id(), name=name, arguments_json=arguments_json)
+            reward_pb.InvokeRequest(
+                invocation_id=new_id(), name=name, arguments_json=arguments_json
+            )
         )
 
-    async def batch(self, name: str, arguments: Sequence[str]) -> list[pb.InvokeResponse]:
+    async def batch(self, name: str, arguments: Sequence[str]) -> list[reward_pb.InvokeResponse]:
         """Many in one message. Raises RuntimeError for one that failed."""
-        request = pb.InvokeBatchRequest(
+        request = reward_pb.InvokeBatchRequest(
             name=name,
-            calls=[pb.BatchCall(invocation_id=new_id(), arguments_json=one) for one in arguments],
+            calls=[
+                reward_pb.BatchCall(invocation_id=new_id(), arguments_json=one) for one in arguments
+            ],
         )
         responses = list((await self.stub.InvokeBatch(request)).responses)
         for response in responses:
@@ -63,9 +67,9 @@ class Service:
             while (await self.pool()).workers:  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.02)
 
-    async def pool(self) -> pb.PoolStatus:
+    async def pool(self) -> reward_pb.PoolStatus:
         """Its workers."""
-        return (await self.stub.ListFunctions(pb.ListFunctionsRequest())).pool
+        return (await self.stub.ListFunctions(reward_pb.ListFunctionsRequest())).pool
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,7 @@ from services.trainer.claims import RecentClaims
 from troupe import prefixes, tensors
 from troupe.job.algorithm import ROUTES_COLUMN
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 TURNS = 10
@@ -88,7 +88,7 @@ def _append(
         step=0,
         query_id=query,
         trajectory_id=trajectory,
-        state=pb.TRAJECTORY_STATE_COMPLETED,
+        state=common_pb.TRAJECTORY_STATE_COMPLETED,
         samples=samples,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from troupe import tensors
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 POLICY = "solver"
@@ -58,7 +58,7 @@ def make_row(shape: Shape, query: str, trajectory: str, turn: int) -> store_pb.S
         ),
         response_ids=tensors.to_proto(rng.integers(0, 150_000, response, dtype=np.int32)),
         logprobs=tensors.to_proto(rng.random(response, dtype=np.float32)),
-        versions=[pb.VersionSpan(version=0, start=0, end=response)],
+        versions=[common_pb.VersionSpan(version=0, start=0, end=response)],
         finish_reason="stop",
     )
 
@@ -84,7 +84,7 @@ def make_appends(
                 step=step,
                 query_id=query,
                 trajectory_id=trajectory,
-                state=pb.TRAJECTORY_STATE_COMPLETED,
+                state=common_pb.TRAJECTORY_STATE_COMPLETED,
                 samples=rows,
             )
         )
@@ -146,5 +146,5 @@ def commit_request(job: str, step: int, claims: list[str]) -> store_pb.CommitSte
         claimant="trainer",
         claim_ids=claims,
         outcome=store_pb.STEP_OUTCOME_APPLIED,
-        weights=pb.WeightsRef(job_id=job, policy=POLICY, version=step + 1),
+        weights=common_pb.WeightsRef(job_id=job, policy=POLICY, version=step + 1),
     )

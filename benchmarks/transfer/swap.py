@@ -18,7 +18,7 @@ from services.rollout.engines.requests import SamplingParams
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.transfer.remote import Peer, lane
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 POLICY = "policy"
 
@@ -74,7 +74,7 @@ async def _exposed(
             tell(trainer, version)
             checksum = await asyncio.to_thread(line, trainer)
             key = f"benchmark/{POLICY}/weights@{version}"
-            ref = pb.WeightsRef(
+            ref = common_pb.WeightsRef(
                 job_id="benchmark", policy=POLICY, version=version, key=key, checksum=checksum
             )
             begin = time.perf_counter()

@@ -18,11 +18,12 @@ import structlog
 from services.chassis.settings import ServiceSettings
 from troupe.devices import Device
 from troupe.rpc import NO_RETRY, TroupeError, connect_sync
-from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 log = structlog.get_logger("troupe.heartbeat")
 
-Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
+Message = Callable[[], orchestrator_pb.HeartbeatRequest]
 # Timeout of one beat. Others follow meanwhile, so that it may be long.
 _TIMEOUT_SECONDS = 10.0
 # Beats without an answer, at most; each holds a thread.
@@ -57,7 +58,7 @@ class Heartbeat:
         self._reached: bool | None = None
         self._leaving = False
         # The last request that was built, and when the event loop last came to building one.
-        self._newest: orchestrator_pb2.HeartbeatRequest | None = None
+        self._newest: orchestrator_pb.HeartbeatRequest | None = None
         self._advanced = 0.0
         # Set when the loop has come to it since the thread asked.
         self._fresh = threading.Event()
@@ -102,7 +103,7 @@ class Heartbeat:
 
         def say() -> None:
             with self._channel() as channel:
-                self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), seconds=0.5)
+                self._beat(orchestrator_grpc.OrchestratorStub(channel), seconds=0.5)
 
         await asyncio.to_thread(say)
 
@@ -120,7 +121,7 @@ class Heartbeat:
         pause, asked = 0.0, False
         beats: set[Future[float]] = set()
         with self._channel() as channel, ThreadPoolExecutor(_UNANSWERED, "beat") as pool:
-            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            stub = orchestrator_grpc.OrchestratorStub(channel)
             while not self._stopped.wait(pause):
                 beats = {one for one in beats if not one.done()}
                 if len(beats) >= _UNANSWERED:
@@ -143,7 +144,7 @@ class Heartbeat:
             channel.close()  # ends the calls that are under way
 
     def _beat(
-        self, stub: orchestrator_pb2_grpc.OrchestratorStub, seconds: float = _TIMEOUT_SECONDS
+        self, stub: orchestrator_grpc.OrchestratorStub, seconds: float = _TIMEOUT_SECONDS
     ) -> float:
         """Send one heartbeat; returns the seconds until the next."""
         address = self._settings.orchestrator_address
@@ -164,10 +165,8 @@ class Heartbeat:
         wanted = response.next_seconds or self._interval
         return min(_MAX_SECONDS, max(_MIN_SECONDS, wanted))
 
-    def _filled(
-        self, newest: orchestrator_pb2.HeartbeatRequest
-    ) -> orchestrator_pb2.HeartbeatRequest:
-        request = orchestrator_pb2.HeartbeatRequest()
+    def _filled(self, newest: orchestrator_pb.HeartbeatRequest) -> orchestrator_pb.HeartbeatRequest:
+        request = orchestrator_pb.HeartbeatRequest()
         request.CopyFrom(newest)
         request.loop_seconds = time.monotonic() - self._advanced
         request.draining = request.draining or self._leaving
@@ -185,11 +184,11 @@ class Heartbeat:
 
 def given_devices(
     devices: Iterable[Device], holders: Mapping[int, Sequence[str]]
-) -> list[orchestrator_pb2.GivenDevice]:
+) -> list[orchestrator_pb.GivenDevice]:
     """The devices of a worker as its heartbeats report them. `holders`: what computes on each, by
     the device's index."""
     return [
-        orchestrator_pb2.GivenDevice(
+        orchestrator_pb.GivenDevice(
             index=one.index,
             device_class=one.device_class,
             memory_bytes=one.memory,

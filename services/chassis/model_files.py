@@ -37,7 +37,9 @@ from troupe.rpc import (
     Unavailable,
     connect,
 )
-from troupe.v1 import orchestrator_pb2, transfer_pb2, transfer_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 if TYPE_CHECKING:
     from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
@@ -70,7 +72,7 @@ def model_folder(path: str) -> Path:
     return root
 
 
-def described_model(path: str) -> transfer_pb2.FindModelResponse:
+def described_model(path: str) -> transfer_pb.FindModelResponse:
     """Identity and size of the directory `path` of a model. Blocking. Raises `NotFound`."""
     root = model_folder(path)
     digest, size = hashlib.sha256(), 0
@@ -79,10 +81,10 @@ def described_model(path: str) -> transfer_pb2.FindModelResponse:
         size += status.st_size
         name = file.relative_to(root).as_posix()
         digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return transfer_pb2.FindModelResponse(digest=digest.hexdigest(), num_bytes=size)
+    return transfer_pb.FindModelResponse(digest=digest.hexdigest(), num_bytes=size)
 
 
-class ModelServer(transfer_pb2_grpc.HostModelsServicer):
+class ModelServer(transfer_grpc.HostModelsServicer):
     """The directories of models of this host, for workers of hosts that lack them."""
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -90,14 +92,14 @@ class ModelServer(transfer_pb2_grpc.HostModelsServicer):
         self._readers = 0
 
     async def FindModel(  # noqa: N802 - as gRPC names it
-        self, request: transfer_pb2.FindModelRequest, context: Any
-    ) -> transfer_pb2.FindModelResponse:
+        self, request: transfer_pb.FindModelRequest, context: Any
+    ) -> transfer_pb.FindModelResponse:
         """Identify a model directory of this host."""
         return await asyncio.to_thread(described_model, request.path)
 
     async def ReadModel(  # noqa: N802 - as gRPC names it
-        self, request: transfer_pb2.ReadModelRequest, context: Any
-    ) -> AsyncIterator[transfer_pb2.ModelChunk]:
+        self, request: transfer_pb.ReadModelRequest, context: Any
+    ) -> AsyncIterator[transfer_pb.ModelChunk]:
         """Stream the files of a model directory, or of this host's copy of it.
 
         Raises ResourceExhausted of kind "host_busy" while `_READERS` others read.
@@ -109,7 +111,7 @@ class ModelServer(transfer_pb2_grpc.HostModelsServicer):
             )
         self._readers += 1
         try:
-            async for chunk in read_folder(root, transfer_pb2.ModelChunk):
+            async for chunk in read_folder(root, transfer_pb.ModelChunk):
                 yield chunk
         finally:
             self._readers -= 1
@@ -182,7 +184,7 @@ class ModelFiles:
     ) -> str | None:
         if source is None or not no_directory(source):
             return source
-        request = orchestrator_pb2.LocateStateRequest(key=source)
+        request = orchestrator_pb.LocateStateRequest(key=source)
         try:
             said = await orchestrator.LocateState(request, timeout=_FIND_SECONDS)
         except TroupeError as error:
@@ -200,9 +202,9 @@ class ModelFiles:
         silent: list[str] = []
         for address in others:
             async with connect(address, self._settings.client(retry=NO_RETRY)) as channel:
-                models: Any = transfer_pb2_grpc.HostModelsStub(channel)
+                models: Any = transfer_grpc.HostModelsStub(channel)
                 try:
-                    request = transfer_pb2.FindModelRequest(path=source)
+                    request = transfer_pb.FindModelRequest(path=source)
                     found = await models.FindModel(request, timeout=_FIND_SECONDS)
                 except NotFound:
                     continue
@@ -255,8 +257,8 @@ class ModelFiles:
         for address in (*random.sample(rest, len(rest)), first):
             began = time.monotonic()
             async with connect(address, self._settings.client(retry=NO_RETRY)) as channel:
-                stub: Any = transfer_pb2_grpc.HostModelsStub(channel)
-                request = transfer_pb2.ReadModelRequest(path=model.source, digest=model.digest)
+                stub: Any = transfer_grpc.HostModelsStub(channel)
+                request = transfer_pb.ReadModelRequest(path=model.source, digest=model.digest)
                 chunks = stub.ReadModel(request, timeout=max(0.0, until - began))
                 try:
                     await write_folder(target, _reported(chunks, model, address))

@@ -40,8 +40,8 @@ from troupe.rpc.channel import connect_sync
 from troupe.transfer import Transfer, TransferCounters
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
 from troupe.transfer.sources import FetchedState, StateRequest
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 log = structlog.get_logger("troupe.transfer")
 
@@ -205,7 +205,7 @@ class HostTransfer(Transfer):
         hasty = self._settings.client(retry=NO_RETRY)
         channel = connect_sync(self._settings.orchestrator_address, hasty)
         self._exit.callback(channel.close)
-        self._directory = orchestrator_pb2_grpc.OrchestratorStub(channel)
+        self._directory = orchestrator_grpc.OrchestratorStub(channel)
         self._watch = threading.Thread(target=self._look_on, args=(self._owner,), daemon=True)
         self._watch.start()
         await asyncio.to_thread(self._looked.wait, _OWNER_SECONDS)
@@ -266,12 +266,12 @@ class HostTransfer(Transfer):
             self._known = owners
         return [one for one in dict.fromkeys((*hinted, *owners)) if one != self.address]
 
-    def directory(self, key: str) -> pb.LocateStateResponse:
+    def directory(self, key: str) -> orchestrator_pb.LocateStateResponse:
         """Ask the orchestrator which hosts may have `key`. Blocking. Raises `TroupeError`."""
         if self._directory is None:
             raise Unavailable("this host reaches no other one", kind="directory_away")
-        request = pb.LocateStateRequest(key=key)
-        answer: pb.LocateStateResponse = self._directory.LocateState(
+        request = orchestrator_pb.LocateStateRequest(key=key)
+        answer: orchestrator_pb.LocateStateResponse = self._directory.LocateState(
             request, timeout=_LOCATE_SECONDS
         )
         return answer

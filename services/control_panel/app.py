@@ -26,7 +26,7 @@ from troupe.client.conversion import to_json
 from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc import ClientSettings
 from troupe.rpc.errors import InvalidArgument
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 STATIC = Path(__file__).parent / "static"
 
@@ -96,13 +96,13 @@ def create_app(
     @app.get("/api/cluster", tags=["cluster"])
     async def cluster(request: Request) -> dict[str, Any]:
         """The current state of workers, engines, bindings and services."""
-        reply = await upstream(request).stub.GetCluster(pb.GetClusterRequest())
+        reply = await upstream(request).stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return to_json(reply)
 
     @app.get("/api/engines", tags=["cluster"])
     async def engines(request: Request) -> list[dict[str, Any]]:
         """Serving replicas with their state, version and load."""
-        reply = await upstream(request).stub.GetCluster(pb.GetClusterRequest())
+        reply = await upstream(request).stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return [to_json(engine) for engine in reply.engines]
 
     @app.get("/api/cluster/events", tags=["cluster"], **EVENT_STREAM)

@@ -17,7 +17,8 @@ from troupe.job.loading import problem_of
 from troupe.outcomes import described
 from troupe.rpc import ClientSettings, connect
 from troupe.rpc.errors import TroupeError
-from troupe.v1 import orchestrator_pb2_grpc, reward_pb2_grpc
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 422,
@@ -140,11 +141,11 @@ class Upstream:
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = address
         self._channel = connect(address, settings)
-        self.stub: orchestrator_pb2_grpc.OrchestratorAsyncStub = (
-            orchestrator_pb2_grpc.OrchestratorStub(self._channel)  # type: ignore[assignment]
+        self.stub: orchestrator_grpc.OrchestratorAsyncStub = (
+            orchestrator_grpc.OrchestratorStub(self._channel)  # type: ignore[assignment]
         )
         # The orchestrator answers the reward service's calls, too.
-        self.functions: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)  # type: ignore[assignment]
+        self.functions: reward_grpc.RewardAsyncStub = reward_grpc.RewardStub(self._channel)  # type: ignore[assignment]
 
     async def close(self) -> None:
         """Close the channel."""

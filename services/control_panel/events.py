@@ -22,7 +22,7 @@ from troupe.rpc.errors import (
     TroupeError,
     Unavailable,
 )
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 # Each poll of the cluster costs the orchestrator a few milliseconds.
 CLUSTER_PERIOD_SECONDS = 1.0
@@ -53,7 +53,9 @@ async def job_events(
     """
     while True:
         try:
-            wanted = pb.WatchJobRequest(job_id=job_id, after=after, recent_metrics=recent_metrics)
+            wanted = orchestrator_pb.WatchJobRequest(
+                job_id=job_id, after=after, recent_metrics=recent_metrics
+            )
             async for event in source.stub.WatchJob(wanted, timeout=None):
                 after = event.event_id or after
                 yield _job_event(event)
@@ -68,7 +70,7 @@ async def job_events(
             await asyncio.sleep(RECONNECT_SECONDS)
 
 
-def _job_event(event: pb.JobEvent) -> ServerSentEvent:
+def _job_event(event: orchestrator_pb.JobEvent) -> ServerSentEvent:
     fields = to_json(event)
     kind = event.WhichOneof("event") or "unknown"
     data = {**fields.get(kind, {}), "at": fields["at"]}
@@ -102,8 +104,8 @@ class ClusterFeed:
         stub = self._source.stub
         try:
             cluster, listed = await asyncio.gather(
-                stub.GetCluster(pb.GetClusterRequest()),
-                stub.ListJobs(pb.ListJobsRequest(page_size=NEWEST_JOBS)),
+                stub.GetCluster(orchestrator_pb.GetClusterRequest()),
+                stub.ListJobs(orchestrator_pb.ListJobsRequest(page_size=NEWEST_JOBS)),
             )
         except TroupeError as error:
             return ServerSentEvent(event="away", data=_json({"message": error.message}))

@@ -16,7 +16,7 @@ from troupe.functions.costs import to_spec
 from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 router = APIRouter(prefix="/api/functions", tags=["functions"])
 
@@ -64,7 +64,7 @@ class InvocationOutcome(views.View):
 async def list_functions(request: Request) -> dict[str, Any]:
     """All functions with their calls, cold starts and learned speed-up, and the worker pool.
     Those of jobs are named after them."""
-    reply = await upstream(request).functions.ListFunctions(pb.ListFunctionsRequest())
+    reply = await upstream(request).functions.ListFunctions(reward_pb.ListFunctionsRequest())
     return {
         "functions": [to_json(one) for one in reply.functions],
         "pool": to_json(reply.pool),
@@ -85,11 +85,13 @@ async def deploy_function(request: Request, deployment: DeploymentRequest) -> di
         parameters=deployment.parameters,
     )
     if deployment.files:
-        files = [pb.SourceFile(path=p, content=t.encode()) for p, t in deployment.files.items()]
-        upload = pb.UploadSourceRequest(request_id=new_id("panel"), files=files)
+        files = [
+            reward_pb.SourceFile(path=p, content=t.encode()) for p, t in deployment.files.items()
+        ]
+        upload = reward_pb.UploadSourceRequest(request_id=new_id("panel"), files=files)
         spec.source_sha256 = (await stub.UploadSource(upload)).sha256
     await stub.RegisterFunction(
-        pb.RegisterFunctionRequest(request_id=new_id("panel"), function=spec)
+        reward_pb.RegisterFunctionRequest(request_id=new_id("panel"), function=spec)
     )
     return to_json(spec)
 
@@ -108,7 +110,7 @@ async def invoke_function(
     """Call a function and wait for how it ends."""
     invocation_id = idempotency_key or new_id("panel")
     reply = await upstream(request).functions.Invoke(
-        pb.InvokeRequest(
+        reward_pb.InvokeRequest(
             invocation_id=invocation_id,
             name=name,
             version=version,
@@ -138,7 +140,7 @@ async def read_logs(
 ) -> list[dict[str, Any]]:
     """The last lines that calls of the function printed."""
     call = upstream(request).functions.ReadLogs(
-        pb.ReadLogsRequest(name=name, version=version, lines=lines)
+        reward_pb.ReadLogsRequest(name=name, version=version, lines=lines)
     )
     return [to_json(line) async for line in call]
 
@@ -147,7 +149,7 @@ async def read_logs(
 async def delete_function(request: Request, name: str, version: str) -> dict[str, bool]:
     """Forget a deployed function. Its calls are cancelled."""
     reply = await upstream(request).functions.DeleteFunction(
-        pb.DeleteFunctionRequest(request_id=new_id("panel"), name=name, version=version)
+        reward_pb.DeleteFunctionRequest(request_id=new_id("panel"), name=name, version=version)
     )
     return {"deleted": reply.deleted}
 

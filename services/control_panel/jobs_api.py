@@ -22,15 +22,15 @@ from troupe.job.compatibility import advice
 from troupe.job.spec import policy_of
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import check_event_id, new_id
-from troupe.v1 import common_pb2
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 MAX_SPEC_BYTES = 1 << 20
 # An audit reads the log of every step.
 _AUDIT_SECONDS = 300.0
-_STATES = numbers_by_word(common_pb2.JobState.DESCRIPTOR)
-_SAMPLE_STATES = numbers_by_word(common_pb2.SampleState.DESCRIPTOR)
+_STATES = numbers_by_word(common_pb.JobState.DESCRIPTOR)
+_SAMPLE_STATES = numbers_by_word(common_pb.SampleState.DESCRIPTOR)
 
 router = APIRouter(prefix="/api/jobs", tags=["jobs"])
 samples = APIRouter(prefix="/api/jobs", tags=["samples"])
@@ -63,9 +63,9 @@ async def list_jobs(
     page: Annotated[str, Query(description="As the header `Link` of the answer before.")] = "",
 ) -> list[views.JobView]:
     """Jobs, newest first. The header `Link` has the address of the next page (`rel="next"`)."""
-    wanted = pb.ListJobsRequest(page_size=limit, page_token=page)
+    wanted = orchestrator_pb.ListJobsRequest(page_size=limit, page_token=page)
     if state is not None:
-        wanted.state = common_pb2.JobState.ValueType(_STATES[state])
+        wanted.state = common_pb.JobState.ValueType(_STATES[state])
     reply = await upstream(request).stub.ListJobs(wanted)
     if reply.next_page_token:
         query = {"state": state, "limit": limit, "page": reply.next_page_token}
@@ -84,7 +84,9 @@ async def submit_job(
     """Submit a job. The body is its YAML (or JSON) text."""
     spec = await read_specification(request)
     reply = await upstream(request).stub.SubmitJob(
-        pb.SubmitJobRequest(request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id)
+        orchestrator_pb.SubmitJobRequest(
+            request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id
+        )
     )
     response.headers["Location"] = f"/api/jobs/{reply.job.job_id}"
     return views.job(reply.job)
@@ -93,7 +95,7 @@ async def submit_job(
 @router.get("/{job_id}")
 async def get_job(request: Request, job_id: JobId) -> views.JobView:
     """One job."""
-    reply = await upstream(request).stub.GetJob(pb.GetJobRequest(job_id=job_id))
+    reply = await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
     return views.job(reply.job)
 
 
@@ -103,7 +105,9 @@ async def pause_job(
 ) -> views.JobView:
     """Finish the step in flight, then wait."""
     reply = await upstream(request).stub.PauseJob(
-        pb.PauseJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
+        orchestrator_pb.PauseJobRequest(
+            request_id=idempotency_key or new_id("panel"), job_id=job_id
+        )
     )
     return views.job(reply.job)
 
@@ -115,7 +119,9 @@ async def resume_job(
     """Go on from the last committed step; under the specification in the body, if there is one."""
     spec = await read_specification(request)
     reply = await upstream(request).stub.ResumeJob(
-        pb.ResumeJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id, spec=spec)
+        orchestrator_pb.ResumeJobRequest(
+            request_id=idempotency_key or new_id("panel"), job_id=job_id, spec=spec
+        )
     )
     return views.job(reply.job)
 
@@ -129,7 +135,7 @@ async def cancel_job(
 ) -> views.JobView:
     """Stop the job; checkpoints and metrics stay."""
     reply = await upstream(request).stub.CancelJob(
-        pb.CancelJobRequest(
+        orchestrator_pb.CancelJobRequest(
             request_id=idempotency_key or new_id("panel"), job_id=job_id, reason=reason
         )
     )
@@ -143,7 +149,9 @@ async def forget_job(
     """Delete what the cluster's memory holds of an ended job; its directory stays. Answers with
     what the job was."""
     reply = await upstream(request).stub.ForgetJob(
-        pb.ForgetJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
+        orchestrator_pb.ForgetJobRequest(
+            request_id=idempotency_key or new_id("panel"), job_id=job_id
+        )
     )
     return views.job(reply.job)
 
@@ -166,7 +174,7 @@ async def watch_job(
     check_event_id(after, "query.after")
     check_event_id(last_event_id or "", "header.last-event-id")
     # Asked before the stream opens, so that an unknown job is a 404 and not a broken stream.
-    await source.stub.GetJob(pb.GetJobRequest(job_id=job_id))
+    await source.stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
 
     async def stream() -> AsyncIterator[ServerSentEvent]:
         async for event in job_events(source, job_id, last_event_id or after, recent_metrics):
@@ -184,7 +192,7 @@ async def list_metrics(
 ) -> list[views.MetricsRowView]:
     """Metrics per step."""
     reply = await upstream(request).stub.ListMetrics(
-        pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
+        orchestrator_pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
     )
     return [views.MetricsRowView(step=row.step, values=dict(row.values)) for row in reply.rows]
 
@@ -199,7 +207,7 @@ async def list_curves(
     page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
 ) -> views.Curves:
     """Metrics as columns over steps, for drawing: the newest page first."""
-    wanted = pb.ListMetricsRequest(
+    wanted = orchestrator_pb.ListMetricsRequest(
         job_id=job_id, names=name, after_step=after_step, page_size=limit, page_token=page
     )
     reply = await upstream(request).stub.ListMetrics(wanted)
@@ -210,7 +218,7 @@ async def list_curves(
 async def list_versions(request: Request, job_id: JobId, policy: str) -> list[dict[str, Any]]:
     """Published versions of a policy with their checksums."""
     reply = await upstream(request).stub.ListVersions(
-        pb.ListVersionsRequest(job_id=job_id, policy=policy)
+        orchestrator_pb.ListVersionsRequest(job_id=job_id, policy=policy)
     )
     return [to_json(version) for version in reply.versions]
 
@@ -218,7 +226,9 @@ async def list_versions(request: Request, job_id: JobId, policy: str) -> list[di
 @router.get("/{job_id}/checkpoints")
 async def list_checkpoints(request: Request, job_id: JobId) -> list[dict[str, Any]]:
     """Checkpoints on disk."""
-    reply = await upstream(request).stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=job_id))
+    reply = await upstream(request).stub.ListCheckpoints(
+        orchestrator_pb.ListCheckpointsRequest(job_id=job_id)
+    )
     return [to_json(checkpoint) for checkpoint in reply.checkpoints]
 
 
@@ -240,7 +250,7 @@ async def list_trajectories(
 ) -> dict[str, Any]:
     """Recent trajectories, newest first; those that fit all that is given."""
     reply = await upstream(request).stub.ListTrajectories(
-        pb.ListTrajectoriesRequest(
+        orchestrator_pb.ListTrajectoriesRequest(
             job_id=job_id,
             page_size=limit,
             page_token=page,
@@ -268,7 +278,9 @@ async def get_trajectory(
 ) -> dict[str, Any]:
     """One trajectory with the conversation between its agents."""
     reply = await upstream(request).stub.GetTrajectory(
-        pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=trajectory_id, tokens=tokens)
+        orchestrator_pb.GetTrajectoryRequest(
+            job_id=job_id, trajectory_id=trajectory_id, tokens=tokens
+        )
     )
     found = to_json(reply)
     for turn in found["turns"]:
@@ -295,18 +307,18 @@ async def generate(
     request: Request, job_id: JobId, policy: str, body: GenerateBody
 ) -> views.Generated:
     """Generate with the policy's newest version."""
-    sampling = common_pb2.SamplingParams()
+    sampling = common_pb.SamplingParams()
     if body.temperature is not None:
         sampling.temperature = body.temperature
     if body.max_new_tokens is not None:
         sampling.max_new_tokens = body.max_new_tokens
     reply = await upstream(request).stub.GeneratePolicy(
-        pb.GeneratePolicyRequest(
+        orchestrator_pb.GeneratePolicyRequest(
             request_id=new_id("panel"),
             job_id=job_id,
             policy=policy,
             messages=[
-                common_pb2.ChatMessage(role=m.get("role", "user"), content=m.get("content", ""))
+                common_pb.ChatMessage(role=m.get("role", "user"), content=m.get("content", ""))
                 for m in body.messages
             ],
             sampling=sampling,
@@ -360,7 +372,9 @@ async def check_specification(request: Request) -> views.CheckedSpecification:
 @samples.get("/{job_id}/tables")
 async def describe_tables(request: Request, job_id: JobId) -> dict[str, Any]:
     """Samples by policy and state, the lag of each table, what waits longest, memory."""
-    reply = await upstream(request).stub.DescribeTables(es.DescribeTablesRequest(job_id=job_id))
+    reply = await upstream(request).stub.DescribeTables(
+        store_pb.DescribeTablesRequest(job_id=job_id)
+    )
     return to_json(reply)
 
 
@@ -378,13 +392,13 @@ async def list_samples(
     page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
 ) -> dict[str, Any]:
     """Rows of a policy without their tensors, in order of step, query, group and id."""
-    job = (await upstream(request).stub.GetJob(pb.GetJobRequest(job_id=job_id))).job
+    job = (await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))).job
     policy = policy_of(json.loads(job.spec_json), policy)
-    wanted = es.ListSamplesRequest(
+    wanted = store_pb.ListSamplesRequest(
         job_id=job_id, policy=policy, step=step, page_size=limit, page_token=page
     )
     if state is not None:
-        wanted.state = common_pb2.SampleState.ValueType(_SAMPLE_STATES[state])
+        wanted.state = common_pb.SampleState.ValueType(_SAMPLE_STATES[state])
     reply = await upstream(request).stub.ListSamples(wanted)
     return {
         "samples": [_row(sample) for sample in reply.samples],
@@ -397,12 +411,12 @@ async def audit_job(request: Request, job_id: JobId) -> dict[str, Any]:
     """Whether every sample was trained once or dropped with a reason; `violations` lists what
     contradicts it."""
     reply = await upstream(request).stub.AuditJob(
-        pb.AuditJobRequest(job_id=job_id), timeout=_AUDIT_SECONDS
+        orchestrator_pb.AuditJobRequest(job_id=job_id), timeout=_AUDIT_SECONDS
     )
     return to_json(reply)
 
 
-def _row(sample: es.Sample) -> dict[str, Any]:
+def _row(sample: store_pb.Sample) -> dict[str, Any]:
     """A sample without its tensors, which can be megabytes: their lengths instead."""
     lengths = {
         "prompt_tokens": sum(sample.prompt_ids.shape),
@@ -422,7 +436,9 @@ def _row(sample: es.Sample) -> dict[str, Any]:
 @populations.get("/{job_id}/population")
 async def get_population(request: Request, job_id: JobId) -> dict[str, Any]:
     """Pools with their members, the payoff table, meta-strategies over time, ratings."""
-    reply = await upstream(request).stub.GetPopulation(pb.GetPopulationRequest(job_id=job_id))
+    reply = await upstream(request).stub.GetPopulation(
+        orchestrator_pb.GetPopulationRequest(job_id=job_id)
+    )
     return to_json(reply.population)
 
 
@@ -436,7 +452,9 @@ async def list_matches(
 ) -> dict[str, Any]:
     """Matches between members, newest first. A match is a trajectory of the same id."""
     reply = await upstream(request).stub.ListMatches(
-        pb.ListMatchesRequest(job_id=job_id, member_id=member, page_size=limit, page_token=page)
+        orchestrator_pb.ListMatchesRequest(
+            job_id=job_id, member_id=member, page_size=limit, page_token=page
+        )
     )
     return {
         "matches": [to_json(match) for match in reply.matches],

@@ -15,7 +15,7 @@ from services.control_panel import views
 from services.control_panel.calls import upstream
 from services.control_panel.jobs_api import JobId, read_specification, specification_body
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 # A large job on hundreds of devices takes about half a minute.
 _SECONDS: Final = 120.0
@@ -71,7 +71,9 @@ async def plan_job(
     spec = await read_specification(request)
     measured = ""
     if profile:
-        reply = await upstream(request).stub.GetJobProfile(pb.GetJobProfileRequest(job_id=profile))
+        reply = await upstream(request).stub.GetJobProfile(
+            orchestrator_pb.GetJobProfileRequest(job_id=profile)
+        )
         measured = reply.profile_json
     asked = {
         "spec": spec,
@@ -93,7 +95,9 @@ async def plan_job(
 async def get_profile(request: Request, job_id: JobId) -> dict[str, Any]:
     """Profile of a job as measured: lengths and waits as histograms, speeds of engines and
     trainers, a sample of its trajectories' lengths. For planners."""
-    reply = await upstream(request).stub.GetJobProfile(pb.GetJobProfileRequest(job_id=job_id))
+    reply = await upstream(request).stub.GetJobProfile(
+        orchestrator_pb.GetJobProfileRequest(job_id=job_id)
+    )
     found: dict[str, Any] = json.loads(reply.profile_json)
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from troupe.client.conversion import to_json
-from troupe.v1 import orchestrator_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 class View(BaseModel):
@@ -147,12 +147,12 @@ class Generated(View):
     """Version of the policy that generated the last token."""
 
 
-def job(message: orchestrator_pb2.Job) -> JobView:
+def job(message: orchestrator_pb.Job) -> JobView:
     """View of a job."""
     return JobView(spec=message.spec_json, **to_json(message))
 
 
-def curves(reply: orchestrator_pb2.ListMetricsResponse) -> Curves:
+def curves(reply: orchestrator_pb.ListMetricsResponse) -> Curves:
     """View of a page of metrics. A step has rows of training and of evaluations: they share a
     place."""
     steps = sorted({row.step for row in reply.rows})

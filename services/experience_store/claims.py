@@ -34,7 +34,7 @@ from troupe.contracts import kinds
 from troupe.experience import samples_digest
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument
 from troupe.rpc.protobuf_wire import tag, varint
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Response = store_pb.ClaimMicroBatchResponse
@@ -98,8 +98,8 @@ _CAUSES: Final = {
 }
 # The state of a step's samples after its commit, by outcome.
 _TARGETS: Final = {
-    store_pb.STEP_OUTCOME_APPLIED: LETTER_OF[pb.SAMPLE_STATE_TRAINED],
-    store_pb.STEP_OUTCOME_SKIPPED: LETTER_OF[pb.SAMPLE_STATE_DROPPED],
+    store_pb.STEP_OUTCOME_APPLIED: LETTER_OF[common_pb.SAMPLE_STATE_TRAINED],
+    store_pb.STEP_OUTCOME_SKIPPED: LETTER_OF[common_pb.SAMPLE_STATE_DROPPED],
     store_pb.STEP_OUTCOME_EMPTY: "",
 }
 

@@ -31,7 +31,7 @@ from services.experience_store.records import (
 from services.experience_store.requests import clean_reason
 from troupe.contracts import kinds
 from troupe.experience import samples_digest
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # Reason of rows of an uncommitted step that are DROPPED with the tables.
@@ -41,7 +41,7 @@ JOB_OVER: Final = "job_over"
 _PAGE: Final = 1000
 # Samples, or bytes of their record: from here on another thread (de)compresses.
 _LONG: Final = 10_000
-_FINAL: Final = frozenset({pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED})
+_FINAL: Final = frozenset({common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_DROPPED})
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Log:
             logged.job_over = True
             for sample in logged.samples:
                 if sample.state not in _FINAL:
-                    sample.state, sample.reason = pb.SAMPLE_STATE_DROPPED, JOB_OVER
+                    sample.state, sample.reason = common_pb.SAMPLE_STATE_DROPPED, JOB_OVER
         await self._database.call("HSET", keys.log, step, await packed(logged))
         return committed
 
@@ -267,7 +267,7 @@ def unpack(stored: bytes) -> store_pb.LoggedStep:
 
 # Violations that a report lists at most; the figures beside them count all.
 LONGEST_LIST: Final = 200
-_TRAINED, _DROPPED = pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED
+_TRAINED, _DROPPED = common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_DROPPED
 # Reason of rows that were kept out by another trajectory's row of the same id: counted, no record.
 _TAKEN: Final = "sample_id_taken"
 
@@ -465,7 +465,7 @@ class StepLedger:
                 audit.dropped += 1
                 audit.drop_reasons[sample.reason.partition(":")[0][:64]] += 1
         elif over:
-            word = pb.SampleState.Name(state).removeprefix("SAMPLE_STATE_")
+            word = common_pb.SampleState.Name(state).removeprefix("SAMPLE_STATE_")
             wrong.append(f"is {word}, but the step is over")
         elif not back:
             audit.live += 1

@@ -17,7 +17,7 @@ import xxhash
 from services.chassis.redis import KeyName
 from troupe import states
 from troupe.scheduling.curriculum import TaskPool
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 PREFIX: Final = "troupe"
@@ -185,17 +185,17 @@ Payload: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
 
-STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
-    "P": pb.SAMPLE_STATE_PENDING,
-    "R": pb.SAMPLE_STATE_READY,
-    "C": pb.SAMPLE_STATE_CLAIMED,
-    "T": pb.SAMPLE_STATE_TRAINED,
-    "D": pb.SAMPLE_STATE_DROPPED,
+STATE_OF: Final[dict[str, common_pb.SampleState.ValueType]] = {
+    "P": common_pb.SAMPLE_STATE_PENDING,
+    "R": common_pb.SAMPLE_STATE_READY,
+    "C": common_pb.SAMPLE_STATE_CLAIMED,
+    "T": common_pb.SAMPLE_STATE_TRAINED,
+    "D": common_pb.SAMPLE_STATE_DROPPED,
 }
 LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.items()}
-_PENDING: Final = LETTER_OF[pb.SAMPLE_STATE_PENDING]
-_CLAIMED: Final = LETTER_OF[pb.SAMPLE_STATE_CLAIMED]
-_TRAINED: Final = LETTER_OF[pb.SAMPLE_STATE_TRAINED]
+_PENDING: Final = LETTER_OF[common_pb.SAMPLE_STATE_PENDING]
+_CLAIMED: Final = LETTER_OF[common_pb.SAMPLE_STATE_CLAIMED]
+_TRAINED: Final = LETTER_OF[common_pb.SAMPLE_STATE_TRAINED]
 # Bytes of a hash that make `SampleRecord.spread`, four of its characters each three.
 _SPREAD_BYTES: Final = 12
 

@@ -12,7 +12,7 @@ from troupe.contracts import kinds
 from troupe.outcomes import JSON_BYTES, NotJsonError, parse_json
 from troupe.rpc import InvalidArgument
 from troupe.rpc.ids import check_name
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # Part of Redis keys and hash tags: neither braces nor slashes.
@@ -31,7 +31,7 @@ LARGEST_PAGE: Final = 1000
 DEFAULT_PAGE: Final = 50
 
 # Columns that Troupe itself reads.
-_TYPED_COLUMNS: Final = {"reference_logprobs": pb.DTYPE_FLOAT32}
+_TYPED_COLUMNS: Final = {"reference_logprobs": common_pb.DTYPE_FLOAT32}
 
 
 def check_id(field: str, value: str) -> str:
@@ -311,13 +311,13 @@ def _check_value(field: str, column: store_pb.Column) -> None:
             )
 
 
-def check_vector(field: str, tensor: pb.Tensor, *dtypes: pb.Dtype.ValueType) -> None:
+def check_vector(field: str, tensor: common_pb.Tensor, *dtypes: common_pb.Dtype.ValueType) -> None:
     """A tensor of one dimension and one of these dtypes that holds as many bytes as it says."""
     if tensor.dtype not in dtypes or len(tensor.shape) != 1:
         raise InvalidArgument(
-            f"must be {' or '.join(map(pb.Dtype.Name, dtypes))} of one dimension",
+            f"must be {' or '.join(map(common_pb.Dtype.Name, dtypes))} of one dimension",
             field=field,
-            value=f"{enum_name(pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
+            value=f"{enum_name(common_pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
         )
     size = tensor.shape[0] * tensors.ITEM_BYTES[tensor.dtype]
     if len(tensor.data) != size:

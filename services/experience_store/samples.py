@@ -29,7 +29,7 @@ from troupe import tensors
 from troupe.prefixes import restored
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
 from troupe.rpc.protobuf_wire import repeated, tag, varint
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 MIB: Final = 2**20
@@ -163,7 +163,7 @@ _SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
     )
 )
 _TURN: Final = _Sample.TURN_FIELD_NUMBER << 3
-_CHECKSUM: Final = pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
+_CHECKSUM: Final = common_pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
 _CHECKSUM_BYTES: Final = 9
 # Bytes of a tensor's tag, size and dtype, at most; its other framing follows from these.
 _SIZE_BYTES: Final = 8
@@ -214,7 +214,7 @@ class FastRowReader:
             return None
         prompt, at = _vector(payload, at, _PROMPT, tensors.ID_DTYPES)
         response, at = _vector(payload, at, _RESPONSE, tensors.ID_DTYPES)
-        logprobs, at = _vector(payload, at, _LOGPROBS, (pb.DTYPE_FLOAT32,))
+        logprobs, at = _vector(payload, at, _LOGPROBS, (common_pb.DTYPE_FLOAT32,))
         if logprobs != response or len(payload) - at > _BEHIND_BYTES:
             return None
         behind = _behind(bytes(payload[at:]))
@@ -249,7 +249,7 @@ def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
 
 
 def _vector(
-    payload: memoryview, at: int, field: int, dtypes: tuple[pb.Dtype.ValueType, ...]
+    payload: memoryview, at: int, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
 ) -> tuple[int, int]:
     """The number of elements of the vector of one of `dtypes` at `at`, and where it ends. Raises
     `IndexError` for anything else.
@@ -267,7 +267,7 @@ def _vector(
 
 @functools.lru_cache(maxsize=4096)
 def _begin(
-    text: bytes, field: int, dtypes: tuple[pb.Dtype.ValueType, ...]
+    text: bytes, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
 ) -> tuple[int, bytes, int]:
     """Of a vector in field `field` that begins with `text`: the number of its elements, the bytes
     before them, and its whole length. Raises `IndexError` where no vector of one of `dtypes` begins
@@ -290,10 +290,10 @@ def _begin(
         shape = varint(elements)
         begin = b"".join(
             (
-                varint(pb.Tensor.DTYPE_FIELD_NUMBER << 3),
+                varint(common_pb.Tensor.DTYPE_FIELD_NUMBER << 3),
                 text[start + 1 : start + 2],
-                *repeated(pb.Tensor.SHAPE_FIELD_NUMBER, [shape]),
-                tag(pb.Tensor.DATA_FIELD_NUMBER),
+                *repeated(common_pb.Tensor.SHAPE_FIELD_NUMBER, [shape]),
+                tag(common_pb.Tensor.DATA_FIELD_NUMBER),
                 varint(width * elements),
             )
         )
@@ -395,7 +395,7 @@ class Samples:
 
     async def fill_each(
         self, calls: Sequence[SampleFills]
-    ) -> list[list[tuple[pb.SampleState.ValueType, bool]] | TroupeError]:
+    ) -> list[list[tuple[common_pb.SampleState.ValueType, bool]] | TroupeError]:
         """Fill columns of samples, or drop them, each call by itself. Returns for each sample its
         state and whether a value was written (the first value of a column stays), or the error.
 
@@ -406,7 +406,7 @@ class Samples:
         together: dict[tuple[str, str, int], list[SampleFills]] = {}
         for call in calls:
             together.setdefault((call.job, call.policy, call.step), []).append(call)
-        found: dict[int, list[tuple[pb.SampleState.ValueType, bool]] | TroupeError] = {}
+        found: dict[int, list[tuple[common_pb.SampleState.ValueType, bool]] | TroupeError] = {}
 
         async def fill_all(job: str, policy: str, step: int, group: Sequence[SampleFills]) -> None:
             try:
@@ -549,7 +549,7 @@ class Samples:
         job: str,
         policy: str,
         step: int | None,
-        state: pb.SampleState.ValueType | None,
+        state: common_pb.SampleState.ValueType | None,
         size: int,
         token: str,
     ) -> tuple[list[store_pb.Sample], str]:
@@ -661,7 +661,7 @@ def _reply(line: str) -> _Reply:
 
 def _filled(
     policy: str, step: int, sample: str, reply: _Reply
-) -> tuple[pb.SampleState.ValueType, bool]:
+) -> tuple[common_pb.SampleState.ValueType, bool]:
     """State and whether a value was written, from a reply of fill_columns.lua; raises its
     refusal."""
     outcome = reply[0]
@@ -676,7 +676,7 @@ def _filled(
     state = STATE_OF[reply[1]]
     if outcome == "final":
         raise FailedPrecondition(
-            f"sample {sample} is {pb.SampleState.Name(state)}: its columns are final",
+            f"sample {sample} is {common_pb.SampleState.Name(state)}: its columns are final",
             kind="sample_final",
             field="sample_id",
             value=sample,

@@ -37,7 +37,7 @@ from services.experience_store.trajectories import Append
 from troupe import tensors
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, protobuf_wire, to_status
 from troupe.rpc.ids import check_name
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
@@ -50,18 +50,18 @@ def check_append(
     `query_id` and `trajectory_id` are checked already.
     """
     ends = (
-        pb.TRAJECTORY_STATE_COMPLETED,
-        pb.TRAJECTORY_STATE_FAILED,
-        pb.TRAJECTORY_STATE_ABORTED,
+        common_pb.TRAJECTORY_STATE_COMPLETED,
+        common_pb.TRAJECTORY_STATE_FAILED,
+        common_pb.TRAJECTORY_STATE_ABORTED,
     )
     if request.state not in ends:
         raise InvalidArgument(
             "is not the end of a trajectory",
             field="state",
-            value=enum_name(pb.TrajectoryState, request.state),
+            value=enum_name(common_pb.TrajectoryState, request.state),
             remedy="Send COMPLETED, FAILED or ABORTED.",
         )
-    if request.state != pb.TRAJECTORY_STATE_COMPLETED:
+    if request.state != common_pb.TRAJECTORY_STATE_COMPLETED:
         if payloads:
             raise InvalidArgument(
                 "a trajectory that did not complete has no samples", field="samples"
@@ -142,7 +142,7 @@ def _check_sample(
         check_reward(f"{field}.reward", sample.reward)
     check_vector(f"{field}.prompt_ids", sample.prompt_ids, *tensors.ID_DTYPES)
     check_vector(f"{field}.response_ids", sample.response_ids, *tensors.ID_DTYPES)
-    check_vector(f"{field}.logprobs", sample.logprobs, pb.DTYPE_FLOAT32)
+    check_vector(f"{field}.logprobs", sample.logprobs, common_pb.DTYPE_FLOAT32)
     if sample.logprobs.shape != sample.response_ids.shape:
         raise InvalidArgument(
             f"must have one value per response token ({sample.response_ids.shape[0]})",
@@ -271,7 +271,7 @@ def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
 
 @functools.lru_cache(maxsize=1024)
 def _filled(
-    results: Sequence[tuple[pb.SampleState.ValueType, bool]],
+    results: Sequence[tuple[common_pb.SampleState.ValueType, bool]],
 ) -> store_pb.FillColumnsResponse:
     """The answer to a fill. Cached, as most are alike; it must not be changed."""
     (state, accepted), *more = results
@@ -288,7 +288,7 @@ def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Pay
     requests.check_id("query_id", request.query_id)
     requests.check_id("trajectory_id", request.trajectory_id)
     rows = check_append(request, payloads)
-    state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
+    state = common_pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
     reason = requests.clean_reason(request.reason)
     solved = "1" if request.solved else ""
     ending = Ending(state, request.request_id, request.query_id, reason, solved=solved)

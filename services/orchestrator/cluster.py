@@ -16,12 +16,12 @@ from services.orchestrator.placement.workers import AWAY, WorkerHandle
 from services.orchestrator.state.records import TERMINAL
 from troupe.rpc import NotFound, TroupeError, new_id
 from troupe.rpc.errors import HEALTH_PROBLEM_KEY
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import reward_pb2 as rw
-from troupe.v1 import rollout_pb2 as ro
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # Users' calls wait so long for other services: less than their clients, so that they hear why.
 ASKED_SECONDS: Final = 45.0
@@ -32,7 +32,7 @@ _KEY: Final = re.compile(
 )
 
 
-def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateResponse:
+def locate(key: str, workers: Iterable[WorkerHandle]) -> orchestrator_pb.LocateStateResponse:
     """Transfer addresses of living workers' hosts, and addresses of trainers and rollout workers,
     those that most likely hold the state `key` first."""
     ranked = sorted(
@@ -40,12 +40,12 @@ def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateRespons
         key=lambda worker: (-_likelihood(key, worker.beat), worker.worker_id),
     )
     owners = dict.fromkeys(w.beat.transfer_address for w in ranked if w.beat.transfer_address)
-    trainers = [w.address for w in ranked if w.kind == orch.WORKER_KIND_TRAINER]
-    rollouts = [w.address for w in ranked if w.kind == orch.WORKER_KIND_ROLLOUT]
-    return orch.LocateStateResponse(owners=owners, trainers=trainers, rollouts=rollouts)
+    trainers = [w.address for w in ranked if w.kind == orchestrator_pb.WORKER_KIND_TRAINER]
+    rollouts = [w.address for w in ranked if w.kind == orchestrator_pb.WORKER_KIND_ROLLOUT]
+    return orchestrator_pb.LocateStateResponse(owners=owners, trainers=trainers, rollouts=rollouts)
 
 
-def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:
+def _likelihood(key: str, beat: orchestrator_pb.HeartbeatRequest) -> int:
     """How much a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0 nothing."""
     match = _KEY.match(key)
     if match is None:
@@ -53,8 +53,8 @@ def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:
     job, policy = match["job"], match["policy"]
     version = None if match["version"] is None else int(match["version"])
     best = 0
-    bindings = (one for one in beat.bindings if one.state != pb.BINDING_STATE_RELEASED)
-    known: Iterable[ro.EngineStatus | tr.BindingStatus] = (*beat.engines, *bindings)
+    bindings = (one for one in beat.bindings if one.state != common_pb.BINDING_STATE_RELEASED)
+    known: Iterable[rollout_pb.EngineStatus | trainer_pb.BindingStatus] = (*beat.engines, *bindings)
     for one in known:
         if one.job_id != job:
             continue
@@ -74,14 +74,14 @@ async def release_ended_jobs(shared: Shared, job_id: str, *, self_too: bool = Fa
     calls: list[Awaitable[object]] = []
     seconds = shared.settings.cleanup_seconds
     over: dict[str, bool] = {job_id: self_too}
-    for worker in shared.workers.usable(orch.WORKER_KIND_ROLLOUT):
+    for worker in shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT):
         for held in sorted({engine.job_id for engine in worker.beat.engines}):
             if await _over(shared, over, held):
-                release = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=held)
+                release = rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=held)
                 calls.append(worker.rollout.ReleaseJob(release, timeout=seconds))
-    for worker in shared.workers.usable(orch.WORKER_KIND_TRAINER):
+    for worker in shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER):
         for binding in worker.beat.bindings:
-            if binding.state == pb.BINDING_STATE_RELEASED and not binding.prefetched:
+            if binding.state == common_pb.BINDING_STATE_RELEASED and not binding.prefetched:
                 continue
             if await _over(shared, over, binding.job_id):
                 calls.append(_release(worker, binding, seconds))
@@ -100,14 +100,16 @@ async def delete_states(shared: Shared, job_id: str) -> None:
     """
     seconds = shared.settings.cleanup_seconds
     calls: list[Awaitable[object]] = []
-    for worker in shared.workers.usable(orch.WORKER_KIND_ROLLOUT):
-        release = ro.ReleaseJobRequest(
+    for worker in shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT):
+        release = rollout_pb.ReleaseJobRequest(
             request_id=new_id("release"), job_id=job_id, delete_states=True
         )
         calls.append(worker.rollout.ReleaseJob(release, timeout=seconds))
-    for worker in shared.workers.usable(orch.WORKER_KIND_TRAINER):
+    for worker in shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER):
         # Hosts may have trainers only.
-        give = tr.ReleaseRequest(request_id=new_id("release"), job_id=job_id, delete_states=True)
+        give = trainer_pb.ReleaseRequest(
+            request_id=new_id("release"), job_id=job_id, delete_states=True
+        )
         calls.append(worker.trainer.Release(give, timeout=seconds))
     answers = await asyncio.gather(*calls, return_exceptions=True)
     faults = [one for one in answers if isinstance(one, BaseException)]
@@ -124,18 +126,18 @@ async def delete_states(shared: Shared, job_id: str) -> None:
 async def _delete_functions(shared: Shared, job_id: str) -> None:
     """Deletes the functions that rollout workers registered with the reward service for a job."""
     seconds = shared.settings.cleanup_seconds
-    known = await shared.reward.ListFunctions(rw.ListFunctionsRequest(), timeout=seconds)
+    known = await shared.reward.ListFunctions(reward_pb.ListFunctionsRequest(), timeout=seconds)
     for one in known.functions:
         name, version = one.function.name, one.function.version
         if name.startswith(f"{job_id}/"):
-            request = rw.DeleteFunctionRequest(
+            request = reward_pb.DeleteFunctionRequest(
                 request_id=new_id("delete"), name=name, version=version
             )
             await shared.reward.DeleteFunction(request, timeout=seconds)
 
 
-async def _release(worker: WorkerHandle, binding: tr.BindingStatus, seconds: float) -> None:
-    request = tr.ReleaseRequest(
+async def _release(worker: WorkerHandle, binding: trainer_pb.BindingStatus, seconds: float) -> None:
+    request = trainer_pb.ReleaseRequest(
         request_id=new_id("release"), job_id=binding.job_id, policy=binding.policy
     )
     await worker.trainer.Release(request, timeout=seconds)
@@ -159,7 +161,9 @@ async def drop_tables(
 
     `timeout` is in seconds (default: the client's). Raises `NotFound` if the job never had rows.
     """
-    request = es.DropTablesRequest(request_id=new_id("drop"), job_id=job_id, purge_log=purge_log)
+    request = store_pb.DropTablesRequest(
+        request_id=new_id("drop"), job_id=job_id, purge_log=purge_log
+    )
     await shared.experience.DropTables(request, timeout=timeout)
 
 
@@ -185,12 +189,12 @@ class ClusterView:
         self._channels = channels
         self._seconds = shared.settings.probe_seconds
 
-    async def picture(self) -> orch.GetClusterResponse:
+    async def picture(self) -> orchestrator_pb.GetClusterResponse:
         """Workers, engines, bindings, services, and the trajectories in flight per job."""
         services = await asyncio.gather(
             self._redis(), *(self._probe(name) for name in self._channels)
         )
-        response = orch.GetClusterResponse(
+        response = orchestrator_pb.GetClusterResponse(
             services=services,
             in_flight=self._shared.in_flight,
             wanted_trainers=self._shared.trainer_scheduler.wanted,
@@ -217,9 +221,9 @@ class ClusterView:
         _remove_moved(response)
         return response
 
-    async def _probe(self, name: str) -> orch.ServiceStatus:
+    async def _probe(self, name: str) -> orchestrator_pb.ServiceStatus:
         address, channel = self._channels[name]
-        status = orch.ServiceStatus(name=name, address=address)
+        status = orchestrator_pb.ServiceStatus(name=name, address=address)
         try:
             call: Any = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=self._seconds
@@ -234,8 +238,8 @@ class ClusterView:
         status.message = "" if status.serving else problem or state
         return status
 
-    async def _redis(self) -> orch.ServiceStatus:
-        status = orch.ServiceStatus(name="redis", address=self._shared.store.address)
+    async def _redis(self) -> orchestrator_pb.ServiceStatus:
+        status = orchestrator_pb.ServiceStatus(name="redis", address=self._shared.store.address)
         try:
             async with asyncio.timeout(self._seconds):
                 status.message = "; ".join(await self._shared.store.check())
@@ -245,7 +249,7 @@ class ClusterView:
         return status
 
 
-def _remove_moved(response: orch.GetClusterResponse) -> None:
+def _remove_moved(response: orchestrator_pb.GetClusterResponse) -> None:
     """Removes suspended bindings that were resumed elsewhere: their workers do not know of it."""
     held = {(b.job_id, b.policy) for b in response.bindings if b.state not in AWAY}
     kept = [b for b in response.bindings if b.state not in AWAY or (b.job_id, b.policy) not in held]

@@ -17,7 +17,7 @@ from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.trajectories import RecentTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
 from troupe.job import JobSpec
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 if TYPE_CHECKING:  # types only
     from services.orchestrator.populations.state import PopulationStore
@@ -60,21 +60,21 @@ class JobContext:
 
     async def info(self, text: str) -> None:
         """Logs an information for the user."""
-        await self._notice(orch.Notice.SEVERITY_INFO, text)
+        await self._notice(orchestrator_pb.Notice.SEVERITY_INFO, text)
 
     async def warn(self, text: str) -> None:
         """Logs a fault that Troupe deals with itself."""
-        await self._notice(orch.Notice.SEVERITY_WARNING, text)
+        await self._notice(orchestrator_pb.Notice.SEVERITY_WARNING, text)
 
     async def error(self, text: str) -> None:
         """Logs a fault that costs the user something, such as a checkpoint."""
-        await self._notice(orch.Notice.SEVERITY_ERROR, text)
+        await self._notice(orchestrator_pb.Notice.SEVERITY_ERROR, text)
 
     def show(self, text: str, *, step: int = 0, done: float = 0.0, total: float = 0.0) -> None:
         """Shows followers what the job does now; not kept."""
         self.shared.log.show(
             self.job_id,
-            orch.Activity(
+            orchestrator_pb.Activity(
                 text=text,
                 step=step,
                 total_steps=self.spec.pipeline.steps,
@@ -83,5 +83,5 @@ class JobContext:
             ),
         )
 
-    async def _notice(self, severity: orch.Notice.Severity.ValueType, text: str) -> None:
+    async def _notice(self, severity: orchestrator_pb.Notice.Severity.ValueType, text: str) -> None:
         await self.shared.log.notice(self.job_id, severity, text)

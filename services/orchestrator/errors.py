@@ -20,7 +20,7 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def is_transient(error: TroupeError) -> bool:
     return isinstance(error, ResourceExhausted) and error.retry_after_ms is not None
 
 
-def job_fault(problem: pb.Problem) -> FailedPrecondition:
+def job_fault(problem: common_pb.Problem) -> FailedPrecondition:
     """The final error for a problem in the job's own code or configuration."""
     return FailedPrecondition(
         problem.message,

@@ -29,8 +29,8 @@ from troupe.rpc import (
     Unimplemented,
     new_id,
 )
-from troupe.v1 import reward_pb2 as pb
-from troupe.v1 import reward_pb2_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -60,12 +60,12 @@ class Catalogue:
     def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
 
-    async def keep_source(self, sha256: str, files: pb.UploadSourceRequest) -> None:
+    async def keep_source(self, sha256: str, files: reward_pb.UploadSourceRequest) -> None:
         """Stores source files by their hash."""
-        kept = pb.UploadSourceRequest(files=files.files)
+        kept = reward_pb.UploadSourceRequest(files=files.files)
         await self._redis.call("HSETNX", _SOURCES, sha256, kept.SerializeToString())
 
-    async def source(self, sha256: str) -> pb.UploadSourceRequest:
+    async def source(self, sha256: str) -> reward_pb.UploadSourceRequest:
         """The source files. Raises `NotFound` of kind "source_not_found"."""
         kept = await self._redis.call("HGET", _SOURCES, sha256)
         if kept is None:
@@ -76,7 +76,7 @@ class Catalogue:
                 value=sha256,
                 remedy="Upload it before the function that it belongs to.",
             )
-        return pb.UploadSourceRequest.FromString(kept)
+        return reward_pb.UploadSourceRequest.FromString(kept)
 
     async def hold(self, job_id: str, code: CodeSpec | None) -> None:
         """Keeps the files that a job ships until `release`.
@@ -116,10 +116,10 @@ class Catalogue:
         if all(spec.source_sha256 != sha256 for spec in await self.all()):
             await self._redis.call("HDEL", _SOURCES, sha256)
 
-    async def check(self, spec: pb.FunctionSpec) -> None:
+    async def check(self, spec: reward_pb.FunctionSpec) -> None:
         """Raises `AlreadyExists` if the name and version stand for another function."""
         kept = await self._redis.call("HGET", _SPECS, _key(spec))
-        if kept is not None and pb.FunctionSpec.FromString(kept) != spec:
+        if kept is not None and reward_pb.FunctionSpec.FromString(kept) != spec:
             raise AlreadyExists(
                 f"version {spec.version!r} of this function is deployed with other code or costs",
                 kind="function_differs",
@@ -128,7 +128,7 @@ class Catalogue:
                 remedy="Deploy it under a new version, or delete the old one.",
             )
 
-    async def keep(self, spec: pb.FunctionSpec) -> None:
+    async def keep(self, spec: reward_pb.FunctionSpec) -> None:
         """Stores a function. Raises `AlreadyExists`, as `check`."""
         key = _key(spec)
         kept = spec.SerializeToString(deterministic=True)
@@ -144,19 +144,19 @@ class Catalogue:
         await self._redis.call("HDEL", _SPECS, key)
         if kept is None:
             return False
-        if sha256 := pb.FunctionSpec.FromString(kept).source_sha256:
+        if sha256 := reward_pb.FunctionSpec.FromString(kept).source_sha256:
             await self._delete_unused(sha256)
         return True
 
-    async def all(self) -> list[pb.FunctionSpec]:
+    async def all(self) -> list[reward_pb.FunctionSpec]:
         """The functions, oldest deployment first."""
         keys = await self._redis.call("ZRANGE", _ORDER, 0, -1)
         if not keys:
             return []
         kept = await self._redis.call("HMGET", _SPECS, *keys)
-        return [pb.FunctionSpec.FromString(one) for one in kept if one is not None]
+        return [reward_pb.FunctionSpec.FromString(one) for one in kept if one is not None]
 
-    async def find(self, name: str, version: str = "") -> pb.FunctionSpec:
+    async def find(self, name: str, version: str = "") -> reward_pb.FunctionSpec:
         """A function; without `version` the one deployed last. Raises `NotFound` of kind
         "function_not_found"."""
         found = [f for f in await self.all() if f.name == name and version in ("", f.version)]
@@ -176,7 +176,7 @@ async def mean_seconds(reward: RewardAsyncStub, job_id: str) -> dict[str, float]
     the reward service is away."""
     found: dict[str, float] = {}
     with suppress(TroupeError):
-        reply = await reward.ListFunctions(pb.ListFunctionsRequest(), timeout=_MEAN_SECONDS)
+        reply = await reward.ListFunctions(reward_pb.ListFunctionsRequest(), timeout=_MEAN_SECONDS)
         for one in reply.functions:
             owner, _, name = one.function.name.partition("/")
             if owner == job_id and one.invocations:
@@ -184,7 +184,7 @@ async def mean_seconds(reward: RewardAsyncStub, job_id: str) -> dict[str, float]
     return found
 
 
-class FunctionGateway(reward_pb2_grpc.RewardServicer):
+class FunctionGateway(reward_grpc.RewardServicer):
     """The service `troupe.v1.Reward` for users, without the methods of workers and hosts: deploys,
     calls and deletes functions. `reward` is the service that runs them."""
 
@@ -205,18 +205,18 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
             await cancel_all([self._looking])
 
     async def UploadSource(
-        self, request: pb.UploadSourceRequest, context: Any
-    ) -> pb.UploadSourceResponse:
+        self, request: reward_pb.UploadSourceRequest, context: Any
+    ) -> reward_pb.UploadSourceResponse:
         """Stores source; the reward service gets it with the first function that needs it. Raises
         `InvalidArgument`."""
         check_files(request.files)
         sha256 = await asyncio.to_thread(digest, request.files)
         await self.catalogue.keep_source(sha256, request)
-        return pb.UploadSourceResponse(sha256=sha256)
+        return reward_pb.UploadSourceResponse(sha256=sha256)
 
     async def RegisterFunction(
-        self, request: pb.RegisterFunctionRequest, context: Any
-    ) -> pb.RegisterFunctionResponse:
+        self, request: reward_pb.RegisterFunctionRequest, context: Any
+    ) -> reward_pb.RegisterFunctionResponse:
         """Stores a function if the reward service accepts it. Repeating it changes nothing.
 
         Raises `InvalidArgument` for a function that cannot work, `AlreadyExists` for a version
@@ -227,18 +227,20 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         await self.catalogue.check(spec)
         await self._restore(spec)
         await self.catalogue.keep(spec)
-        return pb.RegisterFunctionResponse()
+        return reward_pb.RegisterFunctionResponse()
 
     async def DeleteFunction(
-        self, request: pb.DeleteFunctionRequest, context: Any
-    ) -> pb.DeleteFunctionResponse:
+        self, request: reward_pb.DeleteFunctionRequest, context: Any
+    ) -> reward_pb.DeleteFunctionResponse:
         """Deletes a function, if there is one, and cancels its calls."""
         name, version = request.name, request.version
         if all((one.name, one.version) != (name, version) for one in await self.catalogue.all()):
-            return pb.DeleteFunctionResponse(deleted=False)
-        delete = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
+            return reward_pb.DeleteFunctionResponse(deleted=False)
+        delete = reward_pb.DeleteFunctionRequest(
+            request_id=new_id("delete"), name=name, version=version
+        )
         await self._reward.DeleteFunction(delete)
-        return pb.DeleteFunctionResponse(deleted=await self.catalogue.delete(name, version))
+        return reward_pb.DeleteFunctionResponse(deleted=await self.catalogue.delete(name, version))
 
     async def _call(self, request: Any, invoke: Callable[..., Awaitable[T]], context: Any) -> T:
         """The reply of `invoke` to the request, repeated once if the service had forgotten the
@@ -257,7 +259,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
             await self._restore(spec)
             return await invoke(request, timeout=timeout)
 
-    async def _named(self, request: Any) -> pb.FunctionSpec:
+    async def _named(self, request: Any) -> reward_pb.FunctionSpec:
         """The function that a request names; sets the request's version. Raises `NotFound`."""
         spec = await self.catalogue.find(request.name, request.version)
         request.version = spec.version
@@ -280,20 +282,20 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
                     ) from error
 
     async def ListFunctions(
-        self, request: pb.ListFunctionsRequest, context: Any
-    ) -> pb.ListFunctionsResponse:
+        self, request: reward_pb.ListFunctionsRequest, context: Any
+    ) -> reward_pb.ListFunctionsResponse:
         """The reward service's functions and all deployed ones, known to it or not.
 
         Functions of jobs first, whose names begin with the job's id, then deployed ones in their
         order. Raises `TroupeError`.
         """
-        reply = await self._reward.ListFunctions(pb.ListFunctionsRequest())
+        reply = await self._reward.ListFunctions(reward_pb.ListFunctionsRequest())
         deployed, known = await self.catalogue.all(), _known(reply)
-        missing = [pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
+        missing = [reward_pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
         order = {_key(spec): place for place, spec in enumerate(deployed)}
         found = [*reply.functions, *missing]
         found.sort(key=lambda one: order.get(_key(one.function), -1))
-        return pb.ListFunctionsResponse(functions=found, pool=reply.pool)
+        return reward_pb.ListFunctionsResponse(functions=found, pool=reply.pool)
 
     async def restore(self) -> None:
         """Registers the deployed functions that the reward service does not know.
@@ -304,7 +306,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         deployed = await self.catalogue.all()
         if not deployed:
             return
-        known = _known(await self._reward.ListFunctions(pb.ListFunctionsRequest()))
+        known = _known(await self._reward.ListFunctions(reward_pb.ListFunctionsRequest()))
         for spec in deployed:
             if _key(spec) in known:
                 self._refused.pop(_key(spec), None)
@@ -319,8 +321,8 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
                     _log.warning("a deployed function was refused", function=_key(spec), error=text)
                 self._refused[_key(spec)] = text
 
-    async def _restore(self, spec: pb.FunctionSpec) -> None:
-        request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+    async def _restore(self, spec: reward_pb.FunctionSpec) -> None:
+        request = reward_pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
         try:
             await self._reward.RegisterFunction(request)
         except NotFound as error:
@@ -341,44 +343,50 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
                 _log.exception("restoring deployed functions")
             await asyncio.sleep(_RESTORE_SECONDS)
 
-    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
+    async def ListHosts(
+        self, request: reward_pb.ListHostsRequest, context: Any
+    ) -> reward_pb.ListHostsResponse:
         return await self._reward.ListHosts(request)
 
-    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
+    async def Invoke(
+        self, request: reward_pb.InvokeRequest, context: Any
+    ) -> reward_pb.InvokeResponse:
         return await self._call(request, self._reward.Invoke, context)
 
     async def InvokeBatch(
-        self, request: pb.InvokeBatchRequest, context: Any
-    ) -> pb.InvokeBatchResponse:
+        self, request: reward_pb.InvokeBatchRequest, context: Any
+    ) -> reward_pb.InvokeBatchResponse:
         return await self._call(request, self._reward.InvokeBatch, context)
 
     async def InvokeStream(
-        self, request: pb.InvokeRequest, context: Any
-    ) -> AsyncIterator[pb.InvocationEvent]:
+        self, request: reward_pb.InvokeRequest, context: Any
+    ) -> AsyncIterator[reward_pb.InvocationEvent]:
         # Not `_call`: a stream is not repeated.
         spec = await self._named(request)
-        if _key(spec) not in _known(await self._reward.ListFunctions(pb.ListFunctionsRequest())):
+        if _key(spec) not in _known(
+            await self._reward.ListFunctions(reward_pb.ListFunctionsRequest())
+        ):
             await self._restore(spec)
         async for event in _relayed(self._reward.InvokeStream(request)):
             yield event
 
     async def CancelInvocation(
-        self, request: pb.CancelInvocationRequest, context: Any
-    ) -> pb.CancelInvocationResponse:
+        self, request: reward_pb.CancelInvocationRequest, context: Any
+    ) -> reward_pb.CancelInvocationResponse:
         return await self._reward.CancelInvocation(request)
 
     async def CloseTrajectory(
-        self, request: pb.CloseTrajectoryRequest, context: Any
-    ) -> pb.CloseTrajectoryResponse:
+        self, request: reward_pb.CloseTrajectoryRequest, context: Any
+    ) -> reward_pb.CloseTrajectoryResponse:
         return await self._reward.CloseTrajectory(request)
 
     async def ReadLogs(
-        self, request: pb.ReadLogsRequest, context: Any
-    ) -> AsyncIterator[pb.LogLine]:
+        self, request: reward_pb.ReadLogsRequest, context: Any
+    ) -> AsyncIterator[reward_pb.LogLine]:
         async for line in _relayed(self._reward.ReadLogs(request)):
             yield line
 
-    async def AttachHost(self, request: Any, context: Any) -> AsyncIterator[pb.HostCommand]:
+    async def AttachHost(self, request: Any, context: Any) -> AsyncIterator[reward_pb.HostCommand]:
         raise Unimplemented(
             "hosts attach to the reward service itself",
             field="address",
@@ -387,15 +395,15 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         yield  # a stream, like the service's
 
 
-def _key(spec: pb.FunctionSpec) -> str:
+def _key(spec: reward_pb.FunctionSpec) -> str:
     return f"{spec.name}@{spec.version}"
 
 
-def _known(reply: pb.ListFunctionsResponse) -> set[str]:
+def _known(reply: reward_pb.ListFunctionsResponse) -> set[str]:
     return {_key(one.function) for one in reply.functions}
 
 
-def _check(spec: pb.FunctionSpec) -> None:
+def _check(spec: reward_pb.FunctionSpec) -> None:
     for field, shape in (("name", NAME), ("version", VERSION)):
         value = getattr(spec, field)
         if not shape.fullmatch(value):

@@ -12,20 +12,24 @@ from prometheus_client.registry import Collector
 from services.orchestrator.placement.workers import NAMES, WorkerHandle
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import TERMINAL
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 _ACTIVE: Final = (
-    pb.JOB_STATE_SUBMITTED,
-    pb.JOB_STATE_STARTING,
-    pb.JOB_STATE_RUNNING,
-    pb.JOB_STATE_PAUSING,
-    pb.JOB_STATE_CANCELLING,
+    common_pb.JOB_STATE_SUBMITTED,
+    common_pb.JOB_STATE_STARTING,
+    common_pb.JOB_STATE_RUNNING,
+    common_pb.JOB_STATE_PAUSING,
+    common_pb.JOB_STATE_CANCELLING,
 )
 # Values of a series' labels, in their order.
 _Labels: TypeAlias = tuple[str, ...]
 # States of engines that draw turns with a verified version: while a new one is loaded, running
 # turns go on with the old one.
-_SERVING: Final = (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_UPDATING, pb.ENGINE_STATE_SUSPECT)
+_SERVING: Final = (
+    common_pb.ENGINE_STATE_HEALTHY,
+    common_pb.ENGINE_STATE_UPDATING,
+    common_pb.ENGINE_STATE_SUSPECT,
+)
 _WORKER_STATES: Final = ("usable", "draining", "lost")
 
 
@@ -120,7 +124,7 @@ def _of_engines(workers: Sequence[WorkerHandle]) -> Iterator[GaugeMetricFamily]:
     for worker in workers:
         for engine in worker.beat.engines:
             key = engine.job_id, engine.policy
-            for state in pb.EngineState.values()[1:]:
+            for state in common_pb.EngineState.values()[1:]:
                 count[(*key, _engine_state(state))] += engine.state == state
             turns[(*key, "running")] += engine.running
             turns[(*key, "waiting")] += engine.waiting
@@ -145,9 +149,9 @@ def _filled(family: GaugeMetricFamily, values: Mapping[_Labels, float]) -> Gauge
     return family
 
 
-def _job_state(state: pb.JobState.ValueType) -> str:
-    return pb.JobState.Name(state).removeprefix("JOB_STATE_").lower()
+def _job_state(state: common_pb.JobState.ValueType) -> str:
+    return common_pb.JobState.Name(state).removeprefix("JOB_STATE_").lower()
 
 
-def _engine_state(state: pb.EngineState.ValueType) -> str:
-    return pb.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()
+def _engine_state(state: common_pb.EngineState.ValueType) -> str:
+    return common_pb.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()

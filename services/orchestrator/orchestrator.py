@@ -41,9 +41,9 @@ from troupe.rpc import (
     connect,
     new_id,
 )
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
 from troupe.v1.reward_pb2_grpc import RewardStub
 
@@ -56,7 +56,12 @@ _log = structlog.get_logger(__name__)
 _PREPARE_SECONDS: Final = 600.0
 _RETRY_AFTER_MS: Final = 1000
 _ACTIVE: Final = frozenset(
-    {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING}
+    {
+        common_pb.JOB_STATE_SUBMITTED,
+        common_pb.JOB_STATE_STARTING,
+        common_pb.JOB_STATE_RUNNING,
+        common_pb.JOB_STATE_PAUSING,
+    }
 )
 # Jobs wait for an experience store that is away; their own limits bound how long.
 _STORE_RETRY: Final = RetryPolicy(max_attempts=100_000)
@@ -109,7 +114,7 @@ class Orchestrator:
 
     async def _check_job(self, spec: JobSpec) -> None:
         """Raises for a job that this cluster cannot run."""
-        check_devices(spec, self.shared.workers.usable(orch.WORKER_KIND_ROLLOUT))
+        check_devices(spec, self.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT))
         await self.functions.check_job(spec)
 
     async def start(self) -> None:
@@ -134,10 +139,12 @@ class Orchestrator:
         if trouble is None:
             return
         for job_id in list(self.shared.store.live):
-            self.shared.log.show(job_id, orch.Activity(text=str(trouble)))
+            self.shared.log.show(job_id, orchestrator_pb.Activity(text=str(trouble)))
             if isinstance(trouble, FailedPrecondition):  # Redis takes a notice
                 with suppress(TroupeError):
-                    await self.shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, str(trouble))
+                    await self.shared.log.notice(
+                        job_id, orchestrator_pb.Notice.SEVERITY_WARNING, str(trouble)
+                    )
 
     async def stop(self) -> None:
         """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
@@ -167,10 +174,10 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
             assert record.problem is not None, "it says what is broken"
             _log.error("a job cannot be read", job_id=job_id, why=record.problem.message)
             continue
-        if record.terminal or record.state == pb.JOB_STATE_PAUSED:
+        if record.terminal or record.state == common_pb.JOB_STATE_PAUSED:
             continue
         deaths, limit = await guard.deaths(job_id), death_limit(record)
-        if deaths >= limit and record.state != pb.JOB_STATE_CANCELLING:
+        if deaths >= limit and record.state != common_pb.JOB_STATE_CANCELLING:
             _log.error("a job is set aside", job_id=job_id, deaths=deaths)
             await jobs.set_aside(job_id, deaths)
             continue
@@ -195,15 +202,15 @@ class GenerationService:
         self._jobs = jobs
 
     async def generate(
-        self, request: orch.GeneratePolicyRequest, timeout: float
-    ) -> ro.GenerateResponse:
+        self, request: orchestrator_pb.GeneratePolicyRequest, timeout: float
+    ) -> rollout_pb.GenerateResponse:
         """A completion by the policy's newest version.
 
         Raises `NotFound` for an unknown job or policy, `Unavailable` while an active job's engines
         are being prepared.
         """
         record = await self._shared.store.get(request.job_id)
-        call = ro.GenerateRequest(
+        call = rollout_pb.GenerateRequest(
             request_id=new_id("generate"),
             job_id=request.job_id,
             policy=record.policy_of(request.policy),
@@ -218,10 +225,12 @@ class GenerationService:
             lambda worker: worker.rollout.Generate(call, timeout=timeout),
         )
 
-    async def score(self, request: ro.ScoreRequest, timeout: float) -> ro.ScoreResponse:
+    async def score(
+        self, request: rollout_pb.ScoreRequest, timeout: float
+    ) -> rollout_pb.ScoreResponse:
         """Log-probs of continuations under the policy's newest version. Raises as `generate`."""
         record = await self._shared.store.get(request.job_id)
-        call = ro.ScoreRequest()
+        call = rollout_pb.ScoreRequest()
         call.CopyFrom(request)
         call.policy = record.policy_of(request.policy)
         return await self._call_serving_worker(
@@ -258,10 +267,10 @@ class GenerationService:
         """The least busy worker that serves the policy, as far as its heartbeat tells."""
         found = [
             (engine.running + engine.waiting, worker.worker_id, worker)
-            for worker in self._shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+            for worker in self._shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
             for engine in worker.beat.engines
             if (engine.job_id, engine.policy) == (job_id, policy)
-            and engine.state == pb.ENGINE_STATE_HEALTHY
+            and engine.state == common_pb.ENGINE_STATE_HEALTHY
         ]
         return min(found)[2] if found else None
 
@@ -283,17 +292,17 @@ class GenerationService:
             shared, record.job_id, record.epoch, spec, record.spec_json, record.directory
         )
         deadline = Deadline("preparing engines", _PREPARE_SECONDS, "generate")
-        both = (orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER)
+        both = (orchestrator_pb.WORKER_KIND_ROLLOUT, orchestrator_pb.WORKER_KIND_TRAINER)
         await shared.workers.wait_for(both, deadline)
         await release_ended_jobs(shared, record.job_id)
         await shared.store.note_states(record.job_id)
-        worker = shared.workers.usable(orch.WORKER_KIND_ROLLOUT)[0]
+        worker = shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)[0]
         trainers = Trainers(job, entries)
         try:
             weights = await trainers.bind_all(deadline)
             if spec.slots:
                 weights |= await slot_weights(job, trainers, deadline)
-            request = ro.PrepareJobRequest(
+            request = rollout_pb.PrepareJobRequest(
                 request_id=new_id("prepare"),
                 job_id=record.job_id,
                 spec_json=record.spec_json,
@@ -312,7 +321,7 @@ class GenerationService:
 
 async def slot_weights(
     job: JobContext, trainers: Trainers, deadline: Deadline
-) -> dict[str, pb.WeightsRef]:
+) -> dict[str, common_pb.WeightsRef]:
     """The weights that the slots of a population served last."""
     found = await on_demand("population")
     population: PopulationRun = await found.PopulationRun.open(

@@ -25,10 +25,11 @@ from services.orchestrator.state.records import TERMINAL, JobRecord
 from services.orchestrator.state.trajectories import TrajectoryFilter
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
-from troupe.v1 import reward_pb2_grpc, transfer_pb2_grpc
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2_grpc as reward_grpc
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
@@ -38,15 +39,15 @@ _MAX_ROWS: Final = 1_000
 _GENERATE_SECONDS: Final = 600.0
 
 
-async def audit(shared: Shared, job_id: str) -> orch.AuditJobResponse:
+async def audit(shared: Shared, job_id: str) -> orchestrator_pb.AuditJobResponse:
     """The store's audit of its log, with contradictions between it and the weight versions.
 
     Raises `NotFound` for a job without tables.
     """
-    request = es.AuditTablesRequest(job_id=job_id)
+    request = store_pb.AuditTablesRequest(job_id=job_id)
     tables = await shared.experience.AuditTables(request)
     versions = await shared.weight_versions.versions(job_id)
-    return orch.AuditJobResponse(
+    return orchestrator_pb.AuditJobResponse(
         tables=tables,
         violations=[*tables.violations, *contradictions(tables.policies, versions)],
         versions=list({one.weights.policy: one for one in versions}.values()),
@@ -54,7 +55,7 @@ async def audit(shared: Shared, job_id: str) -> orch.AuditJobResponse:
 
 
 def contradictions(
-    policies: Collection[es.PolicyAudit], versions: Collection[orch.PolicyVersion]
+    policies: Collection[store_pb.PolicyAudit], versions: Collection[orchestrator_pb.PolicyVersion]
 ) -> list[str]:
     """Faults in the recorded `versions` (oldest first), as texts.
 
@@ -63,7 +64,7 @@ def contradictions(
     behind: a commit that was not reported yet.
     """
     found: list[str] = []
-    newest: dict[str, orch.PolicyVersion] = {}
+    newest: dict[str, orchestrator_pb.PolicyVersion] = {}
     first: dict[str, str] = {}
     # Versions that the store has not seen: restarts since the last step.
     ahead: Counter[str] = Counter()
@@ -79,7 +80,7 @@ def contradictions(
             found += _restart(before, one, first[policy])
             continue
         ahead[policy] = 0
-        rise = int(one.outcome == es.STEP_OUTCOME_APPLIED)
+        rise = int(one.outcome == store_pb.STEP_OUTCOME_APPLIED)
         if one.weights.version != before.weights.version + rise:
             found.append(
                 f"{policy}: step {one.step - 1} moved the ledger from version "
@@ -108,7 +109,9 @@ def contradictions(
     return found
 
 
-def _restart(before: orch.PolicyVersion, one: orch.PolicyVersion, first: str) -> list[str]:
+def _restart(
+    before: orchestrator_pb.PolicyVersion, one: orchestrator_pb.PolicyVersion, first: str
+) -> list[str]:
     """Faults of a restart after `before`; `first`: the first version's checksum."""
     policy, version = one.weights.policy, one.weights.version
     found = []
@@ -122,7 +125,7 @@ def _restart(before: orch.PolicyVersion, one: orch.PolicyVersion, first: str) ->
     return found
 
 
-class OrchestratorService(orch_grpc.OrchestratorServicer):
+class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     """The gRPC service of an `Orchestrator`, which the chassis starts and stops with it."""
 
     name = "troupe.v1.Orchestrator"
@@ -133,9 +136,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the services with the chassis' server."""
-        orch_grpc.add_OrchestratorServicer_to_server(self, server)
-        reward_pb2_grpc.add_RewardServicer_to_server(self._at.functions, server)
-        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
+        orchestrator_grpc.add_OrchestratorServicer_to_server(self, server)
+        reward_grpc.add_RewardServicer_to_server(self._at.functions, server)
+        transfer_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     @property
     def problem(self) -> str | None:
@@ -151,28 +154,32 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         await self._at.stop()
 
     async def SubmitJob(
-        self, request: orch.SubmitJobRequest, context: Any
-    ) -> orch.SubmitJobResponse:
+        self, request: orchestrator_pb.SubmitJobRequest, context: Any
+    ) -> orchestrator_pb.SubmitJobResponse:
         if not request.spec.strip():
             raise InvalidArgument("is empty", field="spec", remedy="Send the job's YAML text.")
         record = await self._at.jobs.submit(request.spec, request.request_id, request.job_id)
-        return orch.SubmitJobResponse(job=await self._view(record))
+        return orchestrator_pb.SubmitJobResponse(job=await self._view(record))
 
-    async def GetJob(self, request: orch.GetJobRequest, context: Any) -> orch.GetJobResponse:
-        return orch.GetJobResponse(job=await self._view(await self._record(request)))
+    async def GetJob(
+        self, request: orchestrator_pb.GetJobRequest, context: Any
+    ) -> orchestrator_pb.GetJobResponse:
+        return orchestrator_pb.GetJobResponse(job=await self._view(await self._record(request)))
 
-    async def ListJobs(self, request: orch.ListJobsRequest, context: Any) -> orch.ListJobsResponse:
+    async def ListJobs(
+        self, request: orchestrator_pb.ListJobsRequest, context: Any
+    ) -> orchestrator_pb.ListJobsResponse:
         shared = self._at.shared
         state = request.state if request.HasField("state") else None
         ids, token = await shared.store.page(_page_size(request), request.page_token, state)
         views = await shared.store.views(ids)
-        return orch.ListJobsResponse(
+        return orchestrator_pb.ListJobsResponse(
             jobs=[self._message(view) for view in views], next_page_token=token
         )
 
     async def WatchJob(
-        self, request: orch.WatchJobRequest, context: Any
-    ) -> AsyncIterator[orch.JobEvent]:
+        self, request: orchestrator_pb.WatchJobRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.JobEvent]:
         await self._record(request)
 
         async def ended() -> bool:
@@ -183,52 +190,54 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         async for event in log.follow(request.job_id, request.after, ended, recent):
             yield event
 
-    async def PauseJob(self, request: orch.PauseJobRequest, context: Any) -> orch.PauseJobResponse:
+    async def PauseJob(
+        self, request: orchestrator_pb.PauseJobRequest, context: Any
+    ) -> orchestrator_pb.PauseJobResponse:
         _check_id(request)
         record = await self._at.jobs.pause(request.job_id)
-        return orch.PauseJobResponse(job=await self._view(record))
+        return orchestrator_pb.PauseJobResponse(job=await self._view(record))
 
     async def ResumeJob(
-        self, request: orch.ResumeJobRequest, context: Any
-    ) -> orch.ResumeJobResponse:
+        self, request: orchestrator_pb.ResumeJobRequest, context: Any
+    ) -> orchestrator_pb.ResumeJobResponse:
         _check_id(request)
         record = await self._at.jobs.resume(request.job_id, request.spec)
-        return orch.ResumeJobResponse(job=await self._view(record))
+        return orchestrator_pb.ResumeJobResponse(job=await self._view(record))
 
     async def CancelJob(
-        self, request: orch.CancelJobRequest, context: Any
-    ) -> orch.CancelJobResponse:
+        self, request: orchestrator_pb.CancelJobRequest, context: Any
+    ) -> orchestrator_pb.CancelJobResponse:
         _check_id(request)
         record = await self._at.jobs.cancel(request.job_id, request.reason)
-        return orch.CancelJobResponse(job=await self._view(record))
+        return orchestrator_pb.CancelJobResponse(job=await self._view(record))
 
     async def ForgetJob(
-        self, request: orch.ForgetJobRequest, context: Any
-    ) -> orch.ForgetJobResponse:
+        self, request: orchestrator_pb.ForgetJobRequest, context: Any
+    ) -> orchestrator_pb.ForgetJobResponse:
         _check_id(request)
         view = await self._view(await self._at.shared.store.get(request.job_id))
         record = await self._at.jobs.forget(request.job_id)
         view.state = record.state
-        return orch.ForgetJobResponse(job=view)
+        return orchestrator_pb.ForgetJobResponse(job=view)
 
     async def ListVersions(
-        self, request: orch.ListVersionsRequest, context: Any
-    ) -> orch.ListVersionsResponse:
+        self, request: orchestrator_pb.ListVersionsRequest, context: Any
+    ) -> orchestrator_pb.ListVersionsResponse:
         record = await self._record(request)
         policy = record.policy_of(request.policy) if request.policy else ""
         versions = await self._at.shared.weight_versions.versions(request.job_id, policy)
-        return orch.ListVersionsResponse(versions=versions)
+        return orchestrator_pb.ListVersionsResponse(versions=versions)
 
     async def ListCheckpoints(
-        self, request: orch.ListCheckpointsRequest, context: Any
-    ) -> orch.ListCheckpointsResponse:
+        self, request: orchestrator_pb.ListCheckpointsRequest, context: Any
+    ) -> orchestrator_pb.ListCheckpointsResponse:
         record = await self._record(request)
         found = await asyncio.to_thread(checkpoints.list_checkpoints, record.directory)
-        return orch.ListCheckpointsResponse(checkpoints=found)
+        return orchestrator_pb.ListCheckpointsResponse(checkpoints=found)
 
     async def ExportCheckpoint(
-        self, request: orch.ExportCheckpointRequest, context: Any
-    ) -> AsyncIterator[orch.ExportCheckpointResponse]:
+        self, request: orchestrator_pb.ExportCheckpointRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.ExportCheckpointResponse]:
         record = await self._record(request)
         version = request.version if request.HasField("version") else None
         policy = record.policy_of(request.policy)
@@ -239,8 +248,8 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             yield chunk
 
     async def ListMetrics(
-        self, request: orch.ListMetricsRequest, context: Any
-    ) -> orch.ListMetricsResponse:
+        self, request: orchestrator_pb.ListMetricsRequest, context: Any
+    ) -> orchestrator_pb.ListMetricsResponse:
         await self._record(request)
         store, token = self._at.shared.store, ""
         if request.page_size:
@@ -253,29 +262,29 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             rows = await store.metrics(request.job_id, request.after_step)
         if request.names:
             rows = [picked for row in rows if (picked := _picked(row, request.names)).values]
-        return orch.ListMetricsResponse(rows=rows, next_page_token=token)
+        return orchestrator_pb.ListMetricsResponse(rows=rows, next_page_token=token)
 
     async def ListTrajectories(
-        self, request: orch.ListTrajectoriesRequest, context: Any
-    ) -> orch.ListTrajectoriesResponse:
+        self, request: orchestrator_pb.ListTrajectoriesRequest, context: Any
+    ) -> orchestrator_pb.ListTrajectoriesResponse:
         await self._record(request)
         size = _page_size(request)
         page, token = await self._at.shared.trajectories.page(
             request.job_id, size, request.page_token, TrajectoryFilter(request)
         )
-        return orch.ListTrajectoriesResponse(trajectories=page, next_page_token=token)
+        return orchestrator_pb.ListTrajectoriesResponse(trajectories=page, next_page_token=token)
 
     async def GetTrajectory(
-        self, request: orch.GetTrajectoryRequest, context: Any
-    ) -> orch.GetTrajectoryResponse:
+        self, request: orchestrator_pb.GetTrajectoryRequest, context: Any
+    ) -> orchestrator_pb.GetTrajectoryResponse:
         await self._record(request)
         return await self._at.shared.trajectories.get(
             request.job_id, request.trajectory_id, tokens=request.tokens
         )
 
     async def GetJobProfile(
-        self, request: orch.GetJobProfileRequest, context: Any
-    ) -> orch.GetJobProfileResponse:
+        self, request: orchestrator_pb.GetJobProfileRequest, context: Any
+    ) -> orchestrator_pb.GetJobProfileResponse:
         await self._record(request)
         profile = await self._at.shared.store.profile(request.job_id)
         if profile is None:
@@ -285,19 +294,19 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
                 value=request.job_id,
                 remedy="Wait for its first step, or give a job that ran.",
             )
-        return orch.GetJobProfileResponse(profile_json=profile.to_json())
+        return orchestrator_pb.GetJobProfileResponse(profile_json=profile.to_json())
 
     async def GetPopulation(
-        self, request: orch.GetPopulationRequest, context: Any
-    ) -> orch.GetPopulationResponse:
+        self, request: orchestrator_pb.GetPopulationRequest, context: Any
+    ) -> orchestrator_pb.GetPopulationResponse:
         record = await self._record(request)
         view = await on_demand("view")
         found = await view.population(self._at.shared, record)
-        return orch.GetPopulationResponse(population=found)
+        return orchestrator_pb.GetPopulationResponse(population=found)
 
     async def ListMatches(
-        self, request: orch.ListMatchesRequest, context: Any
-    ) -> orch.ListMatchesResponse:
+        self, request: orchestrator_pb.ListMatchesRequest, context: Any
+    ) -> orchestrator_pb.ListMatchesResponse:
         record = await self._record(request)
         size = _page_size(request)
         if record.spec().population is None:
@@ -308,11 +317,11 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         page, token = await self._at.shared.populations.page(
             request.job_id, size, request.page_token, request.member_id
         )
-        return orch.ListMatchesResponse(matches=page, next_page_token=token)
+        return orchestrator_pb.ListMatchesResponse(matches=page, next_page_token=token)
 
     async def ExportMember(
-        self, request: orch.ExportMemberRequest, context: Any
-    ) -> AsyncIterator[orch.ExportCheckpointResponse]:
+        self, request: orchestrator_pb.ExportMemberRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.ExportCheckpointResponse]:
         record = await self._record(request)
         view = await on_demand("view")
         member = await view.member(self._at.shared, record, request.member_id)
@@ -320,8 +329,8 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             yield chunk
 
     async def ListSamples(
-        self, request: es.ListSamplesRequest, context: Any
-    ) -> es.ListSamplesResponse:
+        self, request: store_pb.ListSamplesRequest, context: Any
+    ) -> store_pb.ListSamplesResponse:
         record = await self._record(request)
         with _rows_of(record):
             return await self._at.shared.experience.ListSamples(
@@ -329,26 +338,28 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             )
 
     async def DescribeTables(
-        self, request: es.DescribeTablesRequest, context: Any
-    ) -> es.DescribeTablesResponse:
+        self, request: store_pb.DescribeTablesRequest, context: Any
+    ) -> store_pb.DescribeTablesResponse:
         record = await self._record(request)
         with _rows_of(record):
             return await self._at.shared.experience.DescribeTables(
                 request, timeout=cluster.ASKED_SECONDS
             )
 
-    async def AuditJob(self, request: orch.AuditJobRequest, context: Any) -> orch.AuditJobResponse:
+    async def AuditJob(
+        self, request: orchestrator_pb.AuditJobRequest, context: Any
+    ) -> orchestrator_pb.AuditJobResponse:
         await self._record(request)
         return await audit(self._at.shared, request.job_id)
 
     async def GetCluster(
-        self, request: orch.GetClusterRequest, context: Any
-    ) -> orch.GetClusterResponse:
+        self, request: orchestrator_pb.GetClusterRequest, context: Any
+    ) -> orchestrator_pb.GetClusterResponse:
         return await self._at.cluster.picture()
 
     async def GeneratePolicy(
-        self, request: orch.GeneratePolicyRequest, context: Any
-    ) -> orch.GeneratePolicyResponse:
+        self, request: orchestrator_pb.GeneratePolicyRequest, context: Any
+    ) -> orchestrator_pb.GeneratePolicyResponse:
         _check_id(request)
         if bool(request.messages) == bool(request.input_ids):
             raise InvalidArgument(
@@ -358,54 +369,58 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             )
         left = context.time_remaining()
         result = await self._at.generation.generate(request, left or _GENERATE_SECONDS)
-        return orch.GeneratePolicyResponse(result=result)
+        return orchestrator_pb.GeneratePolicyResponse(result=result)
 
     async def ScorePolicy(
-        self, request: orch.ScorePolicyRequest, context: Any
-    ) -> orch.ScorePolicyResponse:
+        self, request: orchestrator_pb.ScorePolicyRequest, context: Any
+    ) -> orchestrator_pb.ScorePolicyResponse:
         left = context.time_remaining()
         result = await self._at.generation.score(request.request, left or _GENERATE_SECONDS)
-        return orch.ScorePolicyResponse(result=result)
+        return orchestrator_pb.ScorePolicyResponse(result=result)
 
     async def Heartbeat(
-        self, request: orch.HeartbeatRequest, context: Any
-    ) -> orch.HeartbeatResponse:
+        self, request: orchestrator_pb.HeartbeatRequest, context: Any
+    ) -> orchestrator_pb.HeartbeatResponse:
         for field in ("worker_id", "address", "kind"):
             if not getattr(request, field):
                 raise InvalidArgument("is missing", field=field, remedy="Every beat carries it.")
-        return orch.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
+        return orchestrator_pb.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
 
-    async def JoinNode(self, request: orch.JoinNodeRequest, context: Any) -> orch.JoinNodeResponse:
+    async def JoinNode(
+        self, request: orchestrator_pb.JoinNodeRequest, context: Any
+    ) -> orchestrator_pb.JoinNodeResponse:
         return self._at.shared.nodes.join(request)
 
     async def LocateState(
-        self, request: orch.LocateStateRequest, context: Any
-    ) -> orch.LocateStateResponse:
+        self, request: orchestrator_pb.LocateStateRequest, context: Any
+    ) -> orchestrator_pb.LocateStateResponse:
         if not request.key:
             raise InvalidArgument("is empty", field="key", remedy="Name the state.")
         return cluster.locate(request.key, self._at.shared.workers.all())
 
-    async def ReadCode(self, request: orch.ReadCodeRequest, context: Any) -> orch.ReadCodeResponse:
+    async def ReadCode(
+        self, request: orchestrator_pb.ReadCodeRequest, context: Any
+    ) -> orchestrator_pb.ReadCodeResponse:
         source = await self._at.functions.catalogue.source(request.sha256)
-        return orch.ReadCodeResponse(files=source.files)
+        return orchestrator_pb.ReadCodeResponse(files=source.files)
 
     async def ReportTrainedTokens(
-        self, request: orch.ReportTrainedTokensRequest, context: Any
-    ) -> orch.ReportTrainedTokensResponse:
+        self, request: orchestrator_pb.ReportTrainedTokensRequest, context: Any
+    ) -> orchestrator_pb.ReportTrainedTokensResponse:
         await self._record(request)
         await self._at.shared.trajectories.keep_trained(request)
-        return orch.ReportTrainedTokensResponse()
+        return orchestrator_pb.ReportTrainedTokensResponse()
 
     async def _record(self, request: Any) -> JobRecord:
         _check_id(request)
         return await self._at.shared.store.get(request.job_id)
 
-    async def _view(self, record: JobRecord) -> orch.Job:
+    async def _view(self, record: JobRecord) -> orchestrator_pb.Job:
         [view] = await self._at.shared.store.views([record.job_id])
         # The record as the request left it, whatever happened to the job since.
         return self._message(StoredJob(record, view.versions, view.metrics, view.resolved))
 
-    def _message(self, view: StoredJob) -> orch.Job:
+    def _message(self, view: StoredJob) -> orchestrator_pb.Job:
         return view.record.to_message(
             versions=view.versions,
             metrics=view.metrics,
@@ -444,10 +459,12 @@ def _rows_of(record: JobRecord) -> Iterator[None]:
         ) from error
 
 
-def _picked(row: orch.MetricsLogged, names: Iterable[str]) -> orch.MetricsLogged:
+def _picked(
+    row: orchestrator_pb.MetricsLogged, names: Iterable[str]
+) -> orchestrator_pb.MetricsLogged:
     """The row with these metrics only."""
     values = {name: row.values[name] for name in names if name in row.values}
-    return orch.MetricsLogged(step=row.step, values=values)
+    return orchestrator_pb.MetricsLogged(step=row.step, values=values)
 
 
 def _page_size(request: Any, most: int = _MAX_PAGE_SIZE) -> int:

@@ -15,18 +15,18 @@ import xxhash
 from services.reward import worker
 from troupe.outcomes import finite_number, parse_json
 from troupe.scheduling.elastic import Kin
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 # A call that waits for a quota fails with the reason this long before its caller's deadline, and at
 # most this share of the caller's time before.
 _NOTICE_SECONDS: Final = 1.0
 _NOTICE_SHARE: Final = 0.1
 _ERROR_KINDS: Final = {
-    worker.RAISED: pb.InvocationError.KIND_RAISED,
-    worker.OUT_OF_MEMORY: pb.InvocationError.KIND_OUT_OF_MEMORY,
-    worker.BAD_RESULT: pb.InvocationError.KIND_BAD_RESULT,
-    worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
-    worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
+    worker.RAISED: reward_pb.InvocationError.KIND_RAISED,
+    worker.OUT_OF_MEMORY: reward_pb.InvocationError.KIND_OUT_OF_MEMORY,
+    worker.BAD_RESULT: reward_pb.InvocationError.KIND_BAD_RESULT,
+    worker.NOT_IMPORTABLE: reward_pb.InvocationError.KIND_NOT_IMPORTABLE,
+    worker.BAD_ARGUMENTS: reward_pb.InvocationError.KIND_BAD_ARGUMENTS,
 }
 _MAX_REWARD_BYTES: Final = 1 << 20
 # What a response takes in the message of its batch beside its own bytes.
@@ -62,10 +62,10 @@ class CallDeadline:
         notice = min(_NOTICE_SECONDS, _NOTICE_SHARE * self.caller_seconds)
         return self.accepted + self.caller_seconds - notice - time.perf_counter()
 
-    def timed_out(self, output: str = "") -> pb.InvocationError:
+    def timed_out(self, output: str = "") -> reward_pb.InvocationError:
         """The error of a call whose code ran for longer than `run_seconds`."""
-        return pb.InvocationError(
-            kind=pb.InvocationError.KIND_TIMEOUT,
+        return reward_pb.InvocationError(
+            kind=reward_pb.InvocationError.KIND_TIMEOUT,
             message=f"did not end within {self.run_seconds:g} s",
             output=output,
         )
@@ -117,17 +117,21 @@ class CallOutcome:
 
     result_json: str = ""
     seconds: float = 0.0
-    error: pb.InvocationError | None = None
+    error: reward_pb.InvocationError | None = None
     cold_seconds: float = 0.0
     # Id of the stateful sandbox in which the call ran, or which has ended.
     sandbox: str = ""
 
     @classmethod
     def failed(
-        cls, kind: pb.InvocationError.Kind.ValueType, message: str, *, cold_seconds: float = 0.0
+        cls,
+        kind: reward_pb.InvocationError.Kind.ValueType,
+        message: str,
+        *,
+        cold_seconds: float = 0.0,
     ) -> CallOutcome:
         """The outcome of a call that failed without any output of its own."""
-        error = pb.InvocationError(kind=kind, message=message)
+        error = reward_pb.InvocationError(kind=kind, message=message)
         return cls(error=error, cold_seconds=cold_seconds)
 
 
@@ -145,9 +149,9 @@ def outcome_of(
             given = float(number)
             retry_after = given if 0 < given <= worker.MOST_SECONDS else -1.0
     return CallOutcome(
-        error=pb.InvocationError(
+        error=reward_pb.InvocationError(
             # A forged answer may name a kind that does not exist.
-            kind=_ERROR_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
+            kind=_ERROR_KINDS.get(answer.kind, reward_pb.InvocationError.KIND_RAISED),
             message=text,
             traceback=sendable(answer.traceback),
             output=output,
@@ -168,8 +172,8 @@ def as_reward(outcome: CallOutcome) -> CallOutcome:
         return outcome
     shown = outcome.result_json
     shown = shown if len(shown) < 200 else shown[:197] + "..."
-    error = pb.InvocationError(
-        kind=pb.InvocationError.KIND_BAD_RESULT,
+    error = reward_pb.InvocationError(
+        kind=reward_pb.InvocationError.KIND_BAD_RESULT,
         message="a reward is a finite number, or a dict with a number for each agent that it is "
         f"for: the function returned {'nothing' if shown == 'null' else shown}",
     )
@@ -191,7 +195,9 @@ def _is_reward(text: str) -> bool:
     return True
 
 
-def fitted(responses: Iterable[pb.InvokeResponse], most_bytes: int) -> list[pb.InvokeResponse]:
+def fitted(
+    responses: Iterable[reward_pb.InvokeResponse], most_bytes: int
+) -> list[reward_pb.InvokeResponse]:
     """`responses`, for one message of at most `most_bytes`.
 
     In order, each that does not fit beside those before it is replaced by KIND_RESULT_TOO_LARGE;
@@ -213,13 +219,15 @@ def fitted(responses: Iterable[pb.InvokeResponse], most_bytes: int) -> list[pb.I
     return found
 
 
-def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeResponse:
-    error = pb.InvocationError(
-        kind=pb.InvocationError.KIND_RESULT_TOO_LARGE,
+def _too_large(
+    response: reward_pb.InvokeResponse, size: int, most: int
+) -> reward_pb.InvokeResponse:
+    error = reward_pb.InvocationError(
+        kind=reward_pb.InvocationError.KIND_RESULT_TOO_LARGE,
         message=f"its result of {size:,} bytes does not fit into the batch's answer of at most "
         f"{most:,}: invoke with the same id alone, or send fewer together",
     )
-    refused = pb.InvokeResponse()
+    refused = reward_pb.InvokeResponse()
     refused.CopyFrom(response)
     refused.error.CopyFrom(error)
     refused.host = refused.sandbox = ""

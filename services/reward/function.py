@@ -34,7 +34,7 @@ from troupe.functions.validation import Refuse, check_costs
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from troupe.scheduling.elastic import Discipline, SpeedUp
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 REWARD: Final = "reward"
 _KINDS: Final = ("", REWARD, "tool")
@@ -93,11 +93,11 @@ class LineSplitter:
 class Logs:
     """The last lines that calls of one function printed, and those who follow them."""
 
-    kept: deque[pb.LogLine] = field(default_factory=deque)
+    kept: deque[reward_pb.LogLine] = field(default_factory=deque)
     size: int = 0
-    listeners: set[asyncio.Queue[pb.LogLine | None]] = field(default_factory=set)
+    listeners: set[asyncio.Queue[reward_pb.LogLine | None]] = field(default_factory=set)
 
-    def add(self, line: pb.LogLine) -> None:
+    def add(self, line: reward_pb.LogLine) -> None:
         """Keep `line`, drop the oldest beyond the limit, and pass it to the listeners."""
         line.seconds = time.time()
         self.kept.append(line)
@@ -119,9 +119,9 @@ class Logs:
 @contextmanager
 def listening(
     functions: Iterable[RegisteredFunction],
-) -> Iterator[asyncio.Queue[pb.LogLine | None]]:
+) -> Iterator[asyncio.Queue[reward_pb.LogLine | None]]:
     """A queue of all lines of `functions` from now on; None marks the end."""
-    queue: asyncio.Queue[pb.LogLine | None] = asyncio.Queue(_AHEAD)
+    queue: asyncio.Queue[reward_pb.LogLine | None] = asyncio.Queue(_AHEAD)
     listened = [function.logs for function in functions]
     for logs in listened:
         logs.listeners.add(queue)
@@ -140,7 +140,7 @@ def _text(line: bytes) -> str:
 class RegisteredFunction:
     """A registered function with its counts and estimates."""
 
-    spec: pb.FunctionSpec
+    spec: reward_pb.FunctionSpec
     # Folder of its uploaded source; None: it is imported from the service's import path.
     source: Path | None = None
     # How often it was registered: each time, workers check anew whether its code was edited.
@@ -234,11 +234,11 @@ class RegisteredFunction:
 
     def status(
         self, *, running: int, behind: int, warm_workers: int, confinement: Sequence[str]
-    ) -> pb.FunctionStatus:
+    ) -> reward_pb.FunctionStatus:
         """Counts and estimates as a message. `running`: slots that run its calls, `behind`: calls
         that wait behind these."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
-        return pb.FunctionStatus(
+        return reward_pb.FunctionStatus(
             function=self.spec,
             invocations=self.invocations,
             errors=self.errors,
@@ -269,7 +269,7 @@ class FunctionRegistry:
     restart."""
 
     def __init__(
-        self, sources: SourceStore, check_hosts: Callable[[pb.FunctionSpec], None]
+        self, sources: SourceStore, check_hosts: Callable[[reward_pb.FunctionSpec], None]
     ) -> None:
         """`check_hosts` raises `InvalidArgument` for what no host could ever run."""
         self._sources = sources
@@ -279,7 +279,7 @@ class FunctionRegistry:
     def __iter__(self) -> Iterator[RegisteredFunction]:
         return iter(self._functions.values())
 
-    def register(self, spec: pb.FunctionSpec) -> RegisteredFunction:
+    def register(self, spec: reward_pb.FunctionSpec) -> RegisteredFunction:
         """Register `spec`; repeating it changes nothing.
 
         Raises `InvalidArgument` for a field that cannot work, `NotFound` for a source that was not
@@ -290,7 +290,7 @@ class FunctionRegistry:
         source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
         known = self._functions.get((spec.name, spec.version))
         if known is None:
-            kept = pb.FunctionSpec()
+            kept = reward_pb.FunctionSpec()
             kept.CopyFrom(spec)
             known = self._functions[spec.name, spec.version] = RegisteredFunction(kept, source)
         elif known.spec != spec:
@@ -338,7 +338,7 @@ class FunctionRegistry:
         return found
 
 
-def check(spec: pb.FunctionSpec) -> None:
+def check(spec: reward_pb.FunctionSpec) -> None:
     """Raises `InvalidArgument` or `FailedPrecondition` for a declaration that cannot work on this
     host."""
 
@@ -381,7 +381,7 @@ def check(spec: pb.FunctionSpec) -> None:
         )
 
 
-def _check_sandbox(spec: pb.FunctionSpec, refuse: Refuse) -> None:
+def _check_sandbox(spec: reward_pb.FunctionSpec, refuse: Refuse) -> None:
     level = spec.sandbox or PROCESS
     if level == BUBBLEWRAP:
         find_bubblewrap()
@@ -446,7 +446,7 @@ def learn(
     return function.curve.observed(cores, seconds)
 
 
-def declared_seconds(spec: pb.FunctionSpec, arguments_json: str) -> float:
+def declared_seconds(spec: reward_pb.FunctionSpec, arguments_json: str) -> float:
     """Seconds that the function declares for a call with these arguments (`expected_seconds` and
     `seconds_per`), at most its timeout. An argument that is missing, or has no size, adds none, and
     so does each of more than 4 MiB of arguments, which would take too long to parse."""

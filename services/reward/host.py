@@ -43,7 +43,7 @@ from services.reward.settings import RewardSettings
 from services.reward.slot import ProcessSlot, WorkerSlot
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.scheduling import elastic
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
@@ -246,14 +246,14 @@ class FunctionHost:
             try:
                 url = await self._ready(self._models, model, cancelled)
             except ModelUnavailable as error:
-                kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
+                kind = reward_pb.InvocationError.KIND_MODEL_UNAVAILABLE
                 seconds = self._clock() - began
                 yield 0, CallOutcome.failed(kind, str(error), cold_seconds=seconds)
                 return
             for call in calls:
                 call.environment = {MODEL_URL: url}
         if cancelled.is_set():
-            kind = pb.InvocationError.KIND_CANCELLED
+            kind = reward_pb.InvocationError.KIND_CANCELLED
             yield 0, CallOutcome.failed(kind, "cancelled before it ran")
             return
         async with aclosing(slot.run_many(function, calls, lease)) as outcomes:

@@ -12,7 +12,7 @@ from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.quota import QUOTA
 from services.reward.sandboxes.profile import PROCESS
 from troupe.scheduling.elastic import Running
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 WORKERS: Final = "workers"
 # Only on hosts that hand cores out.
@@ -24,7 +24,7 @@ SANDBOX: Final = "sandbox:"
 PLENTY: Final = 1 << 20
 
 
-def needs_of(spec: pb.FunctionSpec, level: str) -> dict[str, int]:
+def needs_of(spec: reward_pb.FunctionSpec, level: str) -> dict[str, int]:
     """Resource -> amount that a call takes in a sandbox of `level`, beside a worker and cores."""
     needs: dict[str, int] = {}
     if spec.memory_mib:

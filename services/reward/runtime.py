@@ -34,12 +34,12 @@ from services.reward.slot import WorkerSlot
 from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic import Discipline
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
-Kind = pb.InvocationError
-Listener = Callable[[pb.InvocationEvent], None]
+Kind = reward_pb.InvocationError
+Listener = Callable[[reward_pb.InvocationEvent], None]
 
 # After these errors a function with `retries` runs again: the worker may have been at fault.
 _RETRIED: Final = (Kind.KIND_WORKER_DIED, Kind.KIND_TIMEOUT)
@@ -81,7 +81,9 @@ class Invocations:
         self._opening: dict[str, asyncio.Task[SandboxSlot]] = {}
         self._cancelled: set[str] = set()
 
-    async def invoke(self, request: pb.InvokeRequest, seconds: float | None) -> pb.InvokeResponse:
+    async def invoke(
+        self, request: reward_pb.InvokeRequest, seconds: float | None
+    ) -> reward_pb.InvokeResponse:
         """The outcome of one call, whose caller waits for `seconds` (None: without a deadline).
 
         Raises `NotFound` for the function, `InvalidArgument`, `ResourceExhausted`.
@@ -107,8 +109,8 @@ class Invocations:
         return response
 
     async def batch(
-        self, request: pb.InvokeBatchRequest, seconds: float | None
-    ) -> list[pb.InvokeResponse]:
+        self, request: reward_pb.InvokeBatchRequest, seconds: float | None
+    ) -> list[reward_pb.InvokeResponse]:
         """The outcomes of several calls of a function, in order; all are queued, or none.
 
         Raises as `invoke` does.
@@ -139,13 +141,13 @@ class Invocations:
             )
             for call in request.calls
         }
-        begun: dict[str, Awaitable[pb.InvokeResponse]] = {}
+        begun: dict[str, Awaitable[reward_pb.InvokeResponse]] = {}
         if not function.own_sandbox:
             fresh = [(name, call) for name, call in calls.items() if name not in self._once]
             outcomes = self._runtime.submit(fresh, function)
             begun = {name: outcome for (name, _), outcome in zip(fresh, outcomes, strict=True)}
 
-        def begin(name: str) -> Awaitable[pb.InvokeResponse]:
+        def begin(name: str) -> Awaitable[reward_pb.InvokeResponse]:
             return begun.get(name) or self._begin(function, name, calls[name])
 
         return await asyncio.gather(
@@ -166,9 +168,9 @@ class Invocations:
     def _run_once(
         self,
         function: RegisteredFunction,
-        call: pb.InvokeRequest | pb.BatchCall,
-        begin: Callable[[], Awaitable[pb.InvokeResponse]],
-    ) -> Awaitable[pb.InvokeResponse]:
+        call: reward_pb.InvokeRequest | reward_pb.BatchCall,
+        begin: Callable[[], Awaitable[reward_pb.InvokeResponse]],
+    ) -> Awaitable[reward_pb.InvokeResponse]:
         # The same id must mean the same call; time, priority and message may differ.
         same = "\0".join((function.key, call.arguments_json, call.trajectory_id))
         return self._once.run(
@@ -180,7 +182,7 @@ class Invocations:
 
     def _begin(
         self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
-    ) -> Awaitable[pb.InvokeResponse]:
+    ) -> Awaitable[reward_pb.InvokeResponse]:
         if function.own_sandbox:
             return self._invoke_in_sandbox(function, invocation_id, call)
         (done,) = self._runtime.submit([(invocation_id, call)], function)
@@ -188,7 +190,7 @@ class Invocations:
 
     async def _invoke_in_sandbox(
         self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
-    ) -> pb.InvokeResponse:
+    ) -> reward_pb.InvokeResponse:
         """Raises what `SandboxManager.slot` and `Runtime.submit` raise, but for SandboxGone, which
         is an outcome."""
         async with AsyncExitStack() as stack:
@@ -197,12 +199,12 @@ class Invocations:
             try:
                 slot = await opening
             except SandboxGone as gone:
-                return pb.InvokeResponse(error=gone.error(), sandbox=gone.sandbox_id)
+                return reward_pb.InvokeResponse(error=gone.error(), sandbox=gone.sandbox_id)
             except asyncio.CancelledError:
                 if invocation_id not in self._cancelled:
                     raise
-                error = pb.InvocationError(kind=Kind.KIND_CANCELLED, message=_CANCELLED)
-                return pb.InvokeResponse(error=error)
+                error = reward_pb.InvocationError(kind=Kind.KIND_CANCELLED, message=_CANCELLED)
+                return reward_pb.InvokeResponse(error=error)
             finally:
                 del self._opening[invocation_id]
                 self._cancelled.discard(invocation_id)
@@ -297,7 +299,7 @@ class Runtime:
         calls: Sequence[tuple[str, FunctionCall]],
         function: RegisteredFunction,
         sandbox_slot: WorkerSlot | None = None,
-    ) -> list[asyncio.Future[pb.InvokeResponse]]:
+    ) -> list[asyncio.Future[reward_pb.InvokeResponse]]:
         """Queue `calls` with their invocation ids, all of them or none; a future for each outcome.
 
         Raises `ResourceExhausted` (with retry_after_ms) when a queue is full.
@@ -443,7 +445,7 @@ class Runtime:
         queued = now - invocation.since - ran
         function.invocations += 1
         function.run_seconds += ran
-        response = pb.InvokeResponse(
+        response = reward_pb.InvokeResponse(
             queue_seconds=queued,
             run_seconds=ran,
             cores=invocation.cores,
@@ -458,7 +460,7 @@ class Runtime:
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)
-            kind = pb.InvocationError.Kind.Name(outcome.error.kind)
+            kind = reward_pb.InvocationError.Kind.Name(outcome.error.kind)
             label = kind.removeprefix("KIND_").lower()
             self._listeners.log(invocation, f"{label}: {outcome.error.message}")
         self._metrics.run.labels(function.label, label).observe(ran)
@@ -529,7 +531,7 @@ class InvocationListeners:
     def notify(
         self,
         invocation: PendingInvocation,
-        event: Callable[[PendingInvocation], pb.InvocationEvent],
+        event: Callable[[PendingInvocation], reward_pb.InvocationEvent],
     ) -> None:
         """Tell those who watch the invocation that `event` happened."""
         for listener in self._listeners.get(invocation.invocation_id, ()):
@@ -550,7 +552,7 @@ class InvocationListeners:
         """Add a line to the logs of the function."""
         function, call = invocation.function, invocation.call
         function.logs.add(
-            pb.LogLine(
+            reward_pb.LogLine(
                 version=function.spec.version,
                 job_id=call.job_id,
                 trajectory_id=call.trajectory_id,
@@ -561,16 +563,18 @@ class InvocationListeners:
 
     def _line(self, invocation: PendingInvocation, line: str) -> None:
         self.log(invocation, line)
-        self.notify(invocation, lambda _: pb.InvocationEvent(output=line + "\n"))
+        self.notify(invocation, lambda _: reward_pb.InvocationEvent(output=line + "\n"))
 
 
-def _queued(invocation: PendingInvocation) -> pb.InvocationEvent:
-    return pb.InvocationEvent(queued=pb.InvocationQueued(ahead=invocation.function.queued))
+def _queued(invocation: PendingInvocation) -> reward_pb.InvocationEvent:
+    return reward_pb.InvocationEvent(
+        queued=reward_pb.InvocationQueued(ahead=invocation.function.queued)
+    )
 
 
-def _started(invocation: PendingInvocation) -> pb.InvocationEvent:
-    return pb.InvocationEvent(
-        started=pb.InvocationStarted(
+def _started(invocation: PendingInvocation) -> reward_pb.InvocationEvent:
+    return reward_pb.InvocationEvent(
+        started=reward_pb.InvocationStarted(
             attempt=invocation.attempts, cores=invocation.cores, host=invocation.host
         )
     )
@@ -633,7 +637,7 @@ class PoolCounts:
 
     def function_status(
         self, function: RegisteredFunction, confinement: Sequence[str]
-    ) -> pb.FunctionStatus:
+    ) -> reward_pb.FunctionStatus:
         """The counts and estimates of `function` as a message."""
         return function.status(
             running=self._dispatcher.running(function),
@@ -642,10 +646,10 @@ class PoolCounts:
             confinement=confinement,
         )
 
-    def status(self) -> pb.PoolStatus:
+    def status(self) -> reward_pb.PoolStatus:
         """The counts as a message."""
         hosts = self._hosts.values()
-        return pb.PoolStatus(
+        return reward_pb.PoolStatus(
             workers=self.workers,
             busy=self.busy,
             max_workers=sum(host.workers for host in hosts),

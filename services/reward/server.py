@@ -19,8 +19,8 @@ from services.reward.runtime import Invocations, Runtime
 from services.reward.settings import RewardSettings
 from troupe.functions.sources import SourceStore
 from troupe.scheduling.elastic import Discipline
-from troupe.v1 import reward_pb2 as pb
-from troupe.v1 import reward_pb2_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 __all__ = ["RewardService", "RewardSettings"]
 
@@ -28,7 +28,7 @@ __all__ = ["RewardService", "RewardSettings"]
 _EVENTS: Final = 1000
 
 
-class RewardService(reward_pb2_grpc.RewardServicer):
+class RewardService(reward_grpc.RewardServicer):
     """Registers functions by name and version, and runs their calls in worker processes."""
 
     name = "troupe.v1.Reward"
@@ -70,7 +70,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
-        reward_pb2_grpc.add_RewardServicer_to_server(self, server)
+        reward_grpc.add_RewardServicer_to_server(self, server)
 
     async def start(self) -> None:
         """Start the workers. Raises `FailedPrecondition` if Redis cannot keep the quotas."""
@@ -89,35 +89,35 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self._sources.close()
 
     async def UploadSource(
-        self, request: pb.UploadSourceRequest, context: Any
-    ) -> pb.UploadSourceResponse:
+        self, request: reward_pb.UploadSourceRequest, context: Any
+    ) -> reward_pb.UploadSourceResponse:
         """Keep files of code by their hash."""
         sha256 = await asyncio.to_thread(self._sources.put, request.files)
-        return pb.UploadSourceResponse(sha256=sha256)
+        return reward_pb.UploadSourceResponse(sha256=sha256)
 
     async def RegisterFunction(
-        self, request: pb.RegisterFunctionRequest, context: Any
-    ) -> pb.RegisterFunctionResponse:
+        self, request: reward_pb.RegisterFunctionRequest, context: Any
+    ) -> reward_pb.RegisterFunctionResponse:
         """Register a function."""
         self._local.sandboxes.check(request.function)
         function = self._registry.register(request.function)
         self._runtime.dispatcher.warm_up(function)
-        return pb.RegisterFunctionResponse()
+        return reward_pb.RegisterFunctionResponse()
 
     async def DeleteFunction(
-        self, request: pb.DeleteFunctionRequest, context: Any
-    ) -> pb.DeleteFunctionResponse:
+        self, request: reward_pb.DeleteFunctionRequest, context: Any
+    ) -> reward_pb.DeleteFunctionResponse:
         """Delete a function, and cancel its calls."""
         function = self._registry.delete(request.name, request.version)
         if function is not None:
             self._runtime.forget(function)
-        return pb.DeleteFunctionResponse(deleted=function is not None)
+        return reward_pb.DeleteFunctionResponse(deleted=function is not None)
 
     async def ListFunctions(
-        self, request: pb.ListFunctionsRequest, context: Any
-    ) -> pb.ListFunctionsResponse:
+        self, request: reward_pb.ListFunctionsRequest, context: Any
+    ) -> reward_pb.ListFunctionsResponse:
         """All functions with their counts."""
-        return pb.ListFunctionsResponse(
+        return reward_pb.ListFunctionsResponse(
             functions=[
                 self._runtime.pool.function_status(f, self._local.confinement(f.profile))
                 for f in self._registry
@@ -125,27 +125,29 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             pool=self._runtime.pool.status(),
         )
 
-    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
+    async def Invoke(
+        self, request: reward_pb.InvokeRequest, context: Any
+    ) -> reward_pb.InvokeResponse:
         """Run a function, once per invocation id however often it is sent."""
         return await self._invocations.invoke(request, context.time_remaining())
 
     async def InvokeBatch(
-        self, request: pb.InvokeBatchRequest, context: Any
-    ) -> pb.InvokeBatchResponse:
+        self, request: reward_pb.InvokeBatchRequest, context: Any
+    ) -> reward_pb.InvokeBatchResponse:
         """Run many calls of a function; all of them are queued, or none.
 
         Results that one message cannot hold fail alone, as KIND_RESULT_TOO_LARGE.
         """
         responses = await self._invocations.batch(request, context.time_remaining())
-        return pb.InvokeBatchResponse(responses=fitted(responses, self._most_bytes))
+        return reward_pb.InvokeBatchResponse(responses=fitted(responses, self._most_bytes))
 
     async def InvokeStream(
-        self, request: pb.InvokeRequest, context: Any
-    ) -> AsyncIterator[pb.InvocationEvent]:
+        self, request: reward_pb.InvokeRequest, context: Any
+    ) -> AsyncIterator[reward_pb.InvocationEvent]:
         """Run a function, and stream its events, the last of which is the outcome."""
-        events: asyncio.Queue[pb.InvocationEvent | None] = asyncio.Queue()
+        events: asyncio.Queue[reward_pb.InvocationEvent | None] = asyncio.Queue()
 
-        def listener(event: pb.InvocationEvent) -> None:
+        def listener(event: reward_pb.InvocationEvent) -> None:
             if events.qsize() < _EVENTS or event.WhichOneof("event") != "output":
                 events.put_nowait(event)
 
@@ -157,41 +159,43 @@ class RewardService(reward_pb2_grpc.RewardServicer):
                     yield event
             finally:
                 invoked.cancel()
-            yield pb.InvocationEvent(outcome=await invoked)
+            yield reward_pb.InvocationEvent(outcome=await invoked)
 
     async def AttachHost(
-        self, request_iterator: AsyncIterator[pb.HostMessage], context: Any
-    ) -> AsyncIterator[pb.HostCommand]:
+        self, request_iterator: AsyncIterator[reward_pb.HostMessage], context: Any
+    ) -> AsyncIterator[reward_pb.HostCommand]:
         """Attach a host, which runs calls for as long as the stream lasts."""
         async with aclosing(self._hosts.serve(request_iterator)) as commands:
             async for command in commands:
                 yield command
 
-    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
+    async def ListHosts(
+        self, request: reward_pb.ListHostsRequest, context: Any
+    ) -> reward_pb.ListHostsResponse:
         """The hosts that are attached."""
-        return pb.ListHostsResponse(hosts=self._hosts.list())
+        return reward_pb.ListHostsResponse(hosts=self._hosts.list())
 
     async def CancelInvocation(
-        self, request: pb.CancelInvocationRequest, context: Any
-    ) -> pb.CancelInvocationResponse:
+        self, request: reward_pb.CancelInvocationRequest, context: Any
+    ) -> reward_pb.CancelInvocationResponse:
         """End an invocation that waits or runs."""
         cancelled = self._invocations.cancel(request.invocation_id)
-        return pb.CancelInvocationResponse(cancelled=cancelled)
+        return reward_pb.CancelInvocationResponse(cancelled=cancelled)
 
     async def CloseTrajectory(
-        self, request: pb.CloseTrajectoryRequest, context: Any
-    ) -> pb.CloseTrajectoryResponse:
+        self, request: reward_pb.CloseTrajectoryRequest, context: Any
+    ) -> reward_pb.CloseTrajectoryResponse:
         """End the stateful sandboxes of a trajectory."""
         self._runtime.discipline.closed(request.job_id, request.trajectory_id)
         closed = self._local.sandboxes.close(request.job_id, request.trajectory_id)
-        return pb.CloseTrajectoryResponse(closed=closed)
+        return reward_pb.CloseTrajectoryResponse(closed=closed)
 
     async def ReadLogs(
-        self, request: pb.ReadLogsRequest, context: Any
-    ) -> AsyncIterator[pb.LogLine]:
+        self, request: reward_pb.ReadLogsRequest, context: Any
+    ) -> AsyncIterator[reward_pb.LogLine]:
         """The last lines that a function's calls printed, and with `follow` those to come."""
 
-        def wanted(line: pb.LogLine) -> bool:
+        def wanted(line: reward_pb.LogLine) -> bool:
             return request.job_id in ("", line.job_id) and request.invocation_id in (
                 "",
                 line.invocation_id,

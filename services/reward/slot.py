@@ -33,11 +33,11 @@ from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
 from services.reward.sandboxes.supervisor import FOREIGN, answer_channel, received
 from troupe.processes.ending import close_output, exit_text, kill_tree, signal_group
 from troupe.processes.frames import frame, read_frame
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
-_Kind = pb.InvocationError
+_Kind = reward_pb.InvocationError
 # An answer is a result of at most 16 MiB, or an error.
 _MAX_FRAME_BYTES: Final = 20 * 2**20
 # The last of what functions print that is kept.
@@ -115,7 +115,7 @@ class WorkerSlot:
 class WorkerLost(Exception):
     """The worker process ended or was ended; `error` is the outcome of its call."""
 
-    def __init__(self, error: pb.InvocationError) -> None:
+    def __init__(self, error: reward_pb.InvocationError) -> None:
         super().__init__(error.message)
         self.error = error
 
@@ -406,7 +406,7 @@ class ProcessSlot(WorkerSlot):
         """
         if self._cancelled:
             why = "cancelled before it ran"
-            raise WorkerLost(pb.InvocationError(kind=_Kind.KIND_CANCELLED, message=why))
+            raise WorkerLost(reward_pb.InvocationError(kind=_Kind.KIND_CANCELLED, message=why))
         timer = asyncio.timeout(deadline.run_seconds)
         try:
             async with timer:
@@ -424,7 +424,7 @@ class ProcessSlot(WorkerSlot):
             kind, why = _Kind.KIND_WORKER_DIED, str(died)
             if self._cancelled:
                 kind, why = _Kind.KIND_CANCELLED, "cancelled while it ran"
-            error = pb.InvocationError(kind=kind, message=why, output=self._replace())
+            error = reward_pb.InvocationError(kind=kind, message=why, output=self._replace())
             raise WorkerLost(error) from None
         except asyncio.CancelledError:
             self._replace()

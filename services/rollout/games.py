@@ -7,15 +7,15 @@ from typing import Any
 
 from troupe.job import JobSpec
 from troupe.rpc.errors import FailedPrecondition, TroupeError
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments import GameWorkflow
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 from troupe.workflow.environments.episode import job_rules
 
 
-def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse:
+def describe(workflow: Any, spec: JobSpec, game: str) -> rollout_pb.DescribeGameResponse:
     """How `workflow` plays OpenSpiel's `game` with the agents of `spec`. Slow: walks the game tree.
 
     Raises FailedPrecondition of kind "game_not_enumerable", field `population.game`: the workflow
@@ -52,20 +52,20 @@ def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise not_enumerable(reason, game, "Remove the field: matches fill the table") from error
     properties = environment.properties
-    return pb.DescribeGameResponse(
+    return rollout_pb.DescribeGameResponse(
         questions=[
-            pb.GameQuestion(
+            rollout_pb.GameQuestion(
                 player=one.player,
                 state=one.state,
-                messages=[common.ChatMessage(**message) for message in one.messages],
-                moves=[pb.GameMove(name=name, action=a) for name, a in one.moves.items()],
+                messages=[common_pb.ChatMessage(**message) for message in one.messages],
+                moves=[rollout_pb.GameMove(name=name, action=a) for name, a in one.moves.items()],
             )
             for one in found
         ],
         illegal=rules.illegal or properties.illegal,
         resamples=rules.resamples,
         illegal_reward=properties.illegal_reward,
-        seatings=[pb.GameSeating(agents=one) for one in seatings],
+        seatings=[rollout_pb.GameSeating(agents=one) for one in seatings],
     )
 
 

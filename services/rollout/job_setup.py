@@ -30,8 +30,8 @@ from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
 from troupe.workflow.errors import as_invalid_argument
 from troupe.workflow.languages import Language, load_language, role_of, token_counter
@@ -199,14 +199,14 @@ class Preparation:
         self._on_gpu = on_gpu
         return with_defaults(spec, self._gpu, embedded=on_gpu)
 
-    def resolved(self, given: JobSpec, job: PreparedJob) -> list[pb.ResolvedSetting]:
+    def resolved(self, given: JobSpec, job: PreparedJob) -> list[common_pb.ResolvedSetting]:
         """Resolved settings that the job as `given` may leave open: value on this worker, and who
         decided."""
-        found: list[pb.ResolvedSetting] = []
+        found: list[common_pb.ResolvedSetting] = []
 
         def add(field: str, asked: object, value: object, source: str) -> None:
             source = source if asked is None else "given"
-            found.append(pb.ResolvedSetting(field=field, value=str(value), source=source))
+            found.append(common_pb.ResolvedSetting(field=field, value=str(value), source=source))
 
         seconds, slowest = job.spec.limits.turn_limit, described_device(None)
         for name, policy in given.policies.items():
@@ -231,8 +231,8 @@ class Preparation:
         self,
         job_id: str,
         spec: JobSpec,
-        refs: Mapping[str, pb.WeightsRef],
-        servers: Sequence[rollout.SharedServer] = (),
+        refs: Mapping[str, common_pb.WeightsRef],
+        servers: Sequence[rollout_pb.SharedServer] = (),
     ) -> PreparedJob:
         """A job whose engines serve `refs`. `servers`: attached ones that other workers may use.
 
@@ -257,8 +257,8 @@ class Preparation:
         self,
         job_id: str,
         spec: JobSpec,
-        refs: Mapping[str, pb.WeightsRef],
-        servers: Sequence[rollout.SharedServer],
+        refs: Mapping[str, common_pb.WeightsRef],
+        servers: Sequence[rollout_pb.SharedServer],
         play: _JobCode,
     ) -> PreparedJob:
         functions = JobFunctions(self._rewards, job_id, spec, self._sources)
@@ -388,7 +388,7 @@ def share_servers(
     job_id: str,
     worker_id: str,
     policies: Mapping[str, ServedPolicy],
-    servers: Sequence[rollout.SharedServer],
+    servers: Sequence[rollout_pb.SharedServer],
 ) -> None:
     """Keep, or follow, the engines of attached servers as the orchestrator says."""
     for server in servers:
@@ -420,7 +420,9 @@ async def parse_spec(spec_json: str) -> JobSpec:
         ) from error
 
 
-def by_policy(spec: JobSpec, weights: Sequence[pb.WeightsRef]) -> dict[str, pb.WeightsRef]:
+def by_policy(
+    spec: JobSpec, weights: Sequence[common_pb.WeightsRef]
+) -> dict[str, common_pb.WeightsRef]:
     """One reference per policy of the job. Raises `InvalidArgument` when one is missing."""
     refs = {ref.policy: ref for ref in weights}
     for name in spec.policies:

@@ -18,8 +18,8 @@ from services.rollout.prepared_job import PreparedJob
 from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.rpc.errors import FailedPrecondition
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 class JobTable:
@@ -55,8 +55,8 @@ class JobTable:
         self,
         job_id: str,
         asked: JobSpec,
-        weights: Sequence[pb.WeightsRef],
-        servers: Sequence[rollout.SharedServer] = (),
+        weights: Sequence[common_pb.WeightsRef],
+        servers: Sequence[rollout_pb.SharedServer] = (),
     ) -> PreparedJob:
         """Load the code of the job that was `asked` for and start its engines at `weights`.
         `servers`: attached ones that other workers may use, too.
@@ -109,8 +109,10 @@ class JobTable:
         if job.arena is not None:
             await asyncio.to_thread(job.arena.close)
 
-    async def _update_weights(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:
-        async def one(name: str, ref: pb.WeightsRef) -> None:
+    async def _update_weights(
+        self, job: PreparedJob, refs: Mapping[str, common_pb.WeightsRef]
+    ) -> None:
+        async def one(name: str, ref: common_pb.WeightsRef) -> None:
             policy = job.policies[name]
             if ref.version < policy.weights.version:
                 # The orchestrator keeps the weight versions: an older one belongs to a resumed job.

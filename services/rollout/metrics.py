@@ -13,8 +13,8 @@ from services.chassis.telemetry import Telemetry
 from services.rollout.jobs import JobTable
 from services.rollout.trajectories.runner import Runner
 from troupe.contracts import metric_names
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow.environments.host import COUNTERS, Counters
 
 
@@ -141,9 +141,9 @@ class RolloutMetrics:
             lambda: sum(p.router.waiting for job in jobs.all() for p in job.policies.values())
         )
 
-    def ended(self, job_id: str, event: pb.TrajectoryEvent) -> None:
+    def ended(self, job_id: str, event: rollout_pb.TrajectoryEvent) -> None:
         """Count a trajectory and its turns."""
-        state = common.TrajectoryState.Name(event.state).removeprefix("TRAJECTORY_STATE_")
+        state = common_pb.TrajectoryState.Name(event.state).removeprefix("TRAJECTORY_STATE_")
         # Only the kind before the colon: the message would make a series per trajectory.
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()

@@ -19,7 +19,7 @@ from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.elastic.order import group_waiters
 from troupe.transfer import Transfer
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import Role, Workflow
 from troupe.workflow.languages import role_of
 
@@ -202,7 +202,7 @@ class PreparedJob:
         `InvalidArgument` for an unknown policy, and the error of one that no engine serves."""
         await wait_for_all(policy.wake() for policy in [self.policy(name) for name in names])
 
-    def statuses(self, worker_id: str) -> list[rollout.EngineStatus]:
+    def statuses(self, worker_id: str) -> list[rollout_pb.EngineStatus]:
         """One per engine."""
         return [
             status
@@ -210,6 +210,6 @@ class PreparedJob:
             for status in policy.statuses(self.job_id, worker_id)
         ]
 
-    def loads(self, worker_id: str) -> list[rollout.PolicyLoad]:
+    def loads(self, worker_id: str) -> list[rollout_pb.PolicyLoad]:
         """One per policy."""
         return [policy.load(self.job_id, worker_id) for policy in self.policies.values()]

@@ -31,7 +31,7 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 from troupe.rpc.ids import new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.workflow import ToolError, scoring
 
 if TYPE_CHECKING:
@@ -77,24 +77,24 @@ _NEWEST_WEIGHT: Final = 0.1
 _Key = tuple[str, str, str, int, float]
 
 _REMEDIES: Final = {
-    pb.InvocationError.KIND_NOT_IMPORTABLE: (
+    reward_pb.InvocationError.KIND_NOT_IMPORTABLE: (
         "Make it importable where the reward service runs: the directory that holds it on "
         "PYTHONPATH, the function at the module's top level."
     ),
-    pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
-    pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
-    pb.InvocationError.KIND_SANDBOX_GONE: (
+    reward_pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
+    reward_pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
+    reward_pb.InvocationError.KIND_SANDBOX_GONE: (
         "Begin anew: its next call has a new sandbox. Raise `sandbox_idle_seconds` if it was idle "
         "for too long."
     ),
-    pb.InvocationError.KIND_QUOTA_EXHAUSTED: (
+    reward_pb.InvocationError.KIND_QUOTA_EXHAUSTED: (
         "Declare a larger quota in TROUPE_REWARD_QUOTAS if the interface allows it, or call it "
         "less often."
     ),
-    pb.InvocationError.KIND_MODEL_UNAVAILABLE: (
+    reward_pb.InvocationError.KIND_MODEL_UNAVAILABLE: (
         "Look at the log of the reward host that has the model (TROUPE_REWARD_MODELS)."
     ),
-    pb.InvocationError.KIND_BAD_RESULT: (
+    reward_pb.InvocationError.KIND_BAD_RESULT: (
         "Return finite numbers, strings, lists and dicts of them."
     ),
 }
@@ -148,7 +148,7 @@ class TrajectoryTools:
             return await self._functions.call(
                 name,
                 arguments_json,
-                pb.InvokeRequest(
+                reward_pb.InvokeRequest(
                     trajectory_id=self._trajectory_id,
                     waiters=self._waiters(),
                     query_id=self._query_id,
@@ -167,14 +167,14 @@ class TrajectorySandboxes:
     # Whether a call without a known answer may have opened one.
     uncertain: bool = False
 
-    async def record(self, answer: Awaitable[pb.InvokeResponse]) -> pb.InvokeResponse:
+    async def record(self, answer: Awaitable[reward_pb.InvokeResponse]) -> reward_pb.InvokeResponse:
         """Await a response and record which sandbox it opened or lost."""
         try:
             response = await answer
         except BaseException:
             self.uncertain = True
             raise
-        if response.error.kind == pb.InvocationError.KIND_SANDBOX_GONE:
+        if response.error.kind == reward_pb.InvocationError.KIND_SANDBOX_GONE:
             self.ids.discard(response.sandbox)
         elif response.sandbox:
             self.ids.add(response.sandbox)
@@ -237,7 +237,7 @@ class JobFunctions:
 
     async def _list_servers(self) -> None:
         for name in self._servers.keys() - self._listed.keys():
-            request = pb.InvokeRequest(priority=_PRIORITY)
+            request = reward_pb.InvokeRequest(priority=_PRIORITY)
             payload = self._server_call(name, "", {})
             seconds = _DESCRIBE_SECONDS + self._servers[name].start_seconds
             answer = await self.call(name, payload, request, seconds, TrajectorySandboxes())
@@ -346,17 +346,17 @@ class JobFunctions:
             )
             await self._register(spec)
 
-    async def _register(self, spec: pb.FunctionSpec) -> None:
+    async def _register(self, spec: reward_pb.FunctionSpec) -> None:
         """Register a function, with the code that the job ships."""
         spec.source_sha256 = self._sha256
-        request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+        request = reward_pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
         try:
             await self._stub.RegisterFunction(request)
         except NotFound as error:
             if error.kind != kinds.SOURCE_NOT_FOUND:
                 raise
             files = await asyncio.to_thread(self._sources.files, self._sha256)
-            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
+            upload = reward_pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
             await self._stub.UploadSource(upload)
             await self._stub.RegisterFunction(request)
 
@@ -405,7 +405,7 @@ class JobFunctions:
         self,
         name: str,
         arguments_json: str,
-        request: pb.InvokeRequest,
+        request: reward_pb.InvokeRequest,
         timeout: float,
         sandboxes: TrajectorySandboxes,
     ) -> str:
@@ -441,7 +441,7 @@ class JobFunctions:
                 remedy=error.remedy,
             ) from error
         if response.HasField("error"):
-            kind = pb.InvocationError.Kind.Name(response.error.kind)
+            kind = reward_pb.InvocationError.Kind.Name(response.error.kind)
             function = self._functions[name]
             raise ToolError(
                 f"{name}: {response.error.message}",
@@ -454,8 +454,8 @@ class JobFunctions:
         return response.result_json
 
     async def _until_answered(
-        self, name: str, request: pb.InvokeRequest, timeout: float
-    ) -> pb.InvokeResponse:
+        self, name: str, request: reward_pb.InvokeRequest, timeout: float
+    ) -> reward_pb.InvokeResponse:
         """The response of the function itself, result or error."""
         # Reward functions are declared stateless. A tool whose worker died may have had its effect.
         lives = LIVES if name.startswith("rewards/") else 1
@@ -490,12 +490,12 @@ class JobFunctions:
                 await broken.failed(error)
                 continue
             kind = response.error.kind if response.HasField("error") else None
-            if kind == pb.InvocationError.KIND_WORKER_DIED:
+            if kind == reward_pb.InvocationError.KIND_WORKER_DIED:
                 lives -= 1
                 if lives > 0:
                     continue
             # Cancelled at the service (it stopped, or lost our connection), not by us: call again.
-            if kind != pb.InvocationError.KIND_CANCELLED:
+            if kind != reward_pb.InvocationError.KIND_CANCELLED:
                 return response
 
     async def _register_anew(self) -> None:
@@ -510,7 +510,7 @@ class JobFunctions:
         _in_background(self._close(trajectory_id))
 
     async def _close(self, trajectory_id: str) -> None:
-        request = pb.CloseTrajectoryRequest(
+        request = reward_pb.CloseTrajectoryRequest(
             request_id=new_id("close"), job_id=self._job_id, trajectory_id=trajectory_id
         )
         try:
@@ -522,7 +522,8 @@ class JobFunctions:
     async def _cancel(self, invocation_id: str) -> None:
         try:
             await self._stub.CancelInvocation(
-                pb.CancelInvocationRequest(invocation_id=invocation_id), timeout=_CANCEL_SECONDS
+                reward_pb.CancelInvocationRequest(invocation_id=invocation_id),
+                timeout=_CANCEL_SECONDS,
             )
         except Exception as error:  # also a channel that is closed already
             # The invocation ends at its own timeout.
@@ -540,8 +541,8 @@ class _Batch:
     """Calls of one function that wait to be sent in one message."""
 
     timer: asyncio.TimerHandle
-    calls: list[tuple[pb.InvokeRequest, float, asyncio.Future[pb.InvokeResponse]]] = field(
-        default_factory=list
+    calls: list[tuple[reward_pb.InvokeRequest, float, asyncio.Future[reward_pb.InvokeResponse]]] = (
+        field(default_factory=list)
     )
     size: int = 0
 
@@ -556,14 +557,18 @@ class Coalescer:
         self._seconds: dict[_Key, float] = {}
         self._sent: set[asyncio.Task[None]] = set()
 
-    async def invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+    async def invoke(
+        self, request: reward_pb.InvokeRequest, timeout: float
+    ) -> reward_pb.InvokeResponse:
         """The response within `timeout` seconds. Raises `TroupeError`, as `Invoke` does."""
         key = (request.name, request.version, request.job_id, request.priority, request.weight)
         if self._seconds.get(key, _SHORT_SECONDS) >= _SHORT_SECONDS:
             response = await self._stub.Invoke(request, timeout=timeout)
             self._learn(key, response)
             return response
-        answer: asyncio.Future[pb.InvokeResponse] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[reward_pb.InvokeResponse] = (
+            asyncio.get_running_loop().create_future()
+        )
         batch = self._batches.get(key)
         if batch is None:
             timer = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self._send, key)
@@ -573,7 +578,7 @@ class Coalescer:
         if len(batch.calls) >= _BATCH_CALLS or batch.size >= _BATCH_BYTES:
             self._send(key)
         response = await answer
-        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
+        if response.error.kind == reward_pb.InvocationError.KIND_BAD_ARGUMENTS:
             raise InvalidArgument(response.error.message, field="arguments_json")
         return response
 
@@ -590,14 +595,14 @@ class Coalescer:
         if not calls:
             return
         name, version, job_id, priority, weight = key
-        request = pb.InvokeBatchRequest(
+        request = reward_pb.InvokeBatchRequest(
             name=name,
             version=version,
             job_id=job_id,
             priority=priority,
             weight=weight,
             calls=[
-                pb.BatchCall(
+                reward_pb.BatchCall(
                     invocation_id=one.invocation_id,
                     arguments_json=one.arguments_json,
                     trajectory_id=one.trajectory_id,
@@ -622,7 +627,7 @@ class Coalescer:
             return
         too_large = []
         for call, response in zip(calls, reply.responses, strict=True):
-            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+            if response.error.kind == reward_pb.InvocationError.KIND_RESULT_TOO_LARGE:
                 too_large.append(call)
                 continue
             self._learn(key, response)
@@ -633,7 +638,10 @@ class Coalescer:
             await self._answer_alone(*call)
 
     async def _answer_alone(
-        self, request: pb.InvokeRequest, timeout: float, answer: asyncio.Future[pb.InvokeResponse]
+        self,
+        request: reward_pb.InvokeRequest,
+        timeout: float,
+        answer: asyncio.Future[reward_pb.InvokeResponse],
     ) -> None:
         try:
             response = await self._stub.Invoke(request, timeout=timeout)
@@ -644,7 +652,7 @@ class Coalescer:
             if not answer.done():
                 answer.set_result(response)
 
-    def _learn(self, key: _Key, response: pb.InvokeResponse) -> None:
+    def _learn(self, key: _Key, response: reward_pb.InvokeResponse) -> None:
         seconds = response.run_seconds - response.cold_start_seconds
         known = self._seconds.get(key, seconds)
         self._seconds[key] = known + _NEWEST_WEIGHT * (seconds - known)
@@ -652,7 +660,7 @@ class Coalescer:
 
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
     """The declarations of the service's functions, by name and version. Raises `TroupeError`."""
-    reply = await stub.ListFunctions(pb.ListFunctionsRequest())
+    reply = await stub.ListFunctions(reward_pb.ListFunctionsRequest())
     return {
         (spec.name, spec.version): Described(
             spec.entrypoint,
@@ -670,7 +678,7 @@ async def _describe(
     stub: RewardAsyncStub, describer: tuple[str, str], entrypoint: str
 ) -> Described:
     response = await stub.Invoke(
-        pb.InvokeRequest(
+        reward_pb.InvokeRequest(
             invocation_id=new_id("describe"),
             name=describer[0],
             version=describer[1],

@@ -22,9 +22,9 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 from troupe.tensors import from_proto, to_proto
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.messages import parse_messages
@@ -37,8 +37,8 @@ _RETRY_SECONDS: Final = 0.05
 
 
 async def score(
-    job: PreparedJob, policy: ServedPolicy, request: pb.ScoreRequest
-) -> pb.ScoreResponse:
+    job: PreparedJob, policy: ServedPolicy, request: rollout_pb.ScoreRequest
+) -> rollout_pb.ScoreResponse:
     """Log-probs of continuations under one served version of `policy`, within
     `limits.turn_seconds`.
 
@@ -73,12 +73,12 @@ async def score(
     wanted = request.version if request.HasField("version") else None
     scored = await _score(policy, requests, temperature, wanted, job.spec.limits.turn_limit)
     rows = iter(scored.logprobs)
-    return pb.ScoreResponse(
+    return rollout_pb.ScoreResponse(
         prompts=[
-            pb.ScoredPrompt(
+            rollout_pb.ScoredPrompt(
                 input_ids=continuations[0].prompt_ids,
                 continuations=[
-                    pb.ScoredContinuation(ids=one.ids, logprobs=row, logprob=sum(row))
+                    rollout_pb.ScoredContinuation(ids=one.ids, logprobs=row, logprob=sum(row))
                     for one, row in zip(continuations, rows, strict=False)
                 ],
             )
@@ -173,7 +173,7 @@ def check_version(policy: ServedPolicy, version: int | None) -> None:
 
 
 def _prompt(
-    chat: ChatTokenizer, system: str | None, at: int, prompt: pb.ScorePrompt
+    chat: ChatTokenizer, system: str | None, at: int, prompt: rollout_pb.ScorePrompt
 ) -> list[ScoreRequest]:
     """The continuations of one prompt as token ids."""
     field = f"prompts.{at}"
@@ -193,7 +193,7 @@ def _prompt(
 
 
 def _chat_ids(
-    chat: ChatTokenizer, system: str | None, field: str, messages: Sequence[common.ChatMessage]
+    chat: ChatTokenizer, system: str | None, field: str, messages: Sequence[common_pb.ChatMessage]
 ) -> tuple[int, ...]:
     plain = [{"role": m.role, "content": m.content} for m in messages]
     try:
@@ -204,7 +204,7 @@ def _chat_ids(
         ) from error
 
 
-def _ids(chat: ChatTokenizer, field: str, one: pb.ScoreContinuation) -> tuple[int, ...]:
+def _ids(chat: ChatTokenizer, field: str, one: rollout_pb.ScoreContinuation) -> tuple[int, ...]:
     if one.text and one.ids:
         raise InvalidArgument("give text or ids, not both", field=field)
     ids = tuple(one.ids) or chat.encode(one.text)

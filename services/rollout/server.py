@@ -44,15 +44,13 @@ from troupe.rpc import RetryPolicy, connect
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import (
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    reward_pb2_grpc,
-    rollout_pb2_grpc,
-    transfer_pb2_grpc,
-)
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2_grpc as reward_grpc
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 from troupe.workflow import ContextOverflowError, WorkflowError
 from troupe.workflow.conversation import PromptDraft, TooManyTokensError
 from troupe.workflow.languages import IMPORTING
@@ -67,7 +65,7 @@ _MODULES: Final = ("modeling_utils", "modeling_layers", "activations", "masking_
 _STORE_RETRY: Final = RetryPolicy(max_attempts=None)
 
 
-class RolloutService(rollout_pb2_grpc.RolloutServicer):
+class RolloutService(rollout_grpc.RolloutServicer):
     """Connects the parts of the service and answers its RPCs."""
 
     name = "troupe.v1.Rollout"
@@ -86,7 +84,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._devices = EngineDevices(find_devices())
         self._preparation = Preparation(
             self._transfer,
-            reward_pb2_grpc.RewardStub(self._reward),
+            reward_grpc.RewardStub(self._reward),
             settings.worker_id,
             make
             or partial(
@@ -104,7 +102,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             settings.threads,
             ModelFiles(settings),
             self._sources,
-            orchestrator_pb2_grpc.OrchestratorStub(self._orchestrator),
+            orchestrator_grpc.OrchestratorStub(self._orchestrator),
             gpu=min((device.memory for device in self._devices.devices), default=None),
             embedded=settings.rollout_device,
         )
@@ -128,8 +126,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
-        rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
-        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
+        rollout_grpc.add_RolloutServicer_to_server(self, server)
+        transfer_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     async def start(self) -> None:
         """Start background work and report this worker to the orchestrator."""
@@ -159,13 +157,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         await asyncio.to_thread(self._sources.close)
 
     async def PrepareJob(
-        self, request: pb.PrepareJobRequest, context: Any
-    ) -> pb.PrepareJobResponse:
+        self, request: rollout_pb.PrepareJobRequest, context: Any
+    ) -> rollout_pb.PrepareJobResponse:
         """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
         asked = await parse_spec(request.spec_json)
         job = await self._jobs.prepare(request.job_id, asked, request.weights, request.servers)
-        response = pb.PrepareJobResponse(
+        response = rollout_pb.PrepareJobResponse(
             engines=job.statuses(self._worker_id),
             resolved=self._preparation.resolved(asked, job),
         )
@@ -179,7 +177,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return response
 
     async def RunQueries(
-        self, request: pb.RunQueriesRequest, context: Any
+        self, request: rollout_pb.RunQueriesRequest, context: Any
     ) -> AsyncIterator[Any]:  # TrajectoryEvents, or the bytes of them
         """Run tickets; the stream ends when all their trajectories have ended."""
         job = self._jobs.get(request.job_id)
@@ -205,18 +203,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 yield message
 
     async def AbortTrajectories(
-        self, request: pb.AbortTrajectoriesRequest, context: Any
-    ) -> pb.AbortTrajectoriesResponse:
+        self, request: rollout_pb.AbortTrajectoriesRequest, context: Any
+    ) -> rollout_pb.AbortTrajectoriesResponse:
         """End trajectories as ABORTED; answers before the store knows."""
         _require("job_id", request.job_id)
         aborted = self._runner.abort(
             request.job_id, request.trajectory_ids, request.reason or "aborted"
         )
-        return pb.AbortTrajectoriesResponse(aborted_trajectory_ids=aborted)
+        return rollout_pb.AbortTrajectoriesResponse(aborted_trajectory_ids=aborted)
 
     async def UpdateWeights(
-        self, request: pb.UpdateWeightsRequest, context: Any
-    ) -> pb.UpdateWeightsResponse:
+        self, request: rollout_pb.UpdateWeightsRequest, context: Any
+    ) -> rollout_pb.UpdateWeightsResponse:
         """Bring a policy's engines to a version."""
         job = self._jobs.get(request.weights.job_id)
         policy = job.policy(request.weights.policy)
@@ -227,49 +225,53 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         if newer:
             self._runner.policy_updated(job.job_id, policy.name)
         self._metrics.updated(job.job_id, policy.name, exposed, transfer)
-        return pb.UpdateWeightsResponse(
+        return rollout_pb.UpdateWeightsResponse(
             engines=policy.statuses(job.job_id, self._worker_id),
             exposed_seconds=exposed,
             transfer_seconds=transfer,
         )
 
     async def ShareServers(
-        self, request: pb.ShareServersRequest, context: Any
-    ) -> pb.ShareServersResponse:
+        self, request: rollout_pb.ShareServersRequest, context: Any
+    ) -> rollout_pb.ShareServersResponse:
         """Keep or follow the job's attached servers."""
         job = self._jobs.get(request.job_id)
         share_servers(job.job_id, self._worker_id, job.policies, request.servers)
         shared = {server.policy for server in request.servers}
         await asyncio.gather(*(job.policy(name).follow() for name in shared))
-        return pb.ShareServersResponse(engines=job.statuses(self._worker_id))
+        return rollout_pb.ShareServersResponse(engines=job.statuses(self._worker_id))
 
     async def SleepEngines(
-        self, request: pb.SleepEnginesRequest, context: Any
-    ) -> pb.SleepEnginesResponse:
+        self, request: rollout_pb.SleepEnginesRequest, context: Any
+    ) -> rollout_pb.SleepEnginesResponse:
         """Take engines of a job off their devices."""
         await self._jobs.get(request.job_id).sleep(request.policies)
-        return pb.SleepEnginesResponse()
+        return rollout_pb.SleepEnginesResponse()
 
     async def WakeEngines(
-        self, request: pb.WakeEnginesRequest, context: Any
-    ) -> pb.WakeEnginesResponse:
+        self, request: rollout_pb.WakeEnginesRequest, context: Any
+    ) -> rollout_pb.WakeEnginesResponse:
         """Bring engines of a job back to their devices and targets."""
         await self._jobs.get(request.job_id).wake(request.policies)
-        return pb.WakeEnginesResponse()
+        return rollout_pb.WakeEnginesResponse()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+    async def Generate(
+        self, request: rollout_pb.GenerateRequest, context: Any
+    ) -> rollout_pb.GenerateResponse:
         """One response of a policy to messages or token ids."""
         job = self._jobs.get(request.job_id)
         return await generate(job, job.policy(request.policy), request)
 
-    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+    async def Score(
+        self, request: rollout_pb.ScoreRequest, context: Any
+    ) -> rollout_pb.ScoreResponse:
         """Log-probs of given continuations under a policy."""
         job = self._jobs.get(request.job_id)
         return await score(job, job.policy(request.policy), request)
 
     async def DescribeGame(
-        self, request: pb.DescribeGameRequest, context: Any
-    ) -> pb.DescribeGameResponse:
+        self, request: rollout_pb.DescribeGameRequest, context: Any
+    ) -> rollout_pb.DescribeGameResponse:
         """The questions that a job's players are asked in every information state."""
         job = self._jobs.get(request.job_id)
         if job.arena is not None:
@@ -278,7 +280,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             return await asyncio.to_thread(behaviour.describe, job.arena, request.game)
         return await asyncio.to_thread(describe, job.workflow, job.spec, request.game)
 
-    async def Behave(self, request: pb.BehaveRequest, context: Any) -> pb.BehaveResponse:
+    async def Behave(
+        self, request: rollout_pb.BehaveRequest, context: Any
+    ) -> rollout_pb.BehaveResponse:
         """The action probabilities of a network in every information state of a job's game."""
         job = self._jobs.get(request.job_id)
         policy = job.policy(request.policy)
@@ -294,18 +298,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return await behaviour.behave(job, policy, request)
 
     async def ListEngines(
-        self, request: pb.ListEnginesRequest, context: Any
-    ) -> pb.ListEnginesResponse:
+        self, request: rollout_pb.ListEnginesRequest, context: Any
+    ) -> rollout_pb.ListEnginesResponse:
         """Engines of one job, or of all."""
         jobs = [self._jobs.get(request.job_id)] if request.job_id else self._jobs.all()
-        return pb.ListEnginesResponse(
+        return rollout_pb.ListEnginesResponse(
             engines=[status for job in jobs for status in job.statuses(self._worker_id)],
             loads=[load for job in jobs for load in job.loads(self._worker_id)],
         )
 
     async def MoveEngine(
-        self, request: pb.MoveEngineRequest, context: Any
-    ) -> pb.MoveEngineResponse:
+        self, request: rollout_pb.MoveEngineRequest, context: Any
+    ) -> rollout_pb.MoveEngineResponse:
         """Move an engine from its policy to another."""
         _require("engine_id", request.engine_id)
         job = self._jobs.get(request.job_id)
@@ -322,24 +326,24 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         keeper = target.keeper(request.engine_id)
         # None if another caller has moved it on meanwhile.
         status = None if keeper is None else keeper.status(job.job_id, self._worker_id)
-        response = pb.MoveEngineResponse(engine=status)
+        response = rollout_pb.MoveEngineResponse(engine=status)
         response.MergeFrom(moved)
         return response
 
     async def ReleaseJob(
-        self, request: pb.ReleaseJobRequest, context: Any
-    ) -> pb.ReleaseJobResponse:
+        self, request: rollout_pb.ReleaseJobRequest, context: Any
+    ) -> rollout_pb.ReleaseJobResponse:
         """Stop a job's engines."""
         _require("job_id", request.job_id)
         await self._jobs.release(request.job_id)
         clear = self._transfer.clear if request.delete_states else self._transfer.forget_fetched
         await asyncio.to_thread(clear, f"{request.job_id}/")
-        return pb.ReleaseJobResponse()
+        return rollout_pb.ReleaseJobResponse()
 
-    def _beat(self) -> orchestrator_pb2.HeartbeatRequest:
+    def _beat(self) -> orchestrator_pb.HeartbeatRequest:
         jobs = self._jobs.all()
-        return orchestrator_pb2.HeartbeatRequest(
-            kind=orchestrator_pb2.WORKER_KIND_ROLLOUT,
+        return orchestrator_pb.HeartbeatRequest(
+            kind=orchestrator_pb.WORKER_KIND_ROLLOUT,
             engines=[status for job in jobs for status in job.statuses(self._worker_id)],
             loads=[load for job in jobs for load in job.loads(self._worker_id)],
             doing=f"{len(self._runner)} trajectories in flight" if len(self._runner) else "idle",
@@ -355,13 +359,13 @@ def _require(field: str, value: str) -> None:
         check_name(field, value)
 
 
-def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:
+def _check_ticket(field: str, ticket: rollout_pb.Ticket, seen: set[str]) -> None:
     _require(f"{field}.query_id", ticket.query_id)
     _require(f"{field}.trajectory_id", ticket.trajectory_id)
     _require(f"{field}.split", ticket.split)
     if ticket.index < 0:
         raise InvalidArgument("must not be negative", field=f"{field}.index", value=ticket.index)
-    if ticket.purpose == pb.Ticket.PURPOSE_UNSPECIFIED:
+    if ticket.purpose == rollout_pb.Ticket.PURPOSE_UNSPECIFIED:
         raise InvalidArgument(
             "is missing", field=f"{field}.purpose", remedy="Say TRAIN, EVALUATE or MATCH."
         )
@@ -373,8 +377,8 @@ def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:
 
 
 async def generate(
-    job: PreparedJob, policy: ServedPolicy, request: pb.GenerateRequest
-) -> pb.GenerateResponse:
+    job: PreparedJob, policy: ServedPolicy, request: rollout_pb.GenerateRequest
+) -> rollout_pb.GenerateResponse:
     """One response of `policy` to messages or token ids, within `limits.turn_seconds`.
 
     Sampling that the request leaves open is that of the policy's first agent. Raises
@@ -413,20 +417,20 @@ async def generate(
     except WorkflowError as error:
         raise _to_rpc(error) from error
     stopped = generation.finish_reason == "stop"
-    return pb.GenerateResponse(
+    return rollout_pb.GenerateResponse(
         text=chat.text(generation.token_ids, stopped=stopped),
         input_ids=prompt_ids,
         output_ids=generation.token_ids,
         logprobs=generation.logprobs,
         versions=[
-            common.VersionSpan(version=span.version, start=span.start, end=span.end)
+            common_pb.VersionSpan(version=span.version, start=span.start, end=span.end)
             for span in generation.versions
         ],
         finish_reason=generation.finish_reason,
     )
 
 
-def _given(sampling: common.SamplingParams) -> dict[str, object]:
+def _given(sampling: common_pb.SamplingParams) -> dict[str, object]:
     """The fields that are set, repeated ones as tuples."""
     return {
         field.name: tuple(value) if field.is_repeated else value

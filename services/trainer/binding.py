@@ -28,8 +28,8 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.scheduling.memory import RankMemory
 from troupe.states import BINDING, check
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 T = TypeVar("T")
 
@@ -61,14 +61,14 @@ class PolicyBinding:
         self.trainable = spec.policies[policy].trainable
         # Distinguishes this binding's claims from those of earlier bindings.
         self.claimant = f"{settings.worker_id}/{new_id('binding')}"
-        self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
+        self.state: common_pb.BindingState.ValueType = common_pb.BINDING_STATE_BINDING
         # Size of the training state on the device.
         self.state_bytes = 0
         self._memory: RankMemory | None = None
         # Bytes of the model that the ranks of a gang have loaded, of how many; only meanwhile.
         self._load = (0, 0)
         # What became of settings that the job may leave open; empty before `load`.
-        self.resolved: list[pb.ResolvedSetting] = []
+        self.resolved: list[common_pb.ResolvedSetting] = []
         self.step = 0
         self.samples = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -77,7 +77,7 @@ class PolicyBinding:
         self._transfer = transfer
         self._gangs = gangs
         self.hosts = hosts
-        trained_on = pb.DeviceWeights(
+        trained_on = common_pb.DeviceWeights(
             trainer=settings.address, host_id=host_id(), device=device.type
         )
         publication = Publication(transfer, job_id, policy, trained_on)
@@ -91,7 +91,7 @@ class PolicyBinding:
         self.resumed_from = ""
         self.unfinished: SuspendedStep | None = None
         # Reference to the suspended state while the policy is suspended.
-        self.suspended: trainer_pb2.SuspendedState | None = None
+        self.suspended: trainer_pb.SuspendedState | None = None
         self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
 
     @property
@@ -99,16 +99,16 @@ class PolicyBinding:
         """The policy's learner; only after `load`."""
         return self.versions.learner
 
-    def move(self, target: pb.BindingState.ValueType) -> None:
+    def move(self, target: common_pb.BindingState.ValueType) -> None:
         """Change the state. Raises IllegalTransition for a move that `troupe.states` forbids."""
         if target != self.state:
             check(BINDING, self.state, target)
             self.state = target
             self.on_change()
 
-    def status(self) -> trainer_pb2.BindingStatus:
+    def status(self) -> trainer_pb.BindingStatus:
         """The status in ListBindings and heartbeats."""
-        return trainer_pb2.BindingStatus(
+        return trainer_pb.BindingStatus(
             job_id=self.job_id,
             policy=self.policy,
             state=self.state,
@@ -174,7 +174,7 @@ class PolicyBinding:
         # A network's gradients and both moments.
         self.state_bytes = 4 * size if self.trainable else size
 
-    def suspend(self, unfinished: SuspendedStep | None) -> trainer_pb2.SuspendedState:
+    def suspend(self, unfinished: SuspendedStep | None) -> trainer_pb.SuspendedState:
         """Move the state, with the `unfinished` step if there is one, off the device.
 
         Blocking, in any thread while this policy computes nothing. Raises StorageFull, and then
@@ -192,7 +192,7 @@ class PolicyBinding:
         self.suspended = state
         return state
 
-    def prefetch(self, state: trainer_pb2.SuspendedState) -> None:
+    def prefetch(self, state: trainer_pb.SuspendedState) -> None:
         """Fetch a suspended state for a later `resume`. Blocking, in any thread."""
         if self._fetched is not None and self._fetched[0] != state.key:
             # The prefetched state is obsolete: the policy was resumed from it elsewhere.
@@ -201,7 +201,7 @@ class PolicyBinding:
         if self._fetched is None:
             self._fetched = (state.key, self._suspension.fetch(state))
 
-    def resume(self, state: trainer_pb2.SuspendedState, version: int, checksum: str) -> None:
+    def resume(self, state: trainer_pb.SuspendedState, version: int, checksum: str) -> None:
         """Continue from a suspended state of this process or of another one. Blocking.
 
         `version`, `checksum`: the ledger's. Raises NotFound of kind "suspended_state_gone",

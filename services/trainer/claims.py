@@ -30,7 +30,7 @@ from troupe.rpc import (
 )
 from troupe.tensors import to_proto
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 log = structlog.get_logger("troupe.trainer")
@@ -355,7 +355,7 @@ class StepClaims:
         self,
         outcome: store_pb.StepOutcome.ValueType,
         reason: str,
-        weights: pb.WeightsRef,
+        weights: common_pb.WeightsRef,
         metrics: dict[str, float],
         digest: int | None = None,
         *,

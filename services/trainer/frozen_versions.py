@@ -20,7 +20,7 @@ from troupe.checkpoints.retention import remove
 from troupe.contracts import kinds
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 # Files that hold the published tensors where the model's own do not.
 _FILES = (PUBLISHED, "adapter_model.safetensors")
@@ -59,7 +59,9 @@ class FrozenVersions:
             binding.checkpoints.write(path, version, published=tensors)
         return str(path), sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
-    def publish(self, job_id: str, policy: str, version: int, checksum: str) -> pb.WeightsRef:
+    def publish(
+        self, job_id: str, policy: str, version: int, checksum: str
+    ) -> common_pb.WeightsRef:
         """Publish a kept member's weights in the transfer layer. Idempotent.
 
         Raises NotFound of kind "member_gone", DataLoss of kind "member_corrupt", StorageFull.

@@ -33,7 +33,7 @@ from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import defaults_of, described_device
 from troupe.scheduling.memory import RankMemory, rank_memory
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 def make_learner(
@@ -91,7 +91,7 @@ def make_learner(
 
 def resolved_settings(
     policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
-) -> list[pb.ResolvedSetting]:
+) -> list[common_pb.ResolvedSetting]:
     """Resolved settings of a policy that the job may leave open: value on this device, and who
     decided. Blocking: reads the model's configuration."""
     source = spec.policies[policy]
@@ -113,7 +113,7 @@ def resolved_settings(
         by = at if wish == "auto" else "given"
         found.append(("trainer.activation_checkpointing", str(on).lower(), by))
     return [
-        pb.ResolvedSetting(field=f"policies.{policy}.{field}", value=value, source=by)
+        common_pb.ResolvedSetting(field=f"policies.{policy}.{field}", value=value, source=by)
         for field, value, by in found
     ]
 

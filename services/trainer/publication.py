@@ -12,7 +12,7 @@ from services.trainer.learning.lora import AdaptedBase
 from troupe.checkpoints.adapters import base_key
 from troupe.rpc import FailedPrecondition
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -25,7 +25,7 @@ class Publication:
         transfer: HostTransfer,
         job_id: str,
         policy: str,
-        trained_on: pb.DeviceWeights | None = None,
+        trained_on: common_pb.DeviceWeights | None = None,
     ) -> None:
         """`trained_on`: where engines can have the newest version from its devices."""
         self._transfer = transfer
@@ -36,7 +36,7 @@ class Publication:
         """The transfer key of `version`."""
         return f"{self._job}/{self._policy}/weights@{version}"
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> common_pb.WeightsRef:
         """Publish a copy of `tensors` as `version`. Raises StorageFull."""
         metadata = {"job_id": self._job, "policy": self._policy}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
@@ -55,7 +55,7 @@ class Publication:
 
     def ensure(
         self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
-    ) -> pb.WeightsRef:
+    ) -> common_pb.WeightsRef:
         """Publish `tensors` unless this host has a valid copy of the version. Idempotent.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
@@ -82,7 +82,7 @@ class Publication:
             return self.publish(version, tensors)
         return self.reference(version, checksum, manifest.num_bytes)
 
-    def existing(self, version: int, checksum: str) -> pb.WeightsRef | None:
+    def existing(self, version: int, checksum: str) -> common_pb.WeightsRef | None:
         """The published version with this checksum, copied to this host; None if no host has it."""
         try:
             manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
@@ -98,9 +98,9 @@ class Publication:
             if version.isdigit() and int(version) <= newest - keep:
                 self._transfer.delete(key)
 
-    def reference(self, version: int, checksum: str, num_bytes: int) -> pb.WeightsRef:
+    def reference(self, version: int, checksum: str, num_bytes: int) -> common_pb.WeightsRef:
         """The reference to a version that is published here."""
-        return pb.WeightsRef(
+        return common_pb.WeightsRef(
             job_id=self._job,
             policy=self._policy,
             version=version,

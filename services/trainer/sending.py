@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from troupe.transfer.flat_buckets import FlatBucket, flat_buckets, handles
-from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -44,7 +44,7 @@ _GROUP_SECONDS: Final = {"nccl": 1800.0, "gloo": 120.0}
 class Conversation(Protocol):
     """What the sender of weights has to do with the caller."""
 
-    def tell(self, event: pb.SendWeightsEvent) -> None:
+    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
         """Send an event."""
         ...
 
@@ -68,7 +68,7 @@ class UpdateGroups:
         self._host, self._device = host, device
         self._groups: dict[str, _JoinedGroup] = {}
 
-    def of(self, wanted: pb.WantedWeights, conversation: Conversation) -> str:
+    def of(self, wanted: trainer_pb.WantedWeights, conversation: Conversation) -> str:
         """The name of the group with a server, which is told to join unless it has. Blocking."""
         if wanted.group in self._groups:
             return wanted.group
@@ -78,10 +78,10 @@ class UpdateGroups:
         limit = timedelta(seconds=_READY_SECONDS)
         store = TCPStore("0.0.0.0", 0, size, is_master=True, timeout=limit, wait_for_workers=False)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        where = pb.UpdateGroup(
+        where = trainer_pb.UpdateGroup(
             name=name, host=self._host, port=store.port, backend=backend, world_size=size
         )
-        conversation.tell(pb.SendWeightsEvent(group=where))
+        conversation.tell(trainer_pb.SendWeightsEvent(group=where))
         self._groups[name] = _JoinedGroup(_joined(name, store, backend, size), store)
         log.info("an engine joined a group", group=name, ranks=wanted.ranks, backend=backend)
         return name
@@ -131,7 +131,7 @@ def _joined(name: str, store: Any, backend: str, size: int) -> Any:
 
 
 def send_buckets(
-    wanted: pb.WantedWeights,
+    wanted: trainer_pb.WantedWeights,
     named: Iterable[tuple[str, torch.Tensor]],
     groups: UpdateGroups,
     conversation: Conversation,
@@ -142,7 +142,7 @@ def send_buckets(
     Raises Aborted when the caller leaves or acknowledges too late.
     """
     group = groups.of(wanted, conversation) if wanted.way == "broadcast" else ""
-    conversation.tell(pb.SendWeightsEvent(ready=pb.WeightsReady()))
+    conversation.tell(trainer_pb.SendWeightsEvent(ready=trainer_pb.WeightsReady()))
     conversation.acknowledged(_READY_SECONDS)
     sent: tuple[FlatBucket, Any] | None = None
     try:
@@ -156,7 +156,7 @@ def send_buckets(
                     sent[1].wait()
             if bucket is None:
                 break
-            conversation.tell(pb.SendWeightsEvent(bucket=_described(bucket, wanted)))
+            conversation.tell(trainer_pb.SendWeightsEvent(bucket=_described(bucket, wanted)))
             work = groups.broadcast(group, bucket.flat) if group else None
             sent = bucket, work
     except BaseException:
@@ -164,8 +164,8 @@ def send_buckets(
         raise
 
 
-def _described(bucket: FlatBucket, wanted: pb.WantedWeights) -> pb.WeightBucket:
-    found = pb.WeightBucket(dtype=bucket.dtype)
+def _described(bucket: FlatBucket, wanted: trainer_pb.WantedWeights) -> trainer_pb.WeightBucket:
+    found = trainer_pb.WeightBucket(dtype=bucket.dtype)
     for name, shape in bucket.shapes.items():
         found.tensors.add(name=name, shape=shape)
     if wanted.way == "ipc":

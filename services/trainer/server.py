@@ -20,11 +20,12 @@ from services.trainer.state.checkpoint import checkpoint_path
 from services.trainer.worker import Key, TrainerWorker
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.rpc.ids import check_name
-from troupe.v1 import trainer_pb2 as pb
-from troupe.v1 import trainer_pb2_grpc, transfer_pb2_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 
-class TrainerService(trainer_pb2_grpc.TrainerServicer):
+class TrainerService(trainer_grpc.TrainerServicer):
     """`troupe.v1.Trainer` over one worker."""
 
     name = "troupe.v1.Trainer"
@@ -37,8 +38,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicers."""
-        trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
-        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
+        trainer_grpc.add_TrainerServicer_to_server(self, server)
+        transfer_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     async def start(self) -> None:
         """Start the worker and its heartbeat."""
@@ -50,7 +51,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         await self._heartbeat.stop()
         await self.worker.stop()
 
-    async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:
+    async def Bind(self, request: trainer_pb.BindRequest, context: Any) -> trainer_pb.BindResponse:
         """Load a policy and publish its weights."""
         key = _key_of(request, "spec_json")
         if request.version < 0:
@@ -62,8 +63,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         return _bound(await self.worker.detached(work))
 
     async def RunStep(
-        self, request: pb.RunStepRequest, context: Any
-    ) -> AsyncIterator[pb.StepEvent]:
+        self, request: trainer_pb.RunStepRequest, context: Any
+    ) -> AsyncIterator[trainer_pb.StepEvent]:
         """Start the step, or attach to it if it is running; see `StepRun.watch`."""
         key, bindings = _key_of(request), self.worker.bindings
         oldest = request.oldest_version if request.HasField("oldest_version") else None
@@ -74,17 +75,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             yield event
 
     async def SaveCheckpoint(
-        self, request: pb.SaveCheckpointRequest, context: Any
-    ) -> pb.SaveCheckpointResponse:
+        self, request: trainer_pb.SaveCheckpointRequest, context: Any
+    ) -> trainer_pb.SaveCheckpointResponse:
         """Write a checkpoint while training continues."""
         binding = self.worker.bindings.find(_key_of(request))
         await self.worker.make_durable(_key_of(request), request.version)
         path, size = await asyncio.to_thread(binding.checkpoints.save, request.version)
-        return pb.SaveCheckpointResponse(path=path, num_bytes=size)
+        return trainer_pb.SaveCheckpointResponse(path=path, num_bytes=size)
 
     async def ReadCheckpoint(
-        self, request: pb.ReadCheckpointRequest, context: Any
-    ) -> AsyncIterator[pb.ReadCheckpointResponse]:
+        self, request: trainer_pb.ReadCheckpointRequest, context: Any
+    ) -> AsyncIterator[trainer_pb.ReadCheckpointResponse]:
         """Stream the files of a checkpoint."""
         path = checkpoint_path(self._data_dir, *_key_of(request), request.version)
         if not path.is_dir():
@@ -95,59 +96,65 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 value=request.version,
                 remedy="Save it first, with the same worker.",
             )
-        async for chunk in read_folder(path, pb.ReadCheckpointResponse):
+        async for chunk in read_folder(path, trainer_pb.ReadCheckpointResponse):
             yield chunk
 
     async def OfferState(
-        self, request: pb.OfferStateRequest, context: Any
-    ) -> pb.OfferStateResponse:
+        self, request: trainer_pb.OfferStateRequest, context: Any
+    ) -> trainer_pb.OfferStateResponse:
         """Offer a committed state on this host's disk to another host's trainer."""
         return await asyncio.to_thread(
             self.worker.remote.offer, *_key_of(request), request.version, request.checksum
         )
 
-    async def KeepState(self, request: pb.KeepStateRequest, context: Any) -> pb.KeepStateResponse:
+    async def KeepState(
+        self, request: trainer_pb.KeepStateRequest, context: Any
+    ) -> trainer_pb.KeepStateResponse:
         """Keep a copy of another host's state."""
         return await asyncio.to_thread(
             self.worker.remote.keep, *_key_of(request), request.version, request.offer
         )
 
     async def KeepMember(
-        self, request: pb.KeepMemberRequest, context: Any
-    ) -> pb.KeepMemberResponse:
+        self, request: trainer_pb.KeepMemberRequest, context: Any
+    ) -> trainer_pb.KeepMemberResponse:
         """Keep a version as a frozen member of a population."""
         binding = self.worker.bindings.find(_key_of(request, "checksum"))
         path, size = await asyncio.to_thread(
             self.worker.members.keep, binding, request.version, request.checksum
         )
-        return pb.KeepMemberResponse(path=path, num_bytes=size)
+        return trainer_pb.KeepMemberResponse(path=path, num_bytes=size)
 
     async def PublishMember(
-        self, request: pb.PublishMemberRequest, context: Any
-    ) -> pb.PublishMemberResponse:
+        self, request: trainer_pb.PublishMemberRequest, context: Any
+    ) -> trainer_pb.PublishMemberResponse:
         """Publish the weights of a frozen version."""
         key = _key_of(request, "checksum")
         weights = await asyncio.to_thread(
             self.worker.members.publish, *key, request.version, request.checksum
         )
-        return pb.PublishMemberResponse(weights=weights)
+        return trainer_pb.PublishMemberResponse(weights=weights)
 
     async def DropMember(
-        self, request: pb.DropMemberRequest, context: Any
-    ) -> pb.DropMemberResponse:
+        self, request: trainer_pb.DropMemberRequest, context: Any
+    ) -> trainer_pb.DropMemberResponse:
         """Unpublish a frozen version, or delete it."""
         await asyncio.to_thread(
             self.worker.members.drop, *_key_of(request), request.version, files=request.files
         )
-        return pb.DropMemberResponse()
+        return trainer_pb.DropMemberResponse()
 
-    async def Suspend(self, request: pb.SuspendRequest, context: Any) -> pb.SuspendResponse:
+    async def Suspend(
+        self, request: trainer_pb.SuspendRequest, context: Any
+    ) -> trainer_pb.SuspendResponse:
         """Suspend a policy to free its device."""
         key = _key_of(request)
         work = self.worker.swaps.suspend(key, empty_cache=request.empty_cache)
-        return pb.SuspendResponse(state=await self.worker.detached(work))
+        return trainer_pb.SuspendResponse(state=await self.worker.detached(work))
 
-    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.BindResponse:
+    async def Resume(
+        self, request: trainer_pb.ResumeRequest, context: Any
+    ) -> trainer_pb.BindResponse:
         """Bind a policy from its suspended state."""
         key = _key_of(request, "spec_json")
         _require(request.state, "key", "checksum")
@@ -165,42 +172,48 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         response.seconds = binding.last_swap_seconds
         return response
 
-    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+    async def Prefetch(
+        self, request: trainer_pb.PrefetchRequest, context: Any
+    ) -> trainer_pb.PrefetchResponse:
         """Fetch a suspended state ahead of Resume."""
         key = _key_of(request, "spec_json")
         _require(request.state, "key", "checksum")
         work = self.worker.swaps.prefetch(key, request.spec_json, request.state)
         await self.worker.detached(work)
-        return pb.PrefetchResponse(num_bytes=request.state.num_bytes)
+        return trainer_pb.PrefetchResponse(num_bytes=request.state.num_bytes)
 
-    async def Restart(self, request: pb.RestartRequest, context: Any) -> pb.BindResponse:
+    async def Restart(
+        self, request: trainer_pb.RestartRequest, context: Any
+    ) -> trainer_pb.BindResponse:
         """Make the first version's weights the next version."""
         key = _key_of(request, "checksum")
         work = self.worker.restart(key, request.version, request.checksum)
         return _bound(await self.worker.detached(work))
 
-    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+    async def Release(
+        self, request: trainer_pb.ReleaseRequest, context: Any
+    ) -> trainer_pb.ReleaseResponse:
         """Unbind a policy, delete the job's tensors in this host's memory, or both."""
         _require(request, "job_id", *(() if request.delete_states else ("policy",)))
         if request.policy:
             await self.worker.detached(self.worker.release((request.job_id, request.policy)))
         if request.delete_states:
             await asyncio.to_thread(self.worker.transfer.clear, f"{request.job_id}/")
-        return pb.ReleaseResponse()
+        return trainer_pb.ReleaseResponse()
 
     async def HostRanks(
-        self, request: pb.HostRanksRequest, context: Any
-    ) -> AsyncIterator[pb.HostRanksEvent]:
+        self, request: trainer_pb.HostRanksRequest, context: Any
+    ) -> AsyncIterator[trainer_pb.HostRanksEvent]:
         """Run ranks of another worker's gang while the caller stays."""
         _require(request, "job_id", "policy", "leader", "endpoint")
         async for event in self.worker.host_ranks(request):
             yield event
 
     async def SendWeights(
-        self, request_iterator: AsyncIterator[pb.SendWeightsRequest], context: Any
-    ) -> AsyncIterator[pb.SendWeightsEvent]:
+        self, request_iterator: AsyncIterator[trainer_pb.SendWeightsRequest], context: Any
+    ) -> AsyncIterator[trainer_pb.SendWeightsEvent]:
         """Send a policy's weights from its devices to one inference server."""
-        first = await anext(request_iterator, pb.SendWeightsRequest())
+        first = await anext(request_iterator, trainer_pb.SendWeightsRequest())
         wanted = first.wanted
         binding = self.worker.bindings.find(_key_of(wanted, "checksum", "way"))
         async with aclosing(self.worker.sender.serve(binding, wanted, request_iterator)) as events:
@@ -208,14 +221,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 yield event
 
     async def ListBindings(
-        self, request: pb.ListBindingsRequest, context: Any
-    ) -> pb.ListBindingsResponse:
+        self, request: trainer_pb.ListBindingsRequest, context: Any
+    ) -> trainer_pb.ListBindingsResponse:
         """List the policies of this worker."""
-        return pb.ListBindingsResponse(bindings=self.worker.bindings.statuses())
+        return trainer_pb.ListBindingsResponse(bindings=self.worker.bindings.statuses())
 
 
-def _bound(binding: PolicyBinding) -> pb.BindResponse:
-    return pb.BindResponse(
+def _bound(binding: PolicyBinding) -> trainer_pb.BindResponse:
+    return trainer_pb.BindResponse(
         weights=binding.versions.weights,
         num_parameters=binding.learner.num_parameters,
         state_bytes=binding.state_bytes,

@@ -19,7 +19,7 @@ from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.outcomes import described
 from troupe.rpc import Internal, InvalidArgument, TroupeError, connect
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 from troupe.yaml_input import MAX_BYTES
 
 log = structlog.get_logger("troupe.trainer")
@@ -115,7 +115,7 @@ class HostSpecification:
         settings = self._settings
         specs = Specifications(settings)
         async with connect(settings.orchestrator_address, settings.client()) as channel:
-            specs.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            specs.orchestrator = orchestrator_grpc.OrchestratorStub(channel)
             spec = await specs.parse(self._policy, self.spec_json)
         spec = await asyncio.to_thread(with_dtype, self._policy, spec)
         await asyncio.to_thread(load_config, self._policy, spec.policies[self._policy])

@@ -30,9 +30,10 @@ from troupe.contracts.metric_names import (
 )
 from troupe.prefixes import SHARED_COLUMNS, restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import orchestrator_pb2, trainer_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -117,9 +118,9 @@ class Attempt:
     async def _work(self) -> store_pb.StepCommit:
         self._began = time.perf_counter()
         binding = self._binding
-        binding.move(pb.BINDING_STATE_ACCUMULATING)
+        binding.move(common_pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
-        binding.move(pb.BINDING_STATE_STEPPING)
+        binding.move(common_pb.BINDING_STATE_STEPPING)
         gone = {VALUES_GONE: float(self.progress.gone)} if self.progress.gone else {}
         if not self.progress.samples:
             return await self._commit(
@@ -150,7 +151,7 @@ class Attempt:
             return await self._commit(
                 store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.versions.weights, metrics
             )
-        binding.move(pb.BINDING_STATE_PUBLISHING)
+        binding.move(common_pb.BINDING_STATE_PUBLISHING)
         began = time.perf_counter()
         frontier, keeping = Frontier(self._run.step, outcome.digest), self.progress.keeping
         binding.versions.durability.stepped(self._seconds)
@@ -270,7 +271,7 @@ class Attempt:
         self,
         outcome: store_pb.StepOutcome.ValueType,
         reason: str,
-        weights: pb.WeightsRef,
+        weights: common_pb.WeightsRef,
         metrics: dict[str, float],
         frontier: Frontier | None = None,
     ) -> store_pb.StepCommit:
@@ -298,7 +299,7 @@ class Attempt:
             await self._drop_values(self.progress.refs)
         else:  # another binding has committed the step first
             await adopt(self._binding, self._compute, commit)
-        binding.move(pb.BINDING_STATE_IDLE)
+        binding.move(common_pb.BINDING_STATE_IDLE)
         return commit
 
 
@@ -333,7 +334,7 @@ class StepRun:
         self.suspending = asyncio.Event()
         self._unfinished: SuspendedStep | None = None
         # Tokens of the step for people to look at, once it was computed.
-        self.kept: Sequence[orchestrator_pb2.TrainedTurn] = ()
+        self.kept: Sequence[orchestrator_pb.TrainedTurn] = ()
         self.compute = compute
         self.settings = settings
         self.stop = threading.Event()
@@ -350,7 +351,7 @@ class StepRun:
         """Whether the step has ended, with or without a commit."""
         return self._task.done()
 
-    async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
+    async def watch(self) -> AsyncIterator[trainer_pb.StepEvent]:
         """Stream progress; the last event carries the commit. Raises what the step raised.
 
         Closing the stream early does not stop the step.
@@ -417,9 +418,9 @@ class StepRun:
         """Seconds since the last watcher left; 0 while there is one."""
         return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
-    def _event(self) -> trainer_pb2.StepEvent:
+    def _event(self) -> trainer_pb.StepEvent:
         progress = self._attempt.progress
-        return trainer_pb2.StepEvent(
+        return trainer_pb.StepEvent(
             state=self.binding.state,
             micro_batches=progress.micro_batches,
             samples=progress.samples,
@@ -464,8 +465,8 @@ class StepRun:
         except TroupeError as error:
             # The versions stay dirty: the next step retries, or another Bind loads the state.
             log.error("state not restored", policy=binding.policy, error=str(error))
-        if binding.state != pb.BINDING_STATE_RELEASED:
-            binding.move(pb.BINDING_STATE_IDLE)
+        if binding.state != common_pb.BINDING_STATE_RELEASED:
+            binding.move(common_pb.BINDING_STATE_IDLE)
 
     async def _run(self) -> store_pb.StepCommit:
         commit = await self._claims.committed()
@@ -492,7 +493,7 @@ class StepRun:
                 # Retry only if leases expired, not if another binding has superseded this one.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
                 await self.compute.run(self.binding.versions.reset)
-                self.binding.move(pb.BINDING_STATE_IDLE)
+                self.binding.move(common_pb.BINDING_STATE_IDLE)
                 await self._claims.close()
                 self._attempt = self._make_attempt(None)
                 if taken or await self._claims.contested():

@@ -36,10 +36,10 @@ from troupe.job import JobSpec
 from troupe.rpc import NO_RETRY, DataLoss, FailedPrecondition, NotFound, TroupeError, new_id
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import KeyNotFound, checksum_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2 as common_pb
-from troupe.v1 import trainer_pb2_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -84,7 +84,7 @@ class RemoteStates:
 
     def offer(
         self, job_id: str, policy: str, version: int, checksum: str
-    ) -> common_pb.OfferStateResponse:
+    ) -> trainer_pb.OfferStateResponse:
         """Put a state on this host's disk into the transfer layer for other hosts. Idempotent.
 
         Raises NotFound of kind "state_not_found", StorageFull.
@@ -106,7 +106,7 @@ class RemoteStates:
                 self._host.delete(old)
         manifest = self._host.set(key, _files(path))
         log.info("state offered", job_id=job_id, policy=policy, version=version)
-        return common_pb.OfferStateResponse(
+        return trainer_pb.OfferStateResponse(
             key=key,
             checksum=manifest.checksum,
             num_bytes=manifest.num_bytes,
@@ -114,18 +114,18 @@ class RemoteStates:
         )
 
     def keep(
-        self, job_id: str, policy: str, version: int, offer: common_pb.OfferStateResponse
-    ) -> common_pb.KeepStateResponse:
+        self, job_id: str, policy: str, version: int, offer: trainer_pb.OfferStateResponse
+    ) -> trainer_pb.KeepStateResponse:
         """Copy a state that another host's trainer offers to this host's disk. Idempotent.
 
         Does nothing for this host's own offer. Raises TransferError, DataLoss, ResourceExhausted.
         """
         if set(offer.holders) & set(self._host.holders):
-            return common_pb.KeepStateResponse()
+            return trainer_pb.KeepStateResponse()
         store = StateStore(self._settings.data_dir, job_id, policy)
         self._take(store, offer)
         store.prune(version, self._settings.trainer_keep_states, first=True)
-        return common_pb.KeepStateResponse(kept=True, has_first=store.exists(0))
+        return trainer_pb.KeepStateResponse(kept=True, has_first=store.exists(0))
 
     def replicate(self, store: StateStore, version: int, checksum: str) -> int:
         """Copy a state to `trainer_state_replicas` other hosts; returns to how many.
@@ -169,7 +169,7 @@ class RemoteStates:
             for address in takers:
                 if len(kept) == wanted:
                     break
-                request = common_pb.KeepStateRequest(
+                request = trainer_pb.KeepStateRequest(
                     request_id=new_id("keep"), offer=offer, **_named(store, version)
                 )
                 with self._trainer(address) as trainer:
@@ -204,7 +204,7 @@ class RemoteStates:
     def _from(
         self, address: str, store: StateStore, version: int, checksum: str, troubles: dict[str, str]
     ) -> bool:
-        request = common_pb.OfferStateRequest(
+        request = trainer_pb.OfferStateRequest(
             request_id=new_id("offer"), checksum=checksum, **_named(store, version)
         )
         with self._trainer(address) as trainer:
@@ -219,7 +219,7 @@ class RemoteStates:
         log.info("state fetched", source=address, num_bytes=size, **_named(store, version))
         return True
 
-    def _take(self, store: StateStore, offer: common_pb.OfferStateResponse) -> None:
+    def _take(self, store: StateStore, offer: trainer_pb.OfferStateResponse) -> None:
         self._host.hint(offer.key, offer.holders)
         files, _ = self._host.get(offer.key, expected_checksum=offer.checksum)
         name = offer.key.rpartition("/")[2]
@@ -230,7 +230,7 @@ class RemoteStates:
     def _trainer(self, address: str) -> Iterator[Any]:
         client = self._settings.client(retry=NO_RETRY)
         with contextlib.closing(connect_sync(address, client)) as channel:
-            yield trainer_pb2_grpc.TrainerStub(channel)
+            yield trainer_grpc.TrainerStub(channel)
 
     def _lost(
         self, store: StateStore, version: int, checksum: str, troubles: Mapping[str, str]
@@ -312,7 +312,7 @@ class Versions:
         self._states, self._publication = states, publication
         self._learner: PolicyLearner[Any] | None = None
         self.tokenizer: Any = None
-        self.weights = pb.WeightsRef()
+        self.weights = common_pb.WeightsRef()
         # The frontier of the committed version, and whether it was verified against the commit.
         self.frontier = Frontier()
         self.verified = False
@@ -391,7 +391,7 @@ class Versions:
         """Publish the committed version again if it is missing."""
         self._publish_again(self.committed, self.weights.checksum)
 
-    def persist(self, frontier: Frontier, *, keeping: bool) -> pb.WeightsRef:
+    def persist(self, frontier: Frontier, *, keeping: bool) -> common_pb.WeightsRef:
         """Publish the stepped weights as the next version, and write its state unless the store is
         `keeping` the step's rows.
 
@@ -504,7 +504,7 @@ class Versions:
             )
 
     def confirm(
-        self, weights: pb.WeightsRef, frontier: Frontier | None, *, keeping: bool = False
+        self, weights: common_pb.WeightsRef, frontier: Frontier | None, *, keeping: bool = False
     ) -> None:
         """Note that the step in memory was committed as `weights`. In any thread.
 
@@ -651,7 +651,7 @@ class Versions:
             self.make_durable(self.committed)
 
     def _snapshot(
-        self, weights: pb.WeightsRef, frontier: Frontier, *, committed: bool = False
+        self, weights: common_pb.WeightsRef, frontier: Frontier, *, committed: bool = False
     ) -> TrainingState:
         """The state in memory; `committed`: a step may have begun to draw from the generators."""
         return TrainingState(
@@ -674,9 +674,9 @@ class Versions:
         self._states.prune(durable, keep, first=again or self.learner.needs_reference)
 
 
-def packed_weights(suspended: SuspendedTensors) -> pb.WeightsRef:
+def packed_weights(suspended: SuspendedTensors) -> common_pb.WeightsRef:
     """The reference to the committed version's weights in a suspended state."""
-    return ParseDict(suspended.document["weights"], pb.WeightsRef())
+    return ParseDict(suspended.document["weights"], common_pb.WeightsRef())
 
 
 def _absent(key: str) -> Any:

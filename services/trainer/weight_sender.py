@@ -12,7 +12,7 @@ from services.trainer.binding import PolicyBinding
 from services.trainer.compute import Compute
 from services.trainer.sending import UpdateGroups
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument
-from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 WAYS: Final = ("ipc", "broadcast")
 
@@ -28,9 +28,9 @@ class WeightSender:
     async def serve(
         self,
         binding: PolicyBinding,
-        wanted: pb.WantedWeights,
-        messages: AsyncIterator[pb.SendWeightsRequest],
-    ) -> AsyncGenerator[pb.SendWeightsEvent, None]:
+        wanted: trainer_pb.WantedWeights,
+        messages: AsyncIterator[trainer_pb.SendWeightsRequest],
+    ) -> AsyncGenerator[trainer_pb.SendWeightsEvent, None]:
         """The events of one update. Raises as `send_buckets`, and FailedPrecondition of kind
         "weights_moved_on"."""
         if wanted.way not in WAYS or wanted.ranks < 1:
@@ -57,7 +57,9 @@ class WeightSender:
         """End all groups with servers, without waiting for their end."""
         self._groups.close()
 
-    def _send(self, binding: PolicyBinding, wanted: pb.WantedWeights, talk: _Stream) -> None:
+    def _send(
+        self, binding: PolicyBinding, wanted: trainer_pb.WantedWeights, talk: _Stream
+    ) -> None:
         """In the compute thread: no weights change meanwhile."""
         if talk.left.is_set():
             return
@@ -77,12 +79,12 @@ class _Stream:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[pb.SendWeightsEvent | None] = asyncio.Queue()
+        self.events: asyncio.Queue[trainer_pb.SendWeightsEvent | None] = asyncio.Queue()
         self.left = threading.Event()
         # True for each acknowledgement, False when the caller has left.
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    async def read(self, messages: AsyncIterator[pb.SendWeightsRequest]) -> None:
+    async def read(self, messages: AsyncIterator[trainer_pb.SendWeightsRequest]) -> None:
         """Take acknowledgements until the caller leaves."""
         try:
             async for message in messages:
@@ -92,7 +94,7 @@ class _Stream:
             self.left.set()
             self._answers.put(False)
 
-    def tell(self, event: pb.SendWeightsEvent) -> None:
+    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
         """See `Conversation`."""
         self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 

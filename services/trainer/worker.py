@@ -48,14 +48,12 @@ from troupe.rpc import (
     connect,
 )
 from troupe.rpc.addresses import split_address
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import (
-    experience_store_pb2_grpc,
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    trainer_pb2,
-)
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -89,7 +87,7 @@ class Bindings:
     def find(self, key: Key) -> PolicyBinding:
         """The binding of a policy that is loaded. Raises NotFound of kind "not_bound"."""
         binding = self.bound.get(key)
-        if binding is None or binding.state == pb.BINDING_STATE_BINDING:
+        if binding is None or binding.state == common_pb.BINDING_STATE_BINDING:
             raise NotFound(
                 f"policy {key[1]} of job {key[0]} is not bound to this worker",
                 kind=kinds.NOT_BOUND,
@@ -131,14 +129,14 @@ class Bindings:
         try:
             yield
         except BaseException as error:
-            binding.move(pb.BINDING_STATE_RELEASED)
+            binding.move(common_pb.BINDING_STATE_RELEASED)
             del self.bound[key]
             if isinstance(error, Exception):  # otherwise the worker is stopping, and ends all gangs
                 await compute.run(binding.leave_ranks)
             raise
-        binding.move(pb.BINDING_STATE_IDLE)
+        binding.move(common_pb.BINDING_STATE_IDLE)
 
-    def statuses(self) -> list[trainer_pb2.BindingStatus]:
+    def statuses(self) -> list[trainer_pb.BindingStatus]:
         """The status of all bindings, sorted by job and policy."""
         found = self.parked | self.bound
         return [found[key].status() for key in sorted(found)]
@@ -251,7 +249,7 @@ class PolicySteps:
         self._busy.labels(*labels).inc(commit.metrics.get(metric_names.TRAIN_SECONDS, 0.0))
         if not run.kept:
             return
-        report = orchestrator_pb2.ReportTrainedTokensRequest(
+        report = orchestrator_pb.ReportTrainedTokensRequest(
             job_id=binding.job_id, policy=binding.policy, step=run.step, turns=run.kept
         )
         try:
@@ -280,7 +278,7 @@ class Swaps:
             ["job_id", "policy", "what"],
         )
 
-    async def suspend(self, key: Key, *, empty_cache: bool = False) -> trainer_pb2.SuspendedState:
+    async def suspend(self, key: Key, *, empty_cache: bool = False) -> trainer_pb.SuspendedState:
         """Suspend a policy to free its device; repeated, it returns the same state.
 
         `empty_cache`: give freed device memory back to the driver, for other processes.
@@ -297,7 +295,7 @@ class Swaps:
             unfinished = binding.unfinished if run is None else await run.suspend()
             if binding.versions.dirty:
                 await self._compute.run(binding.versions.reset)
-            binding.move(pb.BINDING_STATE_SUSPENDING)
+            binding.move(common_pb.BINDING_STATE_SUSPENDING)
             try:
                 # In parallel with the computation of a policy that was resumed already.
                 with self._swap_clock.swapping() as seconds:
@@ -306,7 +304,7 @@ class Swaps:
                         await asyncio.to_thread(give_back_memory)
                     state.seconds = seconds()
             except TroupeError:
-                binding.move(pb.BINDING_STATE_IDLE)
+                binding.move(common_pb.BINDING_STATE_IDLE)
                 if binding.learner.lost:
                     await self._give_up(binding, unfinished)
                 elif unfinished is not None:  # the suspension failed, so the step continues
@@ -314,7 +312,7 @@ class Swaps:
                 raise
             self._steps.forget(key)
             bindings.parked[key] = bindings.bound.pop(key)
-            binding.move(pb.BINDING_STATE_SUSPENDED)
+            binding.move(common_pb.BINDING_STATE_SUSPENDED)
             self._count(binding, "suspend", state.seconds)
             return state
 
@@ -324,7 +322,7 @@ class Swaps:
             await self._steps.give_back(binding, unfinished)
         self._steps.forget((binding.job_id, binding.policy))
         del self._bindings.bound[(binding.job_id, binding.policy)]
-        binding.move(pb.BINDING_STATE_RELEASED)
+        binding.move(common_pb.BINDING_STATE_RELEASED)
         await self._compute.run(binding.release)
 
     async def resume(
@@ -333,7 +331,7 @@ class Swaps:
         spec_json: str,
         version: int,
         checksum: str,
-        state: trainer_pb2.SuspendedState,
+        state: trainer_pb.SuspendedState,
         hosts: GangHosts,
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
@@ -347,7 +345,7 @@ class Swaps:
                     return old
                 await self._steps.cancel(key)
                 binding = bindings.shell(key, spec, spec_json, hosts)
-                binding.move(pb.BINDING_STATE_BINDING)
+                binding.move(common_pb.BINDING_STATE_BINDING)
                 bindings.parked.pop(key, None)
                 async with bindings.filling(key, binding, self._compute):
                     await self._compute.hold(binding.move_to, hosts)
@@ -355,7 +353,7 @@ class Swaps:
                 self._count(binding, "resume", seconds())
                 return binding
 
-    async def prefetch(self, key: Key, spec_json: str, state: trainer_pb2.SuspendedState) -> None:
+    async def prefetch(self, key: Key, spec_json: str, state: trainer_pb.SuspendedState) -> None:
         """Fetch a suspended state ahead of `resume`, which then reports any failure."""
         spec = await self._specs.parse(key[1], spec_json)
         bindings = self._bindings
@@ -363,8 +361,8 @@ class Swaps:
             if key in bindings.bound:
                 return
             binding = bindings.parked[key] = bindings.shell(key, spec, spec_json)
-            if binding.state == pb.BINDING_STATE_BINDING:  # new
-                binding.move(pb.BINDING_STATE_RELEASED)
+            if binding.state == common_pb.BINDING_STATE_BINDING:  # new
+                binding.move(common_pb.BINDING_STATE_RELEASED)
             await asyncio.to_thread(binding.prefetch, state)
 
     def _count(self, binding: PolicyBinding, what: str, seconds: float) -> None:
@@ -402,10 +400,10 @@ class TrainerWorker:
         settings = self._settings
         store = connect(settings.experience_store_address, settings.client())
         await self._exit.enter_async_context(store)
-        self.steps.store = experience_store_pb2_grpc.ExperienceStoreStub(store)
+        self.steps.store = store_grpc.ExperienceStoreStub(store)
         orchestrator = connect(settings.orchestrator_address, settings.client())
         await self._exit.enter_async_context(orchestrator)
-        self._specs.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+        self._specs.orchestrator = orchestrator_grpc.OrchestratorStub(orchestrator)
         self.steps.orchestrator = self._specs.orchestrator
         self._exit.callback(self._specs.close)
         await self.transfer.start()
@@ -445,24 +443,24 @@ class TrainerWorker:
             self._gangs.give_up()
             await asyncio.wait({ended}, timeout=_GANG_SECONDS)
 
-    def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
+    def heartbeat(self) -> orchestrator_pb.HeartbeatRequest:
         """Build the heartbeat that is sent to the orchestrator every second."""
         statuses = self.bindings.statuses()
         busy = [
-            f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
+            f"{status.policy}: {common_pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
             for status in statuses
-            if status.state not in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_SUSPENDED)
+            if status.state not in (common_pb.BINDING_STATE_IDLE, common_pb.BINDING_STATE_SUSPENDED)
         ]
         lent = self.lent.request
         if lent is not None:
             busy.append(f"runs ranks of {lent.policy} for {lent.leader}")
-        return orchestrator_pb2.HeartbeatRequest(
-            kind=orchestrator_pb2.WORKER_KIND_TRAINER,
+        return orchestrator_pb.HeartbeatRequest(
+            kind=orchestrator_pb.WORKER_KIND_TRAINER,
             bindings=statuses,
             doing="; ".join(busy) or ("idle" if self.bindings.bound else "unbound"),
             transfer_address=self.transfer.address,
-            trainer=orchestrator_pb2.TrainerDevice(
+            trainer=orchestrator_pb.TrainerDevice(
                 slots=self._settings.trainer_slots,
                 memory_bytes=memory_of(self._device, self._settings.trainer_memory_bytes),
                 device=self._device.type,
@@ -517,7 +515,7 @@ class TrainerWorker:
                 old is not None
                 and _same(old, spec_json, version, checksum)
                 and not old.versions.dirty
-                and old.state == pb.BINDING_STATE_IDLE
+                and old.state == common_pb.BINDING_STATE_IDLE
             ):
                 await self._compute.run(old.versions.ensure_published)
                 return old
@@ -548,8 +546,8 @@ class TrainerWorker:
         )
 
     async def host_ranks(
-        self, request: trainer_pb2.HostRanksRequest
-    ) -> AsyncIterator[trainer_pb2.HostRanksEvent]:
+        self, request: trainer_pb.HostRanksRequest
+    ) -> AsyncIterator[trainer_pb.HostRanksEvent]:
         """Run ranks of a gang that another worker leads, as `LentDevices.host`.
 
         Raises Aborted of kind "devices_held" while policies are bound here.
@@ -591,7 +589,7 @@ class TrainerWorker:
             if parked is not None:
                 await asyncio.to_thread(parked.release)
             if binding is not None:
-                binding.move(pb.BINDING_STATE_RELEASED)
+                binding.move(common_pb.BINDING_STATE_RELEASED)
                 await self._compute.run(binding.release)
             del binding, parked
             await asyncio.to_thread(give_back_memory)

@@ -10,8 +10,8 @@ from troupe.client.records import Version
 from troupe.rpc.channel import connect
 from troupe.rpc.errors import Internal, TroupeError, Unimplemented
 from troupe.rpc.settings import ClientSettings
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ async def audit(address: str, job_id: str, settings: ClientSettings) -> SampleAu
     `missing` says why when the cluster has no audit. Raises every other `TroupeError`.
     """
     async with connect(address, settings) as channel:
-        stub: pb_grpc.OrchestratorAsyncStub = pb_grpc.OrchestratorStub(channel)
+        stub: orchestrator_grpc.OrchestratorAsyncStub = orchestrator_grpc.OrchestratorStub(channel)
         try:
-            answer = await stub.AuditJob(pb.AuditJobRequest(job_id=job_id))
+            answer = await stub.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
         except (Unimplemented, Internal) as error:
             return SampleAudit(missing=f"this cluster's experience store gives no audit: {error}")
         except TroupeError as error:
@@ -56,7 +56,7 @@ async def audit(address: str, job_id: str, settings: ClientSettings) -> SampleAu
     return audit_of(answer)
 
 
-def audit_of(answer: pb.AuditJobResponse) -> SampleAudit:
+def audit_of(answer: orchestrator_pb.AuditJobResponse) -> SampleAudit:
     """Converts the RPC's response."""
     tables = answer.tables
     reasons: dict[str, int] = {}

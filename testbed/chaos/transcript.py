@@ -13,9 +13,9 @@ from troupe.client.handle import AsyncJobHandle
 from troupe.rpc.channel import connect
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.settings import ClientSettings
-from troupe.v1 import common_pb2
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import experience_store_pb2_grpc as es_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 class StepRecord(BaseModel):
@@ -61,7 +61,7 @@ async def transcribe(handle: AsyncJobHandle, store: str, settings: ClientSetting
     job = await handle.info()
     policies: dict[str, list[StepRecord]] = {}
     async with connect(store, settings) as channel:
-        stub: es_grpc.ExperienceStoreAsyncStub = es_grpc.ExperienceStoreStub(channel)
+        stub: store_grpc.ExperienceStoreAsyncStub = store_grpc.ExperienceStoreStub(channel)
         for policy in sorted(job.versions):
             steps = {
                 one.step: StepRecord(
@@ -81,7 +81,7 @@ async def transcribe(handle: AsyncJobHandle, store: str, settings: ClientSetting
 
 
 async def _add_log(stub: Any, job_id: str, policy: str, steps: dict[int, StepRecord]) -> None:
-    request = es.ReadLogRequest(job_id=job_id, policy=policy)
+    request = store_pb.ReadLogRequest(job_id=job_id, policy=policy)
     async for logged in stub.ReadLog(request, timeout=60):
         # The ledger counts steps done, the store numbers them from zero.
         number = logged.step + 1
@@ -98,6 +98,6 @@ async def _add_log(stub: Any, job_id: str, policy: str, steps: dict[int, StepRec
         steps[number] = known.model_copy(update=changes)
 
 
-def _fate(sample: es.LoggedSample) -> str:
-    state = word(common_pb2.SampleState.DESCRIPTOR, sample.state)
+def _fate(sample: store_pb.LoggedSample) -> str:
+    state = word(common_pb.SampleState.DESCRIPTOR, sample.state)
     return f"{state}: {sample.reason}" if sample.reason else state

@@ -15,32 +15,36 @@ from tests.support.waiting import PATIENCE
 from troupe.cluster.layout import ANYBODY
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect
 from troupe.rpc.channel import channel_options
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 ONCE = ClientSettings(retry=NO_RETRY, deadline_seconds=60)
 HANGING = ClientSettings(retry=NO_RETRY, deadline_seconds=0.7)
 
 
-class Echo(pb_grpc.OrchestratorServicer):
+class Echo(orchestrator_grpc.OrchestratorServicer):
     """Answers with the id that it was asked for, and takes any load."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+    async def GetJob(
+        self, request: orchestrator_pb.GetJobRequest, context: Any
+    ) -> orchestrator_pb.GetJobResponse:
         self.calls += 1
-        return pb.GetJobResponse(job=pb.Job(job_id=request.job_id))
+        return orchestrator_pb.GetJobResponse(job=orchestrator_pb.Job(job_id=request.job_id))
 
-    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
+    async def SubmitJob(
+        self, request: orchestrator_pb.SubmitJobRequest, context: Any
+    ) -> orchestrator_pb.SubmitJobResponse:
         self.calls += 1
-        return pb.SubmitJobResponse(job=pb.Job(step=len(request.spec)))
+        return orchestrator_pb.SubmitJobResponse(job=orchestrator_pb.Job(step=len(request.spec)))
 
 
 @pytest.fixture
 async def echo() -> AsyncIterator[tuple[Echo, str]]:
     service, server = Echo(), grpc.aio.server(options=channel_options(64))
-    pb_grpc.add_OrchestratorServicer_to_server(service, server)
+    orchestrator_grpc.add_OrchestratorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield service, f"127.0.0.1:{port}"
@@ -54,17 +58,17 @@ async def link(echo: tuple[Echo, str]) -> AsyncIterator[Link]:
 
 
 async def ask(stub: Any, job_id: str = "x") -> str:
-    reply = await stub.GetJob(pb.GetJobRequest(job_id=job_id))
+    reply = await stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
     return str(reply.job.job_id)
 
 
 async def test_what_is_whole_passes_everything(link: Link) -> None:
     async with connect(link.address) as channel:
-        stub = pb_grpc.OrchestratorStub(channel)
+        stub = orchestrator_grpc.OrchestratorStub(channel)
         assert await asyncio.gather(*(ask(stub, str(i)) for i in range(50))) == [
             str(i) for i in range(50)
         ]
-        big = pb.SubmitJobRequest(spec="x" * (8 << 20))
+        big = orchestrator_pb.SubmitJobRequest(spec="x" * (8 << 20))
         assert (await stub.SubmitJob(big)).job.step == 8 << 20
     assert link.passed > 8 << 20
 
@@ -74,11 +78,11 @@ async def test_a_silent_partition_hangs_and_what_was_held_arrives(
 ) -> None:
     service, _ = echo
     async with connect(link.address, ONCE) as channel:
-        stub = pb_grpc.OrchestratorStub(channel)
+        stub = orchestrator_grpc.OrchestratorStub(channel)
         await ask(stub)
         link.hold()
         waiting = asyncio.ensure_future(
-            stub.GetJob(pb.GetJobRequest(job_id="held"), timeout=PATIENCE)  # type: ignore[arg-type]
+            stub.GetJob(orchestrator_pb.GetJobRequest(job_id="held"), timeout=PATIENCE)  # type: ignore[arg-type]
         )
         await asyncio.sleep(0.3)
         assert not waiting.done()
@@ -87,7 +91,7 @@ async def test_a_silent_partition_hangs_and_what_was_held_arrives(
         async with connect(link.address, HANGING) as another:
             started = time.monotonic()
             with pytest.raises(Exception, match="GetJob"):
-                await ask(pb_grpc.OrchestratorStub(another))
+                await ask(orchestrator_grpc.OrchestratorStub(another))
             assert time.monotonic() - started >= 0.6
         link.heal()
         assert (await waiting).job.job_id == "held"
@@ -95,7 +99,7 @@ async def test_a_silent_partition_hangs_and_what_was_held_arrives(
 
 async def test_a_severed_wire_refuses_at_once_and_heals(link: Link) -> None:
     async with connect(link.address, ONCE) as channel:
-        stub = pb_grpc.OrchestratorStub(channel)
+        stub = orchestrator_grpc.OrchestratorStub(channel)
         await ask(stub)
         link.sever()
         with pytest.raises(Unavailable):
@@ -112,7 +116,7 @@ async def test_a_severed_wire_refuses_at_once_and_heals(link: Link) -> None:
 
 async def test_late_messages_are_late_and_in_order(link: Link) -> None:
     async with connect(link.address) as channel:
-        stub = pb_grpc.OrchestratorStub(channel)
+        stub = orchestrator_grpc.OrchestratorStub(channel)
         await ask(stub)
         link.delay = 0.1
         started = time.monotonic()
@@ -125,11 +129,11 @@ async def test_late_messages_are_late_and_in_order(link: Link) -> None:
 async def test_a_queue_that_nobody_empties_pushes_back(echo: tuple[Echo, str], link: Link) -> None:
     service, _ = echo
     async with connect(link.address, ONCE) as channel:
-        stub = pb_grpc.OrchestratorStub(channel)
+        stub = orchestrator_grpc.OrchestratorStub(channel)
         await ask(stub)
         link.hold(forth=True, back=False)
         passed = link.passed
-        big = pb.SubmitJobRequest(spec="x" * (4 << 20))
+        big = orchestrator_pb.SubmitJobRequest(spec="x" * (4 << 20))
         sending = [asyncio.ensure_future(stub.SubmitJob(big, timeout=PATIENCE)) for _ in range(4)]
         await asyncio.sleep(0.5)
         # 16 MiB are on their way, and none of them went through nor piled up in the proxy.
@@ -147,11 +151,11 @@ async def test_a_service_that_is_away_is_refused_and_found_when_it_is_back(
         first = await network.route({"b": "127.0.0.1:1"})
         async with connect(first["a", "b"], ONCE) as channel:
             with pytest.raises(Unavailable):
-                await ask(pb_grpc.OrchestratorStub(channel))
+                await ask(orchestrator_grpc.OrchestratorStub(channel))
         again = await network.route({"b": echo[1]})
         assert again == first  # callers keep the address that they were told
         async with connect(again["a", "b"]) as channel:
-            assert await ask(pb_grpc.OrchestratorStub(channel)) == "x"
+            assert await ask(orchestrator_grpc.OrchestratorStub(channel)) == "x"
     finally:
         await network.close()
     assert wire(("a", "b")) == "a > b"

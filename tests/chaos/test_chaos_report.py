@@ -21,8 +21,8 @@ from troupe.cluster import ClusterSettings, NotWritable
 from troupe.job import parse_job
 from troupe.rpc import InvalidArgument
 from troupe.rpc.channel import FaultSettings
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 GOOD = SampleAudit(appended=10, trained=8, dropped=2, trajectories_admitted=4, trajectories_ended=4)
 
@@ -112,11 +112,15 @@ def test_nothing_is_compared_where_nothing_was_promised() -> None:
 
 
 def test_accounts_add_up_over_policies() -> None:
-    answer = orch.AuditJobResponse(
-        tables=es.AuditTablesResponse(
+    answer = orchestrator_pb.AuditJobResponse(
+        tables=store_pb.AuditTablesResponse(
             policies=[
-                es.PolicyAudit(policy="a", appended=5, trained=4, dropped=1, drop_reasons={"x": 1}),
-                es.PolicyAudit(policy="b", appended=5, trained=3, lost=1, drop_reasons={"x": 1}),
+                store_pb.PolicyAudit(
+                    policy="a", appended=5, trained=4, dropped=1, drop_reasons={"x": 1}
+                ),
+                store_pb.PolicyAudit(
+                    policy="b", appended=5, trained=3, lost=1, drop_reasons={"x": 1}
+                ),
             ],
             trajectories_admitted=7,
             trajectories_ended=6,

@@ -17,11 +17,11 @@ from services.chassis.app import run
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from troupe.rpc import NotFound
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 
-class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
+class Echo(orchestrator_grpc.OrchestratorServicer):
     """`GetJob` and `SubmitJob` obey the job id; `WatchJob` never ends."""
 
     name = "troupe.v1.Orchestrator"
@@ -37,7 +37,7 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
         self.start_seconds = float(os.environ.get("ECHO_START_SECONDS", "0"))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(self, server)
+        orchestrator_grpc.add_OrchestratorServicer_to_server(self, server)
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_seconds)
@@ -47,26 +47,30 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
     async def stop(self, grace: float) -> None:
         self.stopped = True
 
-    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+    async def GetJob(
+        self, request: orchestrator_pb.GetJobRequest, context: Any
+    ) -> orchestrator_pb.GetJobResponse:
         self.metadata = dict(context.invocation_metadata())
-        return pb.GetJobResponse(job=await self._obey(request.job_id))
+        return orchestrator_pb.GetJobResponse(job=await self._obey(request.job_id))
 
-    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
-        return pb.SubmitJobResponse(job=await self._obey(request.spec))
+    async def SubmitJob(
+        self, request: orchestrator_pb.SubmitJobRequest, context: Any
+    ) -> orchestrator_pb.SubmitJobResponse:
+        return orchestrator_pb.SubmitJobResponse(job=await self._obey(request.spec))
 
     async def WatchJob(
-        self, request: pb.WatchJobRequest, context: Any
-    ) -> AsyncIterator[pb.JobEvent]:
+        self, request: orchestrator_pb.WatchJobRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.JobEvent]:
         try:
             for number in range(10**6):
-                yield pb.JobEvent(event_id=str(number))
+                yield orchestrator_pb.JobEvent(event_id=str(number))
                 if request.job_id == "raise" and number == 2:
                     raise NotFound("gone", field="job_id", value=request.job_id)
                 await asyncio.sleep(0.01)
         finally:
             self.cancelled += 1
 
-    async def _obey(self, order: str) -> pb.Job:
+    async def _obey(self, order: str) -> orchestrator_pb.Job:
         self.runs += 1
         verb, _, argument = order.partition(" ")
         try:
@@ -103,7 +107,7 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
             raise
         size = int(argument) if verb == "big" else 0
         self.ended += 1
-        return pb.Job(name=order[:50], step=self.runs, spec_json="x" * size)
+        return orchestrator_pb.Job(name=order[:50], step=self.runs, spec_json="x" * size)
 
 
 if __name__ == "__main__":

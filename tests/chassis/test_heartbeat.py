@@ -17,43 +17,48 @@ from services.chassis.app import serve
 from services.chassis.heartbeat import Heartbeat, host_id
 from services.chassis.settings import ServiceSettings
 from tests.support.waiting import PATIENCE, block_until, until
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 
-class Listener(orchestrator_pb2_grpc.OrchestratorServicer):
+class Listener(orchestrator_grpc.OrchestratorServicer):
     """Keeps every heartbeat that it hears."""
 
     name = "troupe.v1.Orchestrator"
 
     def __init__(self, next_seconds: float = 0.05) -> None:
-        self.heard: list[pb.HeartbeatRequest] = []
+        self.heard: list[orchestrator_pb.HeartbeatRequest] = []
         self.next_seconds = next_seconds
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(self, server)
+        orchestrator_grpc.add_OrchestratorServicer_to_server(self, server)
 
     async def start(self) -> None: ...
 
     async def stop(self, grace: float) -> None: ...
 
-    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+    async def Heartbeat(
+        self, request: orchestrator_pb.HeartbeatRequest, context: Any
+    ) -> orchestrator_pb.HeartbeatResponse:
         self.heard.append(request)
-        return pb.HeartbeatResponse(next_seconds=self.next_seconds)
+        return orchestrator_pb.HeartbeatResponse(next_seconds=self.next_seconds)
 
 
 async def test_it_beats_fills_in_and_says_goodbye() -> None:
     listener = Listener()
     async with serve(listener, ServiceSettings(drain_seconds=0.2)) as server:
         worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
-        beat = Heartbeat(worker, lambda: pb.HeartbeatRequest(kind=pb.WORKER_KIND_ROLLOUT))
+        beat = Heartbeat(
+            worker,
+            lambda: orchestrator_pb.HeartbeatRequest(kind=orchestrator_pb.WORKER_KIND_ROLLOUT),
+        )
         await beat.start()
         await until(lambda: len(listener.heard) >= 3)
         assert beat.reached
         await beat.stop()
     first, last = listener.heard[0], listener.heard[-1]
     assert (first.worker_id, first.address, first.host_id) == ("w1", "127.0.0.1:7", host_id())
-    assert first.kind == pb.WORKER_KIND_ROLLOUT
+    assert first.kind == orchestrator_pb.WORKER_KIND_ROLLOUT
     assert first.rss_bytes > 2**20
     assert not first.draining
     assert last.draining
@@ -62,8 +67,8 @@ async def test_it_beats_fills_in_and_says_goodbye() -> None:
 async def test_a_late_answer_does_not_keep_it_from_beating() -> None:
     class Slow(Listener):
         async def Heartbeat(
-            self, request: pb.HeartbeatRequest, context: Any
-        ) -> pb.HeartbeatResponse:
+            self, request: orchestrator_pb.HeartbeatRequest, context: Any
+        ) -> orchestrator_pb.HeartbeatResponse:
             answer = await super().Heartbeat(request, context)
             await asyncio.sleep(60)
             return answer
@@ -71,7 +76,7 @@ async def test_a_late_answer_does_not_keep_it_from_beating() -> None:
     listener = Slow()
     async with serve(listener, ServiceSettings(drain_seconds=0.2)) as server:
         worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
-        beat = Heartbeat(worker, pb.HeartbeatRequest, interval=0.05)
+        beat = Heartbeat(worker, orchestrator_pb.HeartbeatRequest, interval=0.05)
         await beat.start()
         await until(lambda: len(listener.heard) >= 5)
         await beat.stop()
@@ -85,10 +90,10 @@ async def test_a_busy_event_loop_is_reported_and_does_not_keep_it_from_beating()
         worker = ServiceSettings(orchestrator_address=address, port=7, worker_id="w1")
         built = 0
 
-        def message() -> pb.HeartbeatRequest:
+        def message() -> orchestrator_pb.HeartbeatRequest:
             nonlocal built
             built += 1
-            return pb.HeartbeatRequest(doing=str(built))
+            return orchestrator_pb.HeartbeatRequest(doing=str(built))
 
         beat = Heartbeat(worker, message, interval=0.05)
         await beat.start()
@@ -134,10 +139,10 @@ async def test_it_survives_the_orchestrators_absence(caplog: pytest.LogCaptureFi
         worker = ServiceSettings(orchestrator_address=server.address)
         failures = [True]
 
-        def message() -> pb.HeartbeatRequest:
+        def message() -> orchestrator_pb.HeartbeatRequest:
             if failures and failures.pop():
                 raise RuntimeError("a bug, once")
-            return pb.HeartbeatRequest()
+            return orchestrator_pb.HeartbeatRequest()
 
         beat = Heartbeat(worker, message, interval=0.05)
         with caplog.at_level(logging.INFO):

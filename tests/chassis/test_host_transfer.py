@@ -23,15 +23,15 @@ from tests.support.waiting import until
 from troupe.rpc import Unauthenticated, Unavailable
 from troupe.transfer import Choice, KeyNotFound
 from troupe.transfer.remote import TransferOwner
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 KEY = "job/solver/weights@1"
 WEIGHTS = {"layer": torch.arange(1000.0)}
 BY_GRPC = Choice("get", "grpc", "ucx_not_here")
 
 
-class Directory(orchestrator_pb2_grpc.OrchestratorServicer):
+class Directory(orchestrator_grpc.OrchestratorServicer):
     """Names the owners that it was told of."""
 
     name = "troupe.v1.Orchestrator"
@@ -41,17 +41,17 @@ class Directory(orchestrator_pb2_grpc.OrchestratorServicer):
         self.asked: list[str] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(self, server)
+        orchestrator_grpc.add_OrchestratorServicer_to_server(self, server)
 
     async def start(self) -> None: ...
 
     async def stop(self, grace: float) -> None: ...
 
     async def LocateState(
-        self, request: pb.LocateStateRequest, context: Any
-    ) -> pb.LocateStateResponse:
+        self, request: orchestrator_pb.LocateStateRequest, context: Any
+    ) -> orchestrator_pb.LocateStateResponse:
         self.asked.append(request.key)
-        return pb.LocateStateResponse(owners=self.owners)
+        return orchestrator_pb.LocateStateResponse(owners=self.owners)
 
 
 class Near:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.chassis.idempotency import IdempotencyCache
 from troupe.rpc import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 # (key, payload, how it ends: with an answer, with an error, or its caller leaves first)
 CALLS = st.lists(
@@ -78,9 +78,9 @@ async def test_time_number_and_bytes_are_bounded() -> None:
     runs = []
 
     async def call(key: str, size: int = 0) -> None:
-        async def handle() -> pb.ChatMessage:
+        async def handle() -> common_pb.ChatMessage:
             runs.append(key)
-            return pb.ChatMessage(content="x" * size)
+            return common_pb.ChatMessage(content="x" * size)
 
         await cache.run(key, b"", handle)
 

@@ -17,7 +17,9 @@ from services.chassis.settings import ServiceSettings
 from tests.support.tiny_team import job
 from troupe.job import JobSpec, parse_job
 from troupe.rpc import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from troupe.v1 import orchestrator_pb2, transfer_pb2, transfer_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 # A path that only the other host has: its trainer finds it in a directory of the test.
 ELSEWHERE = "/only/on/the/other/host"
@@ -34,8 +36,8 @@ class OtherHost(ModelServer):
         return path.replace(ELSEWHERE, str(self.disk))
 
     async def FindModel(
-        self, request: transfer_pb2.FindModelRequest, context: Any
-    ) -> transfer_pb2.FindModelResponse:
+        self, request: transfer_pb.FindModelRequest, context: Any
+    ) -> transfer_pb.FindModelResponse:
         request.path = self._there(request.path)
         try:
             return await super().FindModel(request, context)
@@ -44,8 +46,8 @@ class OtherHost(ModelServer):
             raise
 
     async def ReadModel(
-        self, request: transfer_pb2.ReadModelRequest, context: Any
-    ) -> AsyncIterator[transfer_pb2.ModelChunk]:
+        self, request: transfer_pb.ReadModelRequest, context: Any
+    ) -> AsyncIterator[transfer_pb.ModelChunk]:
         request.path = self._there(request.path)
         try:
             async for chunk in super().ReadModel(request, context):
@@ -65,17 +67,17 @@ class Directory:
         self.trainers = trainers
 
     async def LocateState(
-        self, request: orchestrator_pb2.LocateStateRequest, timeout: float
-    ) -> orchestrator_pb2.LocateStateResponse:
+        self, request: orchestrator_pb.LocateStateRequest, timeout: float
+    ) -> orchestrator_pb.LocateStateResponse:
         if not self.trainers:
             raise Unavailable("away")
-        return orchestrator_pb2.LocateStateResponse(trainers=self.trainers)
+        return orchestrator_pb.LocateStateResponse(trainers=self.trainers)
 
 
 @asynccontextmanager
 async def serving(host: OtherHost) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    transfer_pb2_grpc.add_HostModelsServicer_to_server(host, server)
+    transfer_grpc.add_HostModelsServicer_to_server(host, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -221,7 +223,7 @@ async def test_a_model_that_changes_meanwhile_is_not_taken_for_the_other(disk: P
     before = described_model(str(disk / "solver")).digest
     (disk / "solver/config.json").write_text("{}")
     for digest in (before, "../solver", ""):
-        request = transfer_pb2.ReadModelRequest(path=str(disk / "solver"), digest=digest)
+        request = transfer_pb.ReadModelRequest(path=str(disk / "solver"), digest=digest)
         with pytest.raises(NotFound) as caught:
             await anext(server.ReadModel(request, None))
         assert caught.value.kind == "model_changed"

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.processes import ports_of, runs
 from tests.support.waiting import PATIENCE, block_until
 from troupe.rpc import NO_RETRY, ClientSettings, Internal, connect_sync
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 
@@ -29,7 +29,7 @@ def test_sigterm_drains_and_exits_with_zero(launch: Launch, tmp_path: Path) -> N
     assert port > 0 < metrics_port
     with connect_sync(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(1) as threads:
         begun = tmp_path / "begun"
-        order = pb.GetJobRequest(job_id=f"note {begun}")
+        order = orchestrator_pb.GetJobRequest(job_id=f"note {begun}")
         slow = threads.submit(OrchestratorStub(channel).GetJob, order)
         block_until(begun.exists)
         process.send_signal(signal.SIGTERM)
@@ -92,8 +92,11 @@ def test_nothing_that_runs_in_a_service_ends_it(
     with connect_sync(f"127.0.0.1:{port}", ClientSettings(retry=NO_RETRY)) as channel:
         stub = OrchestratorStub(channel)
         with nullcontext() if said is None else pytest.raises(Internal, match=re.escape(said)):
-            stub.GetJob(pb.GetJobRequest(job_id=order), timeout=PATIENCE)
-        assert stub.GetJob(pb.GetJobRequest(job_id="after"), timeout=PATIENCE).job.name == "after"
+            stub.GetJob(orchestrator_pb.GetJobRequest(job_id=order), timeout=PATIENCE)
+        assert (
+            stub.GetJob(orchestrator_pb.GetJobRequest(job_id="after"), timeout=PATIENCE).job.name
+            == "after"
+        )
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
 

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
 from troupe.rpc import ClientSettings, NotFound, Unimplemented, connect
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 
@@ -22,7 +22,7 @@ async def test_refusals_of_one_kind_are_logged_ever_more_rarely(
         stub = OrchestratorStub(channel)
         for number in range(20):
             with pytest.raises(NotFound):
-                await stub.GetJob(pb.GetJobRequest(job_id=f"refuse {number}"))
+                await stub.GetJob(orchestrator_pb.GetJobRequest(job_id=f"refuse {number}"))
     told = [line for line in caplog.text.splitlines() if "call refused" in line]
     assert len(told) == 5, "the 1st, 2nd, 4th, 8th and 16th"
 
@@ -40,6 +40,6 @@ async def test_a_method_that_a_service_does_not_have_is_unimplemented(
             await health_pb2_grpc.HealthStub(plain).List(health_pb2.HealthListRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         with pytest.raises(Unimplemented, match="does not") as missing:
-            await OrchestratorStub(channel).ListJobs(pb.ListJobsRequest())
+            await OrchestratorStub(channel).ListJobs(orchestrator_pb.ListJobsRequest())
     assert "ListJobs" in (missing.value.field or "")
     assert "Traceback" not in caplog.text

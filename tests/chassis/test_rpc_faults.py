@@ -15,7 +15,7 @@ from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.settings import ServiceSettings
 from troupe.rpc import InvalidArgument, NotFound, connect, connect_sync, new_id
 from troupe.rpc.channel import FAULTS_VARIABLE, Faults, FaultSettings, Twice, faults_of
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 
@@ -33,15 +33,18 @@ async def test_a_duplicate_has_no_second_effect(
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         requests = [
-            pb.SubmitJobRequest(request_id=new_id("submit"), spec="sleep 0.4") for _ in range(12)
+            orchestrator_pb.SubmitJobRequest(request_id=new_id("submit"), spec="sleep 0.4")
+            for _ in range(12)
         ]
         replies = await asyncio.gather(*(stub.SubmitJob(request) for request in requests))
         # `step` is how often the handler has run by then; they all run at once.
         assert {reply.job.step for reply in replies} == {12}
         # A call without a request id changes nothing and is sent once.
-        assert (await stub.GetJob(pb.GetJobRequest(job_id="look"))).job.step == 13
+        assert (await stub.GetJob(orchestrator_pb.GetJobRequest(job_id="look"))).job.step == 13
         with pytest.raises(NotFound, match="no such job"):
-            await stub.SubmitJob(pb.SubmitJobRequest(request_id=new_id(), spec="refuse me"))
+            await stub.SubmitJob(
+                orchestrator_pb.SubmitJobRequest(request_id=new_id(), spec="refuse me")
+            )
 
 
 async def test_every_duplicate_really_arrives(
@@ -59,7 +62,9 @@ async def test_every_duplicate_really_arrives(
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         for _ in range(5):
-            await stub.SubmitJob(pb.SubmitJobRequest(request_id=new_id("submit"), spec="x"))
+            await stub.SubmitJob(
+                orchestrator_pb.SubmitJobRequest(request_id=new_id("submit"), spec="x")
+            )
     assert len(counted) == 10
 
 
@@ -72,7 +77,9 @@ async def test_the_blocking_channel_sends_twice_too(
         with connect_sync(server.address) as channel:
             stub = OrchestratorStub(channel)
             return [
-                stub.SubmitJob(pb.SubmitJobRequest(request_id=new_id("s"), spec="x")).job.step
+                stub.SubmitJob(
+                    orchestrator_pb.SubmitJobRequest(request_id=new_id("s"), spec="x")
+                ).job.step
                 for _ in range(5)
             ]
 
@@ -87,7 +94,7 @@ async def test_a_late_call_is_late_and_right(
         stub = OrchestratorStub(channel)
         started = time.monotonic()
         for _ in range(5):
-            await stub.GetJob(pb.GetJobRequest(job_id="x"))
+            await stub.GetJob(orchestrator_pb.GetJobRequest(job_id="x"))
         # The same draws as the channel's own.
         faults = Faults(FaultSettings.parse("delay=1:0.2,seed=5"), server.address)
         assert time.monotonic() - started >= _sum_of_pauses(faults, 5)
@@ -105,7 +112,7 @@ def test_nothing_is_drawn_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_same_seed_draws_the_same_faults() -> None:
     def drawn(seed: int, address: str) -> list[object]:
         faults = Faults(FaultSettings(0.3, 0.3, 1.0, seed), address)
-        request = pb.SubmitJobRequest(request_id="r")
+        request = orchestrator_pb.SubmitJobRequest(request_id="r")
         return [(faults.pause(), faults.twice(request)) for _ in range(50)]
 
     assert drawn(1, "a:1") == drawn(1, "a:1")

@@ -40,8 +40,8 @@ from troupe.rpc import (
     connect_sync,
     new_id,
 )
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 NOT_RETRIED = ClientSettings(retry=NO_RETRY)
@@ -61,13 +61,13 @@ async def server(echo: Echo) -> AsyncIterator[RunningServer[ServiceSettings]]:
 @pytest.fixture
 async def stub(
     server: RunningServer[ServiceSettings],
-) -> AsyncIterator[orchestrator_pb2_grpc.OrchestratorAsyncStub]:
+) -> AsyncIterator[orchestrator_grpc.OrchestratorAsyncStub]:
     async with connect(server.address) as channel:
         yield OrchestratorStub(channel)
 
 
-def get(order: str) -> pb.GetJobRequest:
-    return pb.GetJobRequest(job_id=order)
+def get(order: str) -> orchestrator_pb.GetJobRequest:
+    return orchestrator_pb.GetJobRequest(job_id=order)
 
 
 async def test_typed_errors_reach_the_caller(stub) -> None:
@@ -90,7 +90,7 @@ async def test_a_fault_is_internal_and_logged_with_its_traceback(stub, caplog) -
 async def test_streams_deliver_and_fail_typed(stub, echo: Echo) -> None:
     seen: list[Any] = []
     with pytest.raises(NotFound) as caught:
-        await _read(stub.WatchJob(pb.WatchJobRequest(job_id="raise")), seen)
+        await _read(stub.WatchJob(orchestrator_pb.WatchJobRequest(job_id="raise")), seen)
     assert [event.event_id for event in seen] == ["0", "1", "2"]
     assert caught.value.value == "raise"
 
@@ -105,8 +105,8 @@ async def test_sync_channel_does_the_same(server) -> None:
             with pytest.raises(DeadlineExceeded):
                 stub.GetJob(get("sleep 5"), timeout=0.1)
             with pytest.raises(NotFound):
-                list(stub.WatchJob(pb.WatchJobRequest(job_id="raise")))
-            stream = stub.WatchJob(pb.WatchJobRequest())
+                list(stub.WatchJob(orchestrator_pb.WatchJobRequest(job_id="raise")))
+            stream = stub.WatchJob(orchestrator_pb.WatchJobRequest())
             seen = [next(stream).event_id, next(stream).event_id]
             stream.cancel()
             list(stream)  # ends, though the server would go on
@@ -118,7 +118,9 @@ async def test_sync_channel_does_the_same(server) -> None:
 async def test_message_over_the_limit_names_the_limit(stub, server) -> None:
     with pytest.raises(ResourceExhausted, match="limit of 1,048,576 bytes") as caught:
         async with connect(server.address, ClientSettings(max_message_mib=8)) as channel:
-            await OrchestratorStub(channel).SubmitJob(pb.SubmitJobRequest(spec="x" * 2**21))
+            await OrchestratorStub(channel).SubmitJob(
+                orchestrator_pb.SubmitJobRequest(spec="x" * 2**21)
+            )
     assert caught.value.kind == "message_too_large"
     with pytest.raises(ResourceExhausted) as caught:
         await stub.GetJob(get(f"big {2**21}"))
@@ -129,7 +131,7 @@ async def test_message_over_the_limit_names_the_limit(stub, server) -> None:
 
 async def test_a_client_that_vanishes_cancels_its_work(stub, echo: Echo, server) -> None:
     call = asyncio.ensure_future(stub.GetJob(get("sleep 30")))
-    stream = stub.WatchJob(pb.WatchJobRequest())
+    stream = stub.WatchJob(orchestrator_pb.WatchJobRequest())
     async for _ in stream:
         break
     stream.cancel()
@@ -156,7 +158,7 @@ async def test_deadlines(echo: Echo) -> None:
 
 
 async def test_repeating_a_request_id_has_one_effect(stub, echo: Echo) -> None:
-    request = pb.SubmitJobRequest(request_id=new_id(), spec="sleep 0.1")
+    request = orchestrator_pb.SubmitJobRequest(request_id=new_id(), spec="sleep 0.1")
     first, joined = await asyncio.gather(stub.SubmitJob(request), stub.SubmitJob(request))
     replayed = await stub.SubmitJob(request)
     assert first == joined == replayed
@@ -165,13 +167,13 @@ async def test_repeating_a_request_id_has_one_effect(stub, echo: Echo) -> None:
     with pytest.raises(AlreadyExists) as caught:
         await stub.SubmitJob(request)
     assert caught.value.kind == "request_id_reused"
-    await stub.SubmitJob(pb.SubmitJobRequest(spec="no id"))
-    await stub.SubmitJob(pb.SubmitJobRequest(spec="no id"))
+    await stub.SubmitJob(orchestrator_pb.SubmitJobRequest(spec="no id"))
+    await stub.SubmitJob(orchestrator_pb.SubmitJobRequest(spec="no id"))
     assert echo.runs == 3
 
 
 async def test_a_failed_call_can_be_repeated(stub, echo: Echo) -> None:
-    request = pb.SubmitJobRequest(request_id=new_id(), spec="refuse x")
+    request = orchestrator_pb.SubmitJobRequest(request_id=new_id(), spec="refuse x")
     for _ in range(2):
         with pytest.raises(NotFound):
             await stub.SubmitJob(request)
@@ -179,7 +181,7 @@ async def test_a_failed_call_can_be_repeated(stub, echo: Echo) -> None:
 
 
 async def test_work_with_an_id_outlives_its_client(stub, echo: Echo) -> None:
-    request = pb.SubmitJobRequest(request_id=new_id(), spec="sleep 0.3")
+    request = orchestrator_pb.SubmitJobRequest(request_id=new_id(), spec="sleep 0.3")
     with pytest.raises(DeadlineExceeded):
         await stub.SubmitJob(request, timeout=0.1)
     assert (await stub.SubmitJob(request)).job.step == 1
@@ -194,7 +196,9 @@ async def test_token(echo: Echo) -> None:
                     await OrchestratorStub(channel).GetJob(get("x"))
                 assert "TROUPE_TOKEN" in str(caught.value)
                 with pytest.raises(Unauthenticated):
-                    async for _ in OrchestratorStub(channel).WatchJob(pb.WatchJobRequest()):
+                    async for _ in OrchestratorStub(channel).WatchJob(
+                        orchestrator_pb.WatchJobRequest()
+                    ):
                         pass
                 health = health_pb2_grpc.HealthStub(channel)  # probes carry no token
                 await health.Check(health_pb2.HealthCheckRequest())
@@ -286,7 +290,7 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
         assert response.status == health_pb2.HealthCheckResponse.SERVING
 
         unary = asyncio.ensure_future(stub.GetJob(get("sleep 0.5")))
-        stream = stub.WatchJob(pb.WatchJobRequest())
+        stream = stub.WatchJob(orchestrator_pb.WatchJobRequest())
         watched: list[Any] = []
         probed: list[Any] = []
         watching = asyncio.ensure_future(_read(stream, watched))
@@ -304,14 +308,14 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
 
 async def test_a_stream_that_is_cut_while_it_sends_ends_with_the_reason() -> None:
     class Floods(Echo):
-        async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> Any:
+        async def WatchJob(self, request: orchestrator_pb.WatchJobRequest, context: Any) -> Any:
             while True:
-                yield pb.JobEvent()
+                yield orchestrator_pb.JobEvent()
 
     settings = ServiceSettings(drain_seconds=60, stream_drain_seconds=0.1)
     async with serve(Floods(), settings) as server, connect(server.address, NOT_RETRIED) as channel:
         heard: list[Any] = []
-        stream = OrchestratorStub(channel).WatchJob(pb.WatchJobRequest())
+        stream = OrchestratorStub(channel).WatchJob(orchestrator_pb.WatchJobRequest())
         reading = asyncio.ensure_future(_read(stream, heard))
         await until(lambda: heard)
         await server.close()
@@ -324,7 +328,7 @@ async def test_a_drain_ends_though_a_call_does_not(echo: Echo) -> None:
     settings = ServiceSettings(drain_seconds=0.2)
     async with serve(echo, settings) as server, connect(server.address, NOT_RETRIED) as channel:
         stub = OrchestratorStub(channel)
-        request = pb.SubmitJobRequest(request_id="r", spec="sleep 60")
+        request = orchestrator_pb.SubmitJobRequest(request_id="r", spec="sleep 60")
         calls = [
             asyncio.ensure_future(stub.GetJob(get("sleep 60"))),
             asyncio.ensure_future(stub.SubmitJob(request)),
@@ -468,11 +472,13 @@ async def test_ids_that_calls_brought_are_not_kept_whole(
     server: RunningServer[ServiceSettings], stub: OrchestratorStub
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await stub.SubmitJob(pb.SubmitJobRequest(request_id="r" * 600_000, spec="ok"))
+        await stub.SubmitJob(orchestrator_pb.SubmitJobRequest(request_id="r" * 600_000, spec="ok"))
     assert caught.value.field == "request_id"
     before = resident_mib()
     for number in range(150):
-        request = pb.SubmitJobRequest(request_id=f"r{number}", spec="ok", job_id="j" * 900_000)
+        request = orchestrator_pb.SubmitJobRequest(
+            request_id=f"r{number}", spec="ok", job_id="j" * 900_000
+        )
         await stub.SubmitJob(request)
     gc.collect()
     assert resident_mib() - before < 60, "150 ids of 0.9 MB"

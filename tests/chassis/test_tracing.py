@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from tests.support.processes import ports_of
 from tests.support.waiting import PATIENCE
 from troupe.rpc import connect_sync
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 
@@ -50,7 +50,7 @@ def test_spans_are_exported_in_the_callers_trace(launch: Launch, tmp_path: Path)
     token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(parent)))
     try:
         with connect_sync(f"127.0.0.1:{echo_port}") as channel:
-            OrchestratorStub(channel).GetJob(pb.GetJobRequest(job_id="x"))
+            OrchestratorStub(channel).GetJob(orchestrator_pb.GetJobRequest(job_id="x"))
     finally:
         context.detach(token)
     assert collector.came.wait(PATIENCE)

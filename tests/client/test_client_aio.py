@@ -33,7 +33,7 @@ from troupe.rpc import (
     RetryPolicy,
     Unavailable,
 )
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 RUN = (S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
 
@@ -90,11 +90,18 @@ async def test_watch_tells_every_event_in_order_until_the_end(
 ) -> None:
     job = await client.submit(job_yaml)
     await fake.move(job.id, *RUN)
-    await fake.log(job.id, pb.JobEvent(activity=pb.Activity(text="rolling out", done=1, total=4)))
+    await fake.log(
+        job.id,
+        orchestrator_pb.JobEvent(
+            activity=orchestrator_pb.Activity(text="rolling out", done=1, total=4)
+        ),
+    )
     await fake.step(job.id, 1, reward__solver__mean=0.5)
-    note = pb.Notice(severity=pb.Notice.SEVERITY_WARNING, text="a worker was lost")
-    await fake.log(job.id, pb.JobEvent(notice=note))
-    await fake.log(job.id, pb.JobEvent())  # a kind of a newer server
+    note = orchestrator_pb.Notice(
+        severity=orchestrator_pb.Notice.SEVERITY_WARNING, text="a worker was lost"
+    )
+    await fake.log(job.id, orchestrator_pb.JobEvent(notice=note))
+    await fake.log(job.id, orchestrator_pb.JobEvent())  # a kind of a newer server
     await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
 
     events = [event async for event in job.watch()]

@@ -27,7 +27,7 @@ from troupe.client import (
 )
 from troupe.outcomes import type_name
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, connect
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 SOURCE = '''
@@ -193,10 +193,12 @@ async def test_a_service_that_restarted_is_told_without_being_asked(
     """What jobs call goes from rollout to the reward service, not through the orchestrator."""
     channel = connect(town.reward.address, QUICK)
     stub = RewardStub(channel)
-    await stub.DeleteFunction(pb.DeleteFunctionRequest(request_id="x", name="exact", version="1"))
+    await stub.DeleteFunction(
+        reward_pb.DeleteFunctionRequest(request_id="x", name="exact", version="1")
+    )
 
     async def told() -> bool:
-        listed = await stub.ListFunctions(pb.ListFunctionsRequest())
+        listed = await stub.ListFunctions(reward_pb.ListFunctionsRequest())
         return any(one.function.name == "exact" for one in listed.functions)
 
     async with asyncio.timeout(PATIENCE):
@@ -432,7 +434,7 @@ def test_arguments_that_are_no_json_are_refused(
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "[1e400]", "[" * 900 + "]" * 900, "1" * 5000])
 def test_what_a_sandbox_may_answer_is_a_typed_error(text: str) -> None:
-    ended = Invocation.of_call("name", "id", pb.InvokeResponse(result_json=text))
+    ended = Invocation.of_call("name", "id", reward_pb.InvokeResponse(result_json=text))
     assert ended.value is None
     assert ended.error is not None
     assert ended.error.kind == "bad_result"
@@ -441,7 +443,7 @@ def test_what_a_sandbox_may_answer_is_a_typed_error(text: str) -> None:
 def test_a_schema_that_is_none_is_refused_where_it_is_registered(town: Town) -> None:
     async def register() -> None:
         async with connect(town.reward.address) as channel:
-            spec = pb.FunctionSpec(
+            spec = reward_pb.FunctionSpec(
                 name="odd-schema",
                 version="1",
                 entrypoint="tests.rollout.plays:add",
@@ -449,7 +451,7 @@ def test_a_schema_that_is_none_is_refused_where_it_is_registered(town: Town) -> 
                 parameters_json="{",
             )
             await RewardStub(channel).RegisterFunction(
-                pb.RegisterFunctionRequest(request_id="odd-schema", function=spec)
+                reward_pb.RegisterFunctionRequest(request_id="odd-schema", function=spec)
             )
 
     with pytest.raises(InvalidArgument) as refused:

@@ -238,7 +238,10 @@ INTRUDER = textwrap.dedent(
     from pathlib import Path
     import encodings.idna, http.client, ssl  # what a user without our files could not load later
     import grpc
-    from troupe.v1 import orchestrator_pb2 as pb, orchestrator_pb2_grpc, reward_pb2, reward_pb2_grpc
+    from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+    from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+    from troupe.v1 import reward_pb2 as reward_pb
+    from troupe.v1 import reward_pb2_grpc as reward_grpc
     addresses, data_dir, panel, transfer_dir = json.load(sys.stdin)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     came_through = []
@@ -257,17 +260,17 @@ INTRUDER = textwrap.dedent(
             came_through.append(name)
     for address in addresses:
         channel = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
-        jobs = orchestrator_pb2_grpc.OrchestratorStub(channel)
-        functions = reward_pb2_grpc.RewardStub(channel)
-        spec = reward_pb2.FunctionSpec(name="evil", version="1", entrypoint="subprocess:run")
+        jobs = orchestrator_grpc.OrchestratorStub(channel)
+        functions = reward_grpc.RewardStub(channel)
+        spec = reward_pb.FunctionSpec(name="evil", version="1", entrypoint="subprocess:run")
         attempt(f"{address} list", lambda: jobs.ListJobs(
-            pb.ListJobsRequest(), timeout=10))
+            orchestrator_pb.ListJobsRequest(), timeout=10))
         attempt(f"{address} submit", lambda: jobs.SubmitJob(
-            pb.SubmitJobRequest(spec="x"), timeout=10))
+            orchestrator_pb.SubmitJobRequest(spec="x"), timeout=10))
         attempt(f"{address} deploy", lambda: functions.RegisterFunction(
-            reward_pb2.RegisterFunctionRequest(function=spec), timeout=10))
+            reward_pb.RegisterFunctionRequest(function=spec), timeout=10))
         attempt(f"{address} call", lambda: functions.Invoke(
-            reward_pb2.InvokeRequest(name="evil", arguments_json="{}"), timeout=10))
+            reward_pb.InvokeRequest(name="evil", arguments_json="{}"), timeout=10))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for path in ("/api/jobs", "/api/functions", "/api/cluster", "/api/cluster/events"):
         attempt(f"GET {path}", lambda: opener.open(panel + path, timeout=10).read(1))
@@ -278,7 +281,7 @@ INTRUDER = textwrap.dedent(
                   data_dir + "/.troupe/cluster.json", data_dir + "/redis/redis.conf"):
         attempt(place, lambda: os.listdir(place) if Path(place).is_dir() else open(place).read())
     print(json.dumps(came_through))
-    """
+"""
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from troupe.contracts import kinds
-from troupe.v1 import reward_pb2
+from troupe.v1 import reward_pb2 as reward_pb
 
 ROOT = Path(__file__).parents[2]
 NAMES = {name: text for name, text in vars(kinds).items() if name.isupper()}
@@ -141,7 +141,7 @@ def test_every_kind_has_a_text_of_its_own_and_says_who_raises_it() -> None:
     ["BAD_ARGUMENTS", "BAD_RESULT", "NOT_IMPORTABLE", "OUT_OF_MEMORY", "RAISED", "TIMEOUT"],
 )
 def test_kinds_of_failed_calls_are_names_of_the_contract(name: str) -> None:
-    assert f"KIND_{name}" in reward_pb2.InvocationError.Kind.keys()  # noqa: SIM118
+    assert f"KIND_{name}" in reward_pb.InvocationError.Kind.keys()  # noqa: SIM118
     assert KINDS[name] == name.lower()
 
 

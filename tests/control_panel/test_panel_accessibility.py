@@ -6,7 +6,7 @@ import pytest
 
 from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import Panel
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -22,7 +22,7 @@ async def test_no_view_has_a_serious_finding_or_is_too_wide(
 
     job_id = await panel.submit()
     panel.orchestrator.reply_tokens = 100
-    await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
     for step in (1, 2):
         values = {"reward__solver__mean": step / 4, "evaluations__gsm8k__pass@1": step / 4}
         await panel.orchestrator.step(job_id, step, big__loss__policy=0.5, **values)

@@ -13,7 +13,7 @@ import pytest
 from services.control_panel.app import MAX_BODY_BYTES, create_app
 from tests.control_panel.conftest import Panel
 from tests.support.waiting import PATIENCE, until
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 BLOCK = b"x" * 2**20
 
@@ -129,7 +129,9 @@ async def _gone_later(panel: Panel, job_id: str) -> None:
     await until(lambda: panel.orchestrator.requests("WatchJob"))
     panel.orchestrator.break_after = 1
     del panel.orchestrator.jobs[job_id]
-    await panel.orchestrator.log(job_id, pb.JobEvent(notice=pb.Notice(text="last")))
+    await panel.orchestrator.log(
+        job_id, orchestrator_pb.JobEvent(notice=orchestrator_pb.Notice(text="last"))
+    )
 
 
 async def _lines(panel: Panel, path: str) -> AsyncIterator[str]:

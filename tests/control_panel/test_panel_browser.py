@@ -11,8 +11,8 @@ import pytest
 
 from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import SPEC, YAML, Panel
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, needs_chromium]
 async def run_steps(panel: Panel, job_id: str, *steps: int, **more: float) -> None:
     """Let a job run, with rewards in these steps."""
     job = panel.orchestrator.jobs[job_id]
-    if job.state == common.JOB_STATE_SUBMITTED:
-        states = common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING
+    if job.state == common_pb.JOB_STATE_SUBMITTED:
+        states = common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING
         await panel.orchestrator.move(job_id, *states)
     for step in steps:
         await panel.orchestrator.step(
@@ -133,7 +133,9 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
     job = panel.orchestrator.jobs[job_id]
     job.versions["big"] = 3
     job.before["gsm8k/pass@1"] = 0.25
-    job.before_intervals["gsm8k/pass@1"].CopyFrom(pb.ScoreInterval(low=0.125, high=0.375))
+    job.before_intervals["gsm8k/pass@1"].CopyFrom(
+        orchestrator_pb.ScoreInterval(low=0.125, high=0.375)
+    )
     for step, score in ((0, 0.25), (2, 0.5), (4, 0.375)):
         values = {
             "evaluations__gsm8k__pass@1": score,
@@ -193,7 +195,9 @@ async def test_a_long_history_is_read_once_and_what_comes_then_is_streamed(panel
     log, job = panel.orchestrator.logs[job_id], panel.orchestrator.jobs[job_id]
     for step in range(2, steps + 1):
         values = {"reward/solver/mean": float(step), "big/loss/policy": 0.5, "other": 1.0}
-        event = pb.JobEvent(metrics=pb.MetricsLogged(step=step, values=values))
+        event = orchestrator_pb.JobEvent(
+            metrics=orchestrator_pb.MetricsLogged(step=step, values=values)
+        )
         event.event_id = f"{len(log) + 1}-0"
         log.append(event)
     job.metrics.update(values)

@@ -13,7 +13,7 @@ from tests.control_panel.conftest import Panel
 from tests.twin.test_planner import job
 from tests.twin.test_profile import measured
 from troupe.job import JobSpec
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 PLANNED_MS = 150_000
@@ -31,7 +31,7 @@ async def test_a_job_is_planned_by_keys_with_a_picture_of_a_step(
     reply = await panel.http.post("/api/jobs", content=json.dumps(job()), headers=headers)
     job_id = reply.json()["job_id"]
     panel.orchestrator.profiles[job_id] = measured(spec).to_json()
-    await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
     hint = "trainers idle 45%: one more engine for `solver` would shorten the step by about 20%"
     panel.orchestrator.jobs[job_id].split_hint = hint
     size = {"width": width, "height": 1000}

@@ -11,14 +11,14 @@ import pytest
 from tests.control_panel.conftest import SPEC, YAML, Panel
 from tests.support.waiting import PATIENCE
 from troupe.client.conversion import to_json
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     job_id = await panel.submit()
     assert [job["job_id"] for job in (await panel.http.get("/api/jobs")).json()] == [job_id]
-    await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    await panel.orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
     setting = {"field": "limits.turn_seconds", "value": "600", "source": "GPU of 80 GB"}
     panel.orchestrator.jobs[job_id].resolved.add(**setting)
     assert (await panel.http.get(f"/api/jobs/{job_id}")).json()["resolved"] == [setting]
@@ -112,11 +112,11 @@ async def test_events_arrive_while_they_happen(panel: Panel) -> None:
 
     reader = asyncio.create_task(read())
     orchestrator = panel.orchestrator
-    await orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    await orchestrator.move(job_id, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING)
     orchestrator.break_after = 4  # the stream breaks once; the panel takes it up again
     await orchestrator.step(job_id, 1, reward__solver__mean=0.25)
     await orchestrator.step(job_id, 2, reward__solver__mean=0.5)
-    await orchestrator.move(job_id, common.JOB_STATE_SUCCEEDED)
+    await orchestrator.move(job_id, common_pb.JOB_STATE_SUCCEEDED)
     await asyncio.wait_for(reader, PATIENCE)
     rows = [data for name, data in seen if name == "metrics"]
     assert [(r["step"], r["values"]["reward/solver/mean"]) for r in rows] == [(1, 0.25), (2, 0.5)]
@@ -173,8 +173,8 @@ async def test_openapi_documents_every_call(panel: Panel) -> None:
 
 
 def test_messages_become_plain_json() -> None:
-    reply = pb.GetTrajectoryResponse()
-    reply.summary.state = common.TRAJECTORY_STATE_COMPLETED
+    reply = orchestrator_pb.GetTrajectoryResponse()
+    reply.summary.state = common_pb.TRAJECTORY_STATE_COMPLETED
     turn = reply.turns.add(response="42")
     turn.versions.add(version=2**40)
     data = to_json(reply)

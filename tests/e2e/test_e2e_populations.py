@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE, until
 from troupe.populations.enumerated import Enumeration, probabilities, score_request
 from troupe.populations.tree import agent_values, mixed
 from troupe.rpc import connect
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,9 +44,11 @@ def job(model: Path, **population: Any) -> str:
     return yaml.safe_dump(spec)
 
 
-async def population(api: Any, job_id: str) -> orch.Population:
-    found: orch.Population = (
-        await api.GetPopulation(orch.GetPopulationRequest(job_id=job_id), timeout=PATIENCE)
+async def population(api: Any, job_id: str) -> orchestrator_pb.Population:
+    found: orchestrator_pb.Population = (
+        await api.GetPopulation(
+            orchestrator_pb.GetPopulationRequest(job_id=job_id), timeout=PATIENCE
+        )
     ).population
     return found
 
@@ -112,7 +114,7 @@ async def test_payoffs_of_a_game_are_computed_of_what_members_say(
         for slot in found.slots:
             request = score_request(tree.questions, handle.id, slot.policy, ends=True)
             answer = await api.ScorePolicy(
-                orch.ScorePolicyRequest(request=request), timeout=PATIENCE
+                orchestrator_pb.ScorePolicyRequest(request=request), timeout=PATIENCE
             )
             said = probabilities(tree.questions, answer.result)
             known[names.index(slot.member_id)] = tree.plans(tree.behaviours(said))

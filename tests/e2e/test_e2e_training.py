@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
 from troupe.client import AsyncJobHandle
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Path) -> None:
@@ -37,10 +37,10 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
         AutoTokenizer.from_pretrained(checkpoints[0].path)
 
     # Of one query a step the tokens are kept, with what the trainers made of them.
-    request = pb.ListTrajectoriesRequest(job_id=handle.id, page_size=200, to_step=10)
+    request = orchestrator_pb.ListTrajectoriesRequest(job_id=handle.id, page_size=200, to_step=10)
     listed = (await handle._stub.ListTrajectories(request)).trajectories
     name = next(one.trajectory_id for one in listed if one.tokens_kept and not one.evaluation)
-    wanted = pb.GetTrajectoryRequest(job_id=handle.id, trajectory_id=name, tokens=True)
+    wanted = orchestrator_pb.GetTrajectoryRequest(job_id=handle.id, trajectory_id=name, tokens=True)
     found = await handle._stub.GetTrajectory(wanted)
     assert {turn.policy for turn in found.turns} == {"solver", "checker"}
     for turn in found.turns:

@@ -15,10 +15,10 @@ from tests.support.scripted_engine import Script
 from tests.workflow.stage import make_tokenizer
 from troupe import tensors
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-Event = pb.TrajectoryEvent
+Event = rollout_pb.TrajectoryEvent
 # As Qwen2.5's, in short.
 TOOLED = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
@@ -131,7 +131,9 @@ class Stage:
         ]
 
     async def _play(
-        self, act: Callable[[Any, Any], Awaitable[dict[str, float]]], tickets: Sequence[pb.Ticket]
+        self,
+        act: Callable[[Any, Any], Awaitable[dict[str, float]]],
+        tickets: Sequence[rollout_pb.Ticket],
     ) -> Event:
         dialogues.ACT = act
         [event] = (await self.house.run(tickets)).values()
@@ -167,9 +169,9 @@ async def open_stage(
         yield Stage(house, script, spec)
 
 
-def _ids(tensor: common.Tensor) -> list[int]:
+def _ids(tensor: common_pb.Tensor) -> list[int]:
     return [int(i) for i in tensors.from_proto(tensor)]
 
 
-def _floats(tensor: common.Tensor) -> list[float]:
+def _floats(tensor: common_pb.Tensor) -> list[float]:
     return [round(float(x), 4) for x in tensors.from_proto(tensor)]

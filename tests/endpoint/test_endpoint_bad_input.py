@@ -13,7 +13,7 @@ import pytest
 from tests.endpoint.stage import ADD, Stage, open_stage
 from tests.endpoint.test_endpoint_client import ASKED, COMPLETED, client_of
 from tests.support.waiting import until
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BAD: list[tuple[dict[str, Any], str | None, str]] = [
@@ -220,7 +220,7 @@ async def test_a_turn_that_is_late_says_so(tmp_path: Path) -> None:
             return {"solver": 0.0}
 
         event = await stage.play(act)
-    assert event.state == common.TRAJECTORY_STATE_FAILED
+    assert event.state == common_pb.TRAJECTORY_STATE_FAILED
     assert "workflow_raised" in event.reason
     assert "within 0.2 s" in event.reason
 

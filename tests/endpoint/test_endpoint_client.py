@@ -12,9 +12,9 @@ from openai import AsyncOpenAI, OpenAI
 from tests.endpoint.stage import ADD, Stage, calls, in_turn, says, text_of
 from tests.support.waiting import until
 from troupe.functions.library.judge import judge
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED = {"role": "user", "content": "what is 3+4?"}
 

@@ -12,7 +12,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.endpoint.stage import Stage, calls, in_turn, says, text_of
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +62,7 @@ async def test_a_conversation_with_tools_is_trained_on_the_sampled_ids(stage: St
 
     event, rows = await stage.train(act)
 
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     assert outputs == ["It is 49.", "Added: 2."]
     assert event.metrics["prefix_breaks"] == 0
     assert [row.response for row in rows] == [says(text) for text in SAID]
@@ -95,5 +95,5 @@ async def test_it_streams_and_runs_in_a_thread_of_its_own_too(stage: Stage) -> N
         return {"solver": 1.0, "checker": 1.0}
 
     event = await stage.play(act)
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     assert [turn.agent for turn in event.turns] == ["solver", "solver", "checker"]

@@ -19,7 +19,7 @@ from tests.endpoint.stage import Stage, calls, in_turn, open_stage, says
 from tests.rollout.processes import ServiceProcess
 from tests.support import frameworks
 from tests.support.own_python import own_python
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 pytestmark = [
     pytest.mark.slow,
@@ -133,7 +133,7 @@ async def test_an_agent_of_a_framework_is_trained_unchanged(
 
     event, rows = await stage.train(act)
 
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     assert answers == [one.answer]
     # What is trained are the ids that were sampled, spelled as the tokenizer would not spell them.
     assert [row.response for row in rows] == [says(text) for text in one.said]

@@ -15,7 +15,7 @@ from tests.support.experience import Stage, ids_of, make_sample, make_stage
 from tests.support.experience_client import Client
 from troupe.experience import samples_digest
 from troupe.rpc import InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 POLICIES = ("checker", "solver")
@@ -29,7 +29,7 @@ async def train(stage: Stage, *policies: str) -> None:
             policy=policy,
             step=stage.step,
             outcome=store_pb.STEP_OUTCOME_APPLIED,
-            weights=pb.WeightsRef(job_id=stage.job, policy=policy, version=stage.step + 1),
+            weights=common_pb.WeightsRef(job_id=stage.job, policy=policy, version=stage.step + 1),
             samples_digest=samples_digest(ids_of(response)),
         )
         await stage.store.claims.commit(stage.job, "trainer", [response.claim_id], commit)
@@ -245,7 +245,7 @@ async def test_the_log_tells_forgotten_and_live_steps_alike(played: Stage) -> No
     assert [step.step for step in steps] == [1, 2, 3, 4]
     for step in steps[:3]:
         assert step.commit.num_samples == len(step.samples) == 4
-        assert {sample.state for sample in step.samples} == {pb.SAMPLE_STATE_TRAINED}
+        assert {sample.state for sample in step.samples} == {common_pb.SAMPLE_STATE_TRAINED}
         assert {sample.trajectory_id for sample in step.samples} == {
             f"{query}-s{step.step}-t{number}" for query in ("q0", "q1") for number in range(2)
         }

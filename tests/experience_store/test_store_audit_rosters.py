@@ -7,7 +7,7 @@ from tests.experience_store.test_store_audit import audit, train
 from tests.experience_store.test_store_high_water import counted, held
 from tests.support.experience import Stage, make_sample, make_stage
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 async def check(stage: Stage) -> None:
@@ -94,4 +94,4 @@ async def test_groups_without_signal_are_dropped_with_their_bytes(store: Store) 
     assert solver.drop_reasons == {"no_signal": 2}
     (kept,) = [step async for step in store.audit.read(stage.job, "solver", 0)]
     states = {sample.sample_id: sample.state for sample in kept.samples}
-    assert states["q0_0_q0-t0"] == pb.SAMPLE_STATE_DROPPED
+    assert states["q0_0_q0-t0"] == common_pb.SAMPLE_STATE_DROPPED

@@ -17,14 +17,14 @@ from tests.support.experience import make_sample
 from troupe import tensors
 from troupe.prefixes import key_of
 from troupe.rpc import InvalidArgument
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 _id_bounds = st.sampled_from([100, 2**16, 2**24, 2**31])
 _names = st.text(st.characters(max_codepoint=0x17F, exclude_categories=["C"]), max_size=140)
 
 
-def _ids(length: int, bound: int) -> pb.Tensor:
+def _ids(length: int, bound: int) -> common_pb.Tensor:
     """So many ids below `bound`, the last of which is the largest possible."""
     return tensors.ids_to_proto(np.arange(bound - length, bound).astype(np.int32))
 
@@ -45,7 +45,7 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
         response_ids=_ids(response, draw(_id_bounds)),
         logprobs=tensors.to_proto(np.zeros(response, dtype=np.float32)),
         versions=[
-            pb.VersionSpan(version=draw(st.integers(-1, 2**40)), start=0, end=response)
+            common_pb.VersionSpan(version=draw(st.integers(-1, 2**40)), start=0, end=response)
             for _ in range(draw(st.integers(0, 2)))
         ],
         reward=draw(st.none() | st.floats()),
@@ -65,7 +65,9 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
             case 0:
                 tensor.data = tensor.data[:-1]
             case 1:
-                tensor.dtype = draw(st.sampled_from([pb.DTYPE_INT64, pb.DTYPE_PACKED24]))
+                tensor.dtype = draw(
+                    st.sampled_from([common_pb.DTYPE_INT64, common_pb.DTYPE_PACKED24])
+                )
             case 2:
                 tensor.shape.append(1)
             case _:
@@ -92,7 +94,7 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
     payload = sample.SerializeToString()
     row = FastRowReader(sample.query_id, "t").read(payload)
     request = store_pb.AppendTrajectoryRequest(
-        query_id=sample.query_id, trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
+        query_id=sample.query_id, trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
     )
     if row is not None:
         assert_same(row, sample, payload)
@@ -170,7 +172,7 @@ def test_a_number_where_an_ending_should_be_is_none() -> None:
 
 def test_a_row_that_is_no_message_is_named() -> None:
     request = store_pb.AppendTrajectoryRequest(
-        query_id="q", trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
+        query_id="q", trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
     )
     with pytest.raises(InvalidArgument) as refused:
         check_append(request, [b"\x0a\xff"])

@@ -10,10 +10,10 @@ from services.experience_store.records import PolicyKeys, StagedRow
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from troupe.rpc import FailedPrecondition, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
-TRAINED, CLAIMED = pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_CLAIMED
+TRAINED, CLAIMED = common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_CLAIMED
 
 
 def lua_hash(text: bytes) -> int:

@@ -13,15 +13,15 @@ from tests.support.experience import make_sample
 from tests.support.experience_client import Client
 from troupe import tensors
 from troupe.rpc import InvalidArgument, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
-def span(version: int) -> pb.VersionSpan:
-    return pb.VersionSpan(version=version, start=0, end=4)
+def span(version: int) -> common_pb.VersionSpan:
+    return common_pb.VersionSpan(version=version, start=0, end=4)
 
 
-def floats(*values: float) -> pb.Tensor:
+def floats(*values: float) -> common_pb.Tensor:
     return tensors.to_proto(np.array(values, np.float32))
 
 
@@ -135,10 +135,10 @@ BAD = [
     ("AmendStep", amended(step=3, carry_query_ids=["q0"], carry_to=3), "carry_to"),
     ("AmendStep", amended(cursor=-1), "cursor"),
     ("AppendTrajectory", append(samples=sample(versions=[span(-1)])), "samples[0].versions"),
-    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_RUNNING), "state"),
+    ("AppendTrajectory", append(state=common_pb.TRAJECTORY_STATE_RUNNING), "state"),
     ("AppendTrajectory", append(state=99), "state"),
-    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_FAILED), "samples"),
-    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_FAILED, samples=[]), "reason"),
+    ("AppendTrajectory", append(state=common_pb.TRAJECTORY_STATE_FAILED), "samples"),
+    ("AppendTrajectory", append(state=common_pb.TRAJECTORY_STATE_FAILED, samples=[]), "reason"),
     ("AppendTrajectory", append(trajectory_id=""), "trajectory_id"),
     ("AppendTrajectory", append(samples=sample(policy="frozen")), "samples[0].policy"),
     ("AppendTrajectory", append(samples=sample(query_id="q1")), "samples[0].query_id"),
@@ -151,7 +151,11 @@ BAD = [
     ("AppendTrajectory", append(samples=sample(logprobs=floats(0))), "samples[0].logprobs"),
     (
         "AppendTrajectory",
-        append(samples=sample(prompt_ids=pb.Tensor(dtype=pb.DTYPE_INT32, shape=[3], data=b"12"))),
+        append(
+            samples=sample(
+                prompt_ids=common_pb.Tensor(dtype=common_pb.DTYPE_INT32, shape=[3], data=b"12")
+            )
+        ),
         "samples[0].prompt_ids",
     ),
     (
@@ -192,7 +196,7 @@ BAD = [
     ("FillColumns", filled(columns={"a": torn()}), "columns[a].tensor"),
     (
         "FillColumns",
-        filled(columns={"a": store_pb.Column(tensor=pb.Tensor(dtype=99))}),  # type: ignore[arg-type]
+        filled(columns={"a": store_pb.Column(tensor=common_pb.Tensor(dtype=99))}),  # type: ignore[arg-type]
         "columns[a].tensor",
     ),
     ("FillColumns", filled(), "drop_reason"),
@@ -220,7 +224,7 @@ BAD = [
     ("CommitStep", commit(outcome=store_pb.STEP_OUTCOME_UNSPECIFIED), "outcome"),
     ("CommitStep", commit(outcome=7), "outcome"),
     ("CommitStep", commit(weights=None), "weights"),
-    ("CommitStep", commit(weights=pb.WeightsRef(policy="other")), "weights.policy"),
+    ("CommitStep", commit(weights=common_pb.WeightsRef(policy="other")), "weights.policy"),
     (
         "ListSamples",
         lambda client: store_pb.ListSamplesRequest(

@@ -19,7 +19,7 @@ from troupe.rpc import (
     NotFound,
     new_id,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Response = store_pb.ClaimMicroBatchResponse
@@ -106,7 +106,7 @@ async def test_late_columns_watching_and_listing(client: Client) -> None:
             )
         )
         assert filled.accepted
-    assert filled.state == pb.SAMPLE_STATE_READY
+    assert filled.state == common_pb.SAMPLE_STATE_READY
     async with asyncio.timeout(PATIENCE):
         async for status in watching:
             if status.sealed and status.counts[0].ready == 2:
@@ -199,7 +199,7 @@ async def test_columns_that_come_before_their_row_are_to_be_sent_again(client: C
     await client.stub.AppendTrajectory(client.append_request("q0", "q0-t0", samples=[row]))
     filled = await client.stub.FillColumns(fill())
     assert filled.accepted
-    assert filled.state == pb.SAMPLE_STATE_PENDING, "its group is not complete"
+    assert filled.state == common_pb.SAMPLE_STATE_PENDING, "its group is not complete"
 
 
 async def test_a_roster_over_grpc(client: Client) -> None:
@@ -279,8 +279,8 @@ async def test_the_rewards_of_a_trajectory_come_in_one_call(client: Client) -> N
     )
     assert not filled.accepted, "the others were filled though one was unknown"
     assert [(one.accepted, one.state) for one in filled.more] == [
-        (False, pb.SAMPLE_STATE_PENDING),
-        (True, pb.SAMPLE_STATE_READY),
+        (False, common_pb.SAMPLE_STATE_PENDING),
+        (True, common_pb.SAMPLE_STATE_READY),
     ]
     claim = await client.stub.ClaimMicroBatch(client.claim_request())
     assert [item.sample.reward for item in claim.samples] == [0.5, 1.5, 2.5]
@@ -302,9 +302,11 @@ async def test_more_rewards_than_one_script_fills_come_in_one_call(client: Clien
             more=[store_pb.SampleColumns(sample_id=n, reward=i) for i, n in enumerate(more)],
         )
     )
-    assert (filled.accepted, filled.state) == (True, pb.SAMPLE_STATE_DROPPED)
+    assert (filled.accepted, filled.state) == (True, common_pb.SAMPLE_STATE_DROPPED)
     # They are one group, which the last of them completed.
-    states = [pb.SAMPLE_STATE_PENDING] * (FILL_BATCH - 1) + [pb.SAMPLE_STATE_READY] * 3
+    states = [common_pb.SAMPLE_STATE_PENDING] * (FILL_BATCH - 1) + [
+        common_pb.SAMPLE_STATE_READY
+    ] * 3
     assert [(one.accepted, one.state) for one in filled.more] == [(True, s) for s in states]
     claim = await client.stub.ClaimMicroBatch(client.claim_request(max_samples=len(more)))
     rewards = {item.sample.sample_id: item.sample.reward for item in claim.samples}

@@ -36,7 +36,7 @@ from tests.support.conversations import (
 from tests.support.experience import Response, Stage, ids_of, make_stage
 from troupe import prefixes
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ async def test_agents_of_another_policy_share_nothing(stage: Stage) -> None:
 async def test_a_stem_that_names_no_earlier_sample_is_refused() -> None:
     made = cumulative("q", "t", 3)
     request = store_pb.AppendTrajectoryRequest(
-        query_id="q", trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
+        query_id="q", trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
     )
 
     def check(samples: list[store_pb.Sample]) -> None:

@@ -12,7 +12,7 @@ from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from tests.support.waiting import PATIENCE
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -170,11 +170,11 @@ async def test_pages_hold_every_sample_once_in_order(store: Store) -> None:
     assert ids == [sample.sample_id for sample in await listed(1000)]
     assert len(set(ids)) == 18
     trained, rest = everything[:9], everything[9:]
-    assert {sample.state for sample in trained} == {pb.SAMPLE_STATE_TRAINED}
+    assert {sample.state for sample in trained} == {common_pb.SAMPLE_STATE_TRAINED}
     assert all(sample.reward == 1.0 and not sample.prompt_ids.data for sample in trained)
     assert all(sample.prompt_ids.data for sample in rest)
-    assert len(await listed(2, step=1, state=pb.SAMPLE_STATE_READY)) == 7
-    assert len(await listed(2, state=pb.SAMPLE_STATE_CLAIMED)) == 2
+    assert len(await listed(2, step=1, state=common_pb.SAMPLE_STATE_READY)) == 7
+    assert len(await listed(2, state=common_pb.SAMPLE_STATE_CLAIMED)) == 2
     assert await listed(2, step=9) == []
     with pytest.raises(InvalidArgument):
         await store.samples.page(stage.job, "solver", None, None, 5, "not a token")

@@ -28,7 +28,7 @@ from troupe.rpc import (
     new_id,
     to_status,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Answer = Callable[[store_pb.WriteRequest], store_pb.WriteResponse]
@@ -51,7 +51,9 @@ def taken(request: store_pb.WriteRequest) -> store_pb.WriteResponse:
         ],
         fills=[
             store_pb.FillWritten(
-                response=store_pb.FillColumnsResponse(state=pb.SAMPLE_STATE_READY, accepted=True)
+                response=store_pb.FillColumnsResponse(
+                    state=common_pb.SAMPLE_STATE_READY, accepted=True
+                )
             )
             for _ in request.fills
         ],
@@ -101,7 +103,9 @@ async def test_what_comes_while_calls_are_in_flight_travels_together() -> None:
     line.open.set()
     answers = await asyncio.gather(*writes)
     assert [answer.step for answer in answers] == [0, 1, *range(9)], "each has its own answer"
-    assert all(filled.state == pb.SAMPLE_STATE_READY for filled in await asyncio.gather(*fills))
+    assert all(
+        filled.state == common_pb.SAMPLE_STATE_READY for filled in await asyncio.gather(*fills)
+    )
     assert [(len(call.endings), len(call.fills)) for call in line.sent[2:]] == [(9, 3)]
     assert len({call.request_id for call in line.sent}) == 3
 
@@ -212,7 +216,7 @@ def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> N
         store_pb.AppendTrajectoryRequest(
             request_id=f"a{number}",
             step=step,
-            state=pb.TRAJECTORY_STATE_COMPLETED,
+            state=common_pb.TRAJECTORY_STATE_COMPLETED,
             reason="x" * number,
             samples=[make_sample("q", turn, "t", tokens=size) for turn, size in enumerate(sizes)],
         )
@@ -248,7 +252,7 @@ async def test_what_is_wrong_with_one_does_not_concern_the_others(client: Client
         writer.append(append("q9", "q9-t0"), 30),
         writer.append(append("q0", "q0-t1", samples=[other]), 30),
         writer.append(append("q1", "q1-t0", step=7), 30),
-        writer.append(append("q1", "q1-t0", state=pb.TRAJECTORY_STATE_RUNNING), 30),
+        writer.append(append("q1", "q1-t0", state=common_pb.TRAJECTORY_STATE_RUNNING), 30),
         writer.append(append("q1", "q1-t1"), 30),
         return_exceptions=True,
     )

@@ -25,7 +25,7 @@ from tests.rollout.processes import ServiceProcess
 from tests.support.waiting import PATIENCE
 from troupe.functions.library.mcp import call
 from troupe.rpc.errors import FailedPrecondition
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.messages import ToolCall
 from troupe.workflow.trying.setting import open_setting
 
@@ -98,7 +98,7 @@ async def test_an_agent_calls_what_the_servers_offer(stage: Stage) -> None:
 
     event, turns = await stage.train(act)
 
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     [first, second] = turns
     own = ["add", "process", "variable", "fail", "crash", "hang", "content", "unlike_its_schema"]
     assert sorted(seen["names"]) == sorted([*own, "web_add", "web_fail"])
@@ -131,7 +131,7 @@ async def test_nothing_that_a_server_does_loses_the_trajectory(stage: Stage) -> 
 
     event = await stage.play(act)
 
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     for name in ("fail", "web_fail"):
         assert results[name].startswith("error: ")
         assert "no such file" in results[name]

@@ -10,7 +10,8 @@ import pytest
 
 from troupe.functions.sources import MAX_BYTES, SourceStore, collect, digest
 from troupe.rpc import DataLoss, InvalidArgument
-from troupe.v1 import orchestrator_pb2, reward_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 
 @pytest.fixture
@@ -143,14 +144,14 @@ def test_what_is_refused(project: Path, tmp_path: Path) -> None:
 class _Orchestrator:
     """Answers `ReadCode` with files that are not those of the hash, after the first time."""
 
-    def __init__(self, files: list[reward_pb2.SourceFile]) -> None:
+    def __init__(self, files: list[reward_pb.SourceFile]) -> None:
         self.files, self.calls = files, 0
 
     async def ReadCode(
-        self, request: orchestrator_pb2.ReadCodeRequest, timeout: float
-    ) -> orchestrator_pb2.ReadCodeResponse:
+        self, request: orchestrator_pb.ReadCodeRequest, timeout: float
+    ) -> orchestrator_pb.ReadCodeResponse:
         self.calls += 1
-        return orchestrator_pb2.ReadCodeResponse(files=self.files)
+        return orchestrator_pb.ReadCodeResponse(files=self.files)
 
 
 async def test_files_are_read_once_and_verified(project: Path, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ async def test_files_are_read_once_and_verified(project: Path, tmp_path: Path) -
     with pytest.raises(DataLoss) as error:
         await store.fetch("0" * 64, orchestrator)  # type: ignore[arg-type]
     assert error.value.field == "code.sha256"
-    files.append(reward_pb2.SourceFile(path="../out.py"))
+    files.append(reward_pb.SourceFile(path="../out.py"))
     orchestrator.files = files
     with pytest.raises(InvalidArgument, match="leads out"):
         await store.fetch(digest(files), orchestrator)  # type: ignore[arg-type]

@@ -23,15 +23,13 @@ from tests.fuzz.messages import MessageMaker
 from tests.support.waiting import PATIENCE
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import DETAILS_KEY
-from troupe.v1 import (
-    common_pb2,
-    experience_store_pb2,
-    orchestrator_pb2,
-    reward_pb2,
-    rollout_pb2,
-    trainer_pb2,
-    transfer_pb2,
-)
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import transfer_pb2 as transfer_pb
 
 pytestmark = pytest.mark.slow
 
@@ -52,14 +50,14 @@ def services_of(*files: Any, but: str = "") -> list[ServiceDescriptor]:
     return [one for file in files for one in file.services_by_name.values() if one.name != but]
 
 
-MODELS = transfer_pb2.DESCRIPTOR.services_by_name["HostModels"]
+MODELS = transfer_pb.DESCRIPTOR.services_by_name["HostModels"]
 SERVICES = {
-    "orchestrator": [*services_of(orchestrator_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR), MODELS],
-    "experience_store": services_of(experience_store_pb2.DESCRIPTOR),
-    "reward": services_of(reward_pb2.DESCRIPTOR),
-    "rollout-0": [*services_of(rollout_pb2.DESCRIPTOR), MODELS],
-    "trainer-0": [*services_of(trainer_pb2.DESCRIPTOR), MODELS],
-    "transfer": services_of(transfer_pb2.DESCRIPTOR, but=MODELS.name),
+    "orchestrator": [*services_of(orchestrator_pb.DESCRIPTOR, reward_pb.DESCRIPTOR), MODELS],
+    "experience_store": services_of(store_pb.DESCRIPTOR),
+    "reward": services_of(reward_pb.DESCRIPTOR),
+    "rollout-0": [*services_of(rollout_pb.DESCRIPTOR), MODELS],
+    "trainer-0": [*services_of(trainer_pb.DESCRIPTOR), MODELS],
+    "transfer": services_of(transfer_pb.DESCRIPTOR, but=MODELS.name),
 }
 HEALTH = "/grpc.health.v1.Health/Check"
 DELETING = ("ForgetJob", "DropTables")
@@ -166,7 +164,7 @@ async def call(
         typed = False
         with contextlib.suppress(Exception):
             status = status_pb2.Status.FromString(trailing[DETAILS_KEY])
-            typed = status.details[0].Unpack(common_pb2.Problem())
+            typed = status.details[0].Unpack(common_pb.Problem())
         return Answer(error.code(), error.details() or "", typed)
     made.cancel()
     return Answer(grpc.StatusCode.OK, "", typed=True)

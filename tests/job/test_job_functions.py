@@ -30,9 +30,9 @@ def test_every_cost_of_a_job_has_a_place_on_the_wire() -> None:
     costs = set(FunctionSpec.model_fields) - {
         *("entrypoint", "function", "ready", "arguments", "version")
     }
-    from troupe.v1 import reward_pb2 as pb
+    from troupe.v1 import reward_pb2 as reward_pb
 
-    assert costs <= set(pb.FunctionSpec.DESCRIPTOR.fields_by_name)
+    assert costs <= set(reward_pb.FunctionSpec.DESCRIPTOR.fields_by_name)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 MATCHES = {"least": 4}
 
@@ -33,7 +33,7 @@ def version_of(cluster: Cluster, policy: str) -> int:
 def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
     """Payoffs that say who meets whom: whoever has learned more gets 1, and a little luck."""
 
-    def reward(ticket: ro.Ticket) -> dict[str, float]:
+    def reward(ticket: rollout_pb.Ticket) -> dict[str, float]:
         alice, bob = (
             version_of(cluster, ticket.cast.get(agent, "player")) for agent in ("alice", "bob")
         )
@@ -45,25 +45,25 @@ def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
         worker.script.reward = reward
 
 
-async def population(cluster: Cluster, job_id: str) -> orch.Population:
-    request = orch.GetPopulationRequest(job_id=job_id)
+async def population(cluster: Cluster, job_id: str) -> orchestrator_pb.Population:
+    request = orchestrator_pb.GetPopulationRequest(job_id=job_id)
     return (await cluster.api.GetPopulation(request)).population
 
 
-async def matches(cluster: Cluster, job_id: str, **what: Any) -> list[orch.Match]:
+async def matches(cluster: Cluster, job_id: str, **what: Any) -> list[orchestrator_pb.Match]:
     found, token = [], ""
     while True:
         page = await cluster.api.ListMatches(
-            orch.ListMatchesRequest(job_id=job_id, page_size=7, page_token=token, **what)
+            orchestrator_pb.ListMatchesRequest(job_id=job_id, page_size=7, page_token=token, **what)
         )
         found += page.matches
         if not (token := page.next_page_token):
             return found
 
 
-def lasting(found: orch.Population) -> orch.Population:
+def lasting(found: orchestrator_pb.Population) -> orchestrator_pb.Population:
     """What must not depend on when things happened."""
-    kept = orch.Population()
+    kept = orchestrator_pb.Population()
     kept.CopyFrom(found)
     kept.ClearField("activity")
     for pool in kept.pools:

@@ -14,12 +14,12 @@ from services.orchestrator.pipeline.steps import StepRunner
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.waiting import PATIENCE
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
-RUNNING = (pb.JOB_STATE_RUNNING,)
+RUNNING = (common_pb.JOB_STATE_RUNNING,)
 
 
 def async_yaml(**over: Any) -> str:
@@ -27,9 +27,9 @@ def async_yaml(**over: Any) -> str:
     return job_yaml(**{"pipeline__mode": "async", "pipeline__steps": 6, **over})
 
 
-async def rows_of(cluster: Cluster, job_id: str) -> list[orch.MetricsLogged]:
+async def rows_of(cluster: Cluster, job_id: str) -> list[orchestrator_pb.MetricsLogged]:
     """The logged rows of training steps."""
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     return [row for row in rows if "step/seconds" in row.values]
 
 
@@ -43,7 +43,7 @@ async def test_staleness_stays_within_the_bound(cluster: Cluster, alpha: int) ->
     trainer.script.seconds = 0.03
     job_id = await cluster.submit(async_yaml(pipeline__alpha=alpha, pipeline__steps=8))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 8, POLICIES)
     rows = await rows_of(cluster, job_id)
     assert [row.step for row in rows] == list(range(1, 9)), "steps end in order"
@@ -82,7 +82,7 @@ async def test_steps_that_are_over_are_not_kept_in_memory(
     monkeypatch.setattr(StepRunner, "__init__", note)
     cluster.rollouts[0].script.seconds = 0.02
     job_id = await cluster.submit(async_yaml(pipeline__alpha=1, pipeline__steps=12))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert len(made) == 12
     # Two are open at once, and one of them may have ended just now.
     assert 2 <= most <= 3
@@ -97,7 +97,7 @@ async def test_a_policy_may_lead_another_by_its_own_bound(cluster: Cluster) -> N
     text = async_yaml(pipeline__alpha=1, policies__checker__alpha=3)
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 6, POLICIES)
     order = [(one.policy, one.step) for one in trainer.requests]
     for policy in POLICIES:
@@ -117,13 +117,13 @@ async def test_the_window_of_trajectories_is_the_jobs(cluster: Cluster) -> None:
     )
     job_id = await cluster.submit(text)
     while (await cluster.job(job_id)).state not in (
-        pb.JOB_STATE_SUCCEEDED,
-        pb.JOB_STATE_FAILED,
+        common_pb.JOB_STATE_SUCCEEDED,
+        common_pb.JOB_STATE_FAILED,
     ):
         shared = cluster.orchestrator.service._at.shared  # type: ignore[union-attr]
         most = max(most, shared.in_flight.get(job_id, 0))
         await asyncio.sleep(0.005)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     # Two steps have 8 trajectories; more than one step's four ran at once, never more than 6.
     assert 4 < most <= 6
 
@@ -135,8 +135,8 @@ async def test_evaluations_and_checkpoints_see_no_open_step(cluster: Cluster) ->
     )
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     kinds = [("evaluation/reward/mean" in row.values, row.step) for row in rows]
     assert kinds == [
         (True, 0),
@@ -150,7 +150,7 @@ async def test_evaluations_and_checkpoints_see_no_open_step(cluster: Cluster) ->
         (False, 6),
         (True, 6),
     ]
-    saved = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=job_id))
+    saved = await cluster.api.ListCheckpoints(orchestrator_pb.ListCheckpointsRequest(job_id=job_id))
     assert {one.version for one in saved.checkpoints} == {3, 6}
 
 
@@ -168,7 +168,7 @@ async def test_open_steps_are_taken_up_again(cluster: Cluster, how: str) -> None
             await cluster.start_orchestrator()
         elif how == "pause":
             await cluster.pause(job_id)
-            paused = await cluster.wait(job_id, (pb.JOB_STATE_PAUSED,))
+            paused = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
             # What was open is over: nothing waits in the store.
             assert not (await cluster.step(job_id, paused.step)).open
             await cluster.resume(job_id)
@@ -178,7 +178,7 @@ async def test_open_steps_are_taken_up_again(cluster: Cluster, how: str) -> None
             assert (await cluster.step(job_id, stopped.step + 1)).open, "two steps were open"
             await cluster.resume(job_id)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 6, POLICIES)
     queries = [q for n in range(6) for q in (await cluster.step(job_id, n)).query_ids]
     assert sorted(queries) == sorted(f"q{n}" for n in range(12)), "no query twice or left out"
@@ -189,7 +189,7 @@ async def test_what_could_be_used_again_is_freed_in_the_end(cluster: Cluster) ->
     text = async_yaml(pipeline__alpha=2, pipeline__max_uses=2)
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     # A step also trains what the one before it did, as far as that is not too old by then.
     rows = await rows_of(cluster, job_id)
     samples = [row.values["solver/samples"] for row in rows]
@@ -204,7 +204,7 @@ async def test_what_could_be_used_again_is_freed_in_the_end(cluster: Cluster) ->
                 break
             await asyncio.sleep(0.05)
     await redis.aclose()
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
+    audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations, list(audit.violations)
     for policy in audit.tables.policies:
         assert policy.lost == policy.duplicated == 0
@@ -221,7 +221,7 @@ async def test_a_failure_in_a_later_step_ends_the_job_and_can_be_mended(cluster:
     rollout.script.fail = lambda ticket: None
     await cluster.resume(job_id)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 6, POLICIES)
 
 
@@ -229,7 +229,7 @@ async def test_a_skipped_update_holds_nobody_up(cluster: Cluster) -> None:
     cluster.trainers[0].script.skip = frozenset({1, 2})
     job_id = await cluster.submit(async_yaml(pipeline__alpha=2))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert dict(job.versions) == {"solver": 4, "checker": 4}
     await cluster.check_accounts(job_id, 6, POLICIES)
 
@@ -245,7 +245,7 @@ async def test_workers_may_die_while_steps_overlap(cluster: Cluster) -> None:
     await trainer.death()
     await cluster.add_trainer()
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 6, POLICIES)
 
 
@@ -257,7 +257,7 @@ async def test_no_step_opens_while_the_store_is_too_full(
 
     plain = store.table_status
 
-    def full(*what: Any) -> es.TableStatus:
+    def full(*what: Any) -> store_pb.TableStatus:
         message = plain(*what)
         message.over_high_water = True
         return message
@@ -266,7 +266,7 @@ async def test_no_step_opens_while_the_store_is_too_full(
     cluster.rollouts[0].script.seconds = 0.03
     job_id = await cluster.submit(async_yaml(pipeline__alpha=3))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     rows = await rows_of(cluster, job_id)
     # The first steps may have opened before the store said so.
     assert max(row.values["staleness/max"] for row in rows[4:]) == 0

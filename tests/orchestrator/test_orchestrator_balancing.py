@@ -12,8 +12,8 @@ from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import FakeRollout
 from tests.support.waiting import until
 from troupe.rpc import Internal, NotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 EAGER = {"threshold": 2, "sustain_seconds": 0, "cooldown_seconds": 0.2}
 
@@ -35,7 +35,7 @@ async def running(cluster: Cluster, text: str) -> tuple[str, FakeRollout]:
     [worker] = cluster.rollouts
     worker.script.seconds = 1000
     job_id = await cluster.submit(text)
-    await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_RUNNING])
     return job_id, worker
 
 
@@ -56,7 +56,7 @@ async def test_engines_go_where_turns_wait_and_come_back(cluster: Cluster) -> No
     assert moves == 4
     await asyncio.sleep(0.5)
     assert len(worker.moves) == moves
-    picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+    picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
     assert {load.policy: load.waiting for load in picture.loads} == {"checker": 2, "solver": 40}
     await cluster.cancel(job_id)
     await cluster.wait(job_id)
@@ -124,7 +124,7 @@ async def test_an_orchestrator_that_comes_back_goes_on_from_what_it_finds(
     await cluster.start_orchestrator()
     # The worker has carried the move out; it is at its minimum.
     await until(lambda: worker.moves == [("solver", "checker")])
-    await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_RUNNING])
     await asyncio.sleep(1.0)
     assert worker.calls["MoveEngine"] == 1
     assert engines_of(worker, job_id) == {"checker": 2, "solver": 2}
@@ -138,7 +138,7 @@ async def test_the_metrics_of_a_step_say_what_moved(cluster: Cluster) -> None:
     worker.script.seconds = 1.5
     job_id = await cluster.submit(job(balancing={**EAGER, "minimum": {"solver": 2}}))
     done = await cluster.wait(job_id)
-    assert done.state == pb.JOB_STATE_SUCCEEDED
+    assert done.state == common_pb.JOB_STATE_SUCCEEDED
     assert done.metrics["balancing/moves"] == 1
     assert done.metrics["balancing/disparity"] > 0
 
@@ -154,7 +154,7 @@ async def test_a_worker_that_dies_in_a_move_is_replaced_and_the_job_ends(
     await worker.down()
     # The next one begins where the specification says.
     other = await cluster.add_rollout()
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert engines_of(other, job_id) == {"solver": 3, "checker": 1}
     assert other.moves == []
 
@@ -171,7 +171,7 @@ async def test_workers_are_balanced_each_by_itself_and_those_that_leave_not_at_a
     # It says that it leaves: what it does now is its own business.
     first.draining = True
     workers = cluster.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
-    await until(lambda: len(workers.usable(orch.WORKER_KIND_ROLLOUT)) == 1)
+    await until(lambda: len(workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)) == 1)
     first.script.waiting = {"checker": 30}
     await asyncio.sleep(0.5)
     assert first.calls["MoveEngine"] == 0

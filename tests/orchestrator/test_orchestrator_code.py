@@ -7,16 +7,16 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from troupe.functions.sources import digest
 from troupe.rpc import InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import reward_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 
 async def upload(cluster: Cluster, text: str) -> str:
     """Ship a package of one file; its hash."""
-    files = [reward_pb2.SourceFile(path="team/flow.py", content=text.encode())]
-    request = reward_pb2.UploadSourceRequest(request_id=new_id(), files=files)
+    files = [reward_pb.SourceFile(path="team/flow.py", content=text.encode())]
+    request = reward_pb.UploadSourceRequest(request_id=new_id(), files=files)
     found = (await RewardStub(cluster._channel).UploadSource(request)).sha256
     assert found == digest(files)
     return found
@@ -28,7 +28,7 @@ def shipping(sha256: str | None, **over: object) -> str:
 
 
 async def read(cluster: Cluster, sha256: str) -> str:
-    reply = await cluster.api.ReadCode(orch.ReadCodeRequest(sha256=sha256))
+    reply = await cluster.api.ReadCode(orchestrator_pb.ReadCodeRequest(sha256=sha256))
     return reply.files[0].content.decode()
 
 
@@ -37,9 +37,9 @@ async def test_files_are_kept_until_the_last_job_is_forgotten(cluster: Cluster) 
     shipped = {"a": one, "b": one, "c": two}
     jobs = [await cluster.submit(shipping(sha, name=name)) for name, sha in shipped.items()]
     for job_id in jobs:
-        assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+        assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     for number, left in enumerate(([one, two], [two], [])):
-        forget = orch.ForgetJobRequest(request_id=new_id(), job_id=jobs[number])
+        forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=jobs[number])
         await cluster.api.ForgetJob(forget)
         for sha, text in ((one, "one"), (two, "two")):
             if sha in left:
@@ -57,9 +57,9 @@ async def test_a_job_whose_files_were_not_sent_is_refused(cluster: Cluster) -> N
     with pytest.raises(NotFound) as unknown:
         await cluster.submit(shipping("0" * 64))
     assert unknown.value.field == "code.sha256"
-    assert not (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
-    files = [reward_pb2.SourceFile(path="../flow.py")]
-    request = reward_pb2.UploadSourceRequest(request_id=new_id(), files=files)
+    assert not (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
+    files = [reward_pb.SourceFile(path="../flow.py")]
+    request = reward_pb.UploadSourceRequest(request_id=new_id(), files=files)
     with pytest.raises(InvalidArgument, match="leads out"):
         await RewardStub(cluster._channel).UploadSource(request)
 
@@ -71,15 +71,17 @@ async def test_a_job_goes_on_with_mended_files(cluster: Cluster) -> None:
     job_id = await cluster.submit(shipping(first, pipeline__steps=50))
     await cluster.until(job_id, lambda job: job.step >= 1)
     await cluster.cancel(job_id)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_CANCELLED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_CANCELLED
     text = shipping(second, pipeline__steps=2)
-    resume = orch.ResumeJobRequest(request_id=new_id(), job_id=job_id, spec=text)
+    resume = orchestrator_pb.ResumeJobRequest(request_id=new_id(), job_id=job_id, spec=text)
     await cluster.api.ResumeJob(resume)
     job = await cluster.wait(job_id)
     assert second in job.spec_json
     # Both are the job's: it may be resumed with either.
     assert [await read(cluster, sha) for sha in (first, second)] == ["first", "second"]
-    await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+    await cluster.api.ForgetJob(
+        orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    )
     for sha in (first, second):
         with pytest.raises(NotFound):
             await read(cluster, sha)

@@ -14,8 +14,8 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 class Process:
@@ -63,7 +63,7 @@ class Process:
         return deaths
 
 
-async def until_state(cluster: Cluster, job_id: str, state: pb.JobState.ValueType) -> None:
+async def until_state(cluster: Cluster, job_id: str, state: common_pb.JobState.ValueType) -> None:
     """Wait until the job is in the state, however long an orchestrator takes to come back."""
     async with asyncio.timeout(PATIENCE):
         while True:
@@ -82,22 +82,23 @@ async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
     # Long enough to be there all the time.
     cluster.rollouts[0].script.seconds = 1000
     good = await cluster.submit(job_yaml("good", policies=["solver"]))
-    await cluster.until(good, lambda job: job.state == pb.JOB_STATE_RUNNING)
+    await cluster.until(good, lambda job: job.state == common_pb.JOB_STATE_RUNNING)
     await cluster.stop_orchestrator()
     process = Process(cluster, modules)
     await process.start()
     try:
-        await until_state(cluster, good, pb.JOB_STATE_RUNNING)
+        await until_state(cluster, good, common_pb.JOB_STATE_RUNNING)
         bad = await cluster.submit(job_yaml("bad", logging__wandb_project="p"), job_id="bad")
-        deaths = await process.kept(lambda: until_state(cluster, bad, pb.JOB_STATE_FAILED))
+        deaths = await process.kept(lambda: until_state(cluster, bad, common_pb.JOB_STATE_FAILED))
         jobs = {
-            job.job_id: job for job in (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+            job.job_id: job
+            for job in (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
         }
-        assert jobs[bad].state == pb.JOB_STATE_FAILED
+        assert jobs[bad].state == common_pb.JOB_STATE_FAILED
         assert jobs[bad].problem.kind == "orchestrator_keeps_dying"
         assert "died 3 times" in jobs[bad].problem.message
         assert deaths == 3
-        await until_state(cluster, good, pb.JOB_STATE_RUNNING)
+        await until_state(cluster, good, common_pb.JOB_STATE_RUNNING)
     finally:
         process.process.terminate()
         await process.process.wait()
@@ -107,7 +108,7 @@ async def test_an_orchestrator_that_stops_in_order_counts_for_nothing(cluster: C
     cluster.rollouts[0].script.seconds = 1000
     job_id = await cluster.submit(job_yaml())
     for _ in range(4):
-        await cluster.until(job_id, lambda job: job.state == pb.JOB_STATE_RUNNING)
+        await cluster.until(job_id, lambda job: job.state == common_pb.JOB_STATE_RUNNING)
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
-    await cluster.until(job_id, lambda job: job.state == pb.JOB_STATE_RUNNING)
+    await cluster.until(job_id, lambda job: job.state == common_pb.JOB_STATE_RUNNING)

@@ -10,15 +10,15 @@ import pytest
 
 from tests.support.cluster import Cluster, job_yaml
 from troupe.scheduling.curriculum import TaskChoice, TaskPool, choice_of
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 POLICIES = ("checker", "solver")
 ITEMS = 12
 
 
-def solved(ticket: ro.Ticket) -> bool:
+def solved(ticket: rollout_pb.Ticket) -> bool:
     """Items 0, 3, 6, 9 are solved by every second trajectory, 1, 4, ... always, 2, 5, ... never."""
     kind = ticket.task.item % 3
     return kind == 1 or (kind == 0 and ticket.trajectory_id.endswith("t0"))
@@ -48,9 +48,9 @@ async def run(cluster: Cluster, text: str, steps: int) -> list[list[TaskChoice]]
 
 async def finish(cluster: Cluster, job_id: str, steps: int) -> list[list[TaskChoice]]:
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, steps, POLICIES)
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
+    audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations, list(audit.violations)
     return await choices(cluster, job_id, steps)
 
@@ -115,7 +115,7 @@ async def test_metrics_say_what_was_chosen(cluster: Cluster) -> None:
     script.task_items, script.solved = (9,), solved
     job_id = await cluster.submit(curriculum_yaml(pipeline__steps=3))
     await finish(cluster, job_id, 3)
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     first, *_, last = [row.values for row in rows if "step/seconds" in row.values]
     assert (first["curriculum/explored"], first["curriculum/in_band"]) == (1, 0)
     assert first["curriculum/tasks/new"] == 9
@@ -128,4 +128,4 @@ async def test_metrics_say_what_was_chosen(cluster: Cluster) -> None:
 async def test_workers_of_another_release_are_named(cluster: Cluster) -> None:
     job_id = await cluster.submit(curriculum_yaml())
     job = await cluster.wait(job_id)
-    assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "tasks_differ")
+    assert (job.state, job.problem.kind) == (common_pb.JOB_STATE_FAILED, "tasks_differ")

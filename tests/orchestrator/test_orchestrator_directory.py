@@ -9,10 +9,10 @@ import pytest
 from services.orchestrator.cluster import locate
 from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ async def registry() -> AsyncIterator[WorkerRegistry]:
 
 def rollout(
     number: int, owner: str, version: int | None, *, policy: str = "solver", job: str = "j"
-) -> orch.HeartbeatRequest:
-    engine = ro.EngineStatus(job_id=job, policy=policy, version=version)
-    return orch.HeartbeatRequest(
+) -> orchestrator_pb.HeartbeatRequest:
+    engine = rollout_pb.EngineStatus(job_id=job, policy=policy, version=version)
+    return orchestrator_pb.HeartbeatRequest(
         worker_id=f"r{number}",
-        kind=orch.WORKER_KIND_ROLLOUT,
+        kind=orchestrator_pb.WORKER_KIND_ROLLOUT,
         address=f"r{number}:1",
         transfer_address=owner,
         engines=[engine],
@@ -36,12 +36,12 @@ def rollout(
 
 
 def trainer(
-    number: int, owner: str, version: int, state: int = pb.BINDING_STATE_IDLE
-) -> orch.HeartbeatRequest:
-    binding = tr.BindingStatus(job_id="j", policy="solver", version=version, state=state)
-    return orch.HeartbeatRequest(
+    number: int, owner: str, version: int, state: int = common_pb.BINDING_STATE_IDLE
+) -> orchestrator_pb.HeartbeatRequest:
+    binding = trainer_pb.BindingStatus(job_id="j", policy="solver", version=version, state=state)
+    return orchestrator_pb.HeartbeatRequest(
         worker_id=f"t{number}",
-        kind=orch.WORKER_KIND_TRAINER,
+        kind=orchestrator_pb.WORKER_KIND_TRAINER,
         address=f"t{number}:1",
         transfer_address=owner,
         bindings=[binding],
@@ -57,7 +57,7 @@ async def test_likely_holders_come_first_and_the_dead_not_at_all(registry: Worke
         rollout(4, "h4:9", 4),
         rollout(5, "", 4),  # its host serves nobody
         trainer(1, "h3:9", 4),  # on one host with r3
-        trainer(2, "h6:9", 4, pb.BINDING_STATE_RELEASED),
+        trainer(2, "h6:9", 4, common_pb.BINDING_STATE_RELEASED),
     ]
     for one in beats:
         registry.beat(one)

@@ -11,7 +11,7 @@ from tests.orchestrator.test_orchestrator_rosters import finish
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import FakeRollout
 from troupe.job import JobSpecError, parse_job
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 STEPS = 3
 
@@ -72,7 +72,7 @@ async def test_a_pause_gives_up_what_was_begun(cluster: Cluster) -> None:
     worker = cluster.rollouts[0]
     job_id = await training(cluster, worker)
     await cluster.pause(job_id)
-    await cluster.wait(job_id, [pb.JOB_STATE_PAUSED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_PAUSED])
     assert not worker.begun_ahead, "nobody keeps it"
     ran = len(worker.ran)
     assert ran == 4

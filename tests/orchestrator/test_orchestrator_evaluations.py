@@ -13,12 +13,12 @@ from troupe.checkpoints.retention import prune, versions_of_all
 from troupe.client import AsyncClient, Job
 from troupe.client.records import Interval
 from troupe.job import JobSpecError, parse_job
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
-def number_of(ticket: ro.Ticket) -> int:
+def number_of(ticket: rollout_pb.Ticket) -> int:
     """Which sample of its query a trajectory is."""
     return int(ticket.trajectory_id.rpartition("t")[2])
 
@@ -36,7 +36,7 @@ async def test_named_evaluations_report_passes_majorities_and_intervals(cluster:
     reward = {"right": {"ready": "exact"}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, rewards=reward, evaluation__queries=1))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
     asked = [one for one in cluster.rollouts[0].tickets if one.purpose == one.PURPOSE_EVALUATE]
     ids = {one.trajectory_id for one in asked if one.evaluation == "gsm8k"}
@@ -78,7 +78,7 @@ async def test_samples_without_an_answer_do_not_vote(cluster: Cluster) -> None:
     reward = {"right": {"ready": "exact"}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, rewards=reward))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     majorities = {name: job.metrics.get(f"evaluations/{name}/maj@4") for name in sets}
     assert majorities == {"some": 1.0, "none": 0.0, "silent": None}
 
@@ -92,7 +92,7 @@ async def test_scores_before_and_after_have_intervals_over_their_queries(cluster
         job_yaml(policies=["low"], evaluation__queries=4, evaluations={"held": held})
     )
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
     names = {f"{of}{one}" for of in ("", "held/") for one in ("reward/low", "team_success")}
     names |= {"held/pass@1", "held/pass@2"}
@@ -119,7 +119,7 @@ async def test_trajectories_that_fail_solve_nothing(cluster: Cluster) -> None:
     sets = {"small": {"queries": 2, "samples": 2}}
     job_id = await cluster.submit(job_yaml(evaluations=sets))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert job.metrics["evaluations/small/pass@1"] == 0.5
     assert job.metrics["evaluations/small/trajectories/failed"] == 2
 
@@ -128,7 +128,7 @@ async def test_a_job_without_steps_only_evaluates(cluster: Cluster) -> None:
     text = job_yaml(pipeline__steps=0, evaluations={"one": {"queries": 2, "success": "solver"}})
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 0), job.problem
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 0), job.problem
     assert job.before["one/pass@1"] == 1.0
     assert not job.after
     assert all(one.purpose == one.PURPOSE_EVALUATE for one in cluster.rollouts[0].tickets)
@@ -162,7 +162,7 @@ async def test_the_best_checkpoint_is_kept(
     )
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     directory = cluster.directory / job_id
     content = json.loads((directory / "best" / "best.json").read_text())
     assert (content["step"], content["value"]) == (best, worth[best])
@@ -175,7 +175,7 @@ async def test_the_best_checkpoint_is_kept(
         assert kept == [f"v{best}"], "nothing else is left there"
         prune(directory / "checkpoints" / policy, 1)  # as real trainers do
         assert [version for version, _ in versions_of_all(directory)[policy]] == [best, 4]
-    saved = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=job_id))
+    saved = await cluster.api.ListCheckpoints(orchestrator_pb.ListCheckpointsRequest(job_id=job_id))
     assert {one.version for one in saved.checkpoints} == {best, 4}
 
 
@@ -184,7 +184,7 @@ async def test_a_metric_that_is_none_is_named(cluster: Cluster) -> None:
     sets = {"held": {"queries": 1}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, checkpoint={"best": best}))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     notices = [e.notice.text for e in await cluster.events(job_id) if e.HasField("notice")]
     assert any("evaluations/held/reward/mean" in text for text in notices), notices
 
@@ -246,7 +246,7 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     sets = {"gsm8k": {"queries": 8, "samples": 2, "every": 1}, "one": {"queries": 1}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, pipeline__steps=2))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
     async with AsyncClient(cluster.settings.address) as client:
         pairs = await client.job(job_id).before_and_after()
@@ -266,7 +266,7 @@ async def test_in_mode_async_training_goes_on_beside_an_evaluation(cluster: Clus
     what is evaluated is the version that the metrics name."""
     rollout = cluster.rollouts[0]
 
-    def slow(ticket: ro.Ticket) -> float:
+    def slow(ticket: rollout_pb.Ticket) -> float:
         # The evaluation after two steps takes long enough for a step.
         return 2.0 if "-e2-" in ticket.trajectory_id else 0.6 * (ticket.split == "held_out")
 
@@ -290,13 +290,13 @@ async def test_in_mode_async_training_goes_on_beside_an_evaluation(cluster: Clus
             seen.append((names.count("held_out"), names.count("train")))
             if 3 < names.count("held_out") <= 6 and job.step == 2:
                 committed.add(job.versions["solver"])
-        if job.state in (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED):
+        if job.state in (common_pb.JOB_STATE_SUCCEEDED, common_pb.JOB_STATE_FAILED):
             break
         await asyncio.sleep(0.01)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert any(train for held_out, train in seen if held_out <= 3), "before the first step"
     assert max(committed) > 2, "a policy committed a step beside the evaluation"
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     found = [row for row in rows if "evaluation/version/solver" in row.values]
     assert [row.step for row in found] == [0, 2, 4]
     for row in found:
@@ -321,8 +321,8 @@ async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     of = {r.step: r.values["evaluation/version/solver"] for r in rows if _evaluates(r)}
     assert of.keys() == {0, 1, 2}
     assert all(step <= version <= step + 1 for step, version in of.items())
@@ -331,5 +331,5 @@ async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster
     await cluster.check_accounts(job_id, 2, ("checker", "solver"))
 
 
-def _evaluates(row: orch.MetricsLogged) -> bool:
+def _evaluates(row: orchestrator_pb.MetricsLogged) -> bool:
     return "evaluation/version/solver" in row.values

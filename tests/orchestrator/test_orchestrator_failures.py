@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 POLICIES = ("checker", "solver")
 MODES = ("serial", "sync", "micro_batch", "async")
-MISSING = pb.Problem(
+MISSING = common_pb.Problem(
     kind="reward_missing",
     message="a turn of solver has no reward",
     field="workflow",
     remedy="Return one.",
 )
-UNKNOWN = pb.Problem(kind="unknown_agent", message="no agent x", field="agents")
+UNKNOWN = common_pb.Problem(kind="unknown_agent", message="no agent x", field="agents")
 
 
 def lenient(**over: Any) -> str:
@@ -25,19 +25,21 @@ def lenient(**over: Any) -> str:
     return job_yaml(**{"limits__max_failed_fraction": 1.0, **over})
 
 
-def fail_where(cluster: Cluster, wanted: Callable[[ro.Ticket], pb.Problem | None]) -> None:
+def fail_where(
+    cluster: Cluster, wanted: Callable[[rollout_pb.Ticket], common_pb.Problem | None]
+) -> None:
     cluster.rollouts[0].script.fail = wanted
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_trajectory_without_a_reward_ends_alone(cluster: Cluster, mode: str) -> None:
-    def is_first(one: ro.Ticket) -> bool:
+    def is_first(one: rollout_pb.Ticket) -> bool:
         return one.index == 0 and one.trajectory_id.endswith("t0")
 
     fail_where(cluster, lambda one: MISSING if is_first(one) else None)
     job_id = await cluster.submit(job_yaml(pipeline__mode=mode))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 2, POLICIES)
     told = "step 1: 1 of 4 trajectories failed, most of them so: reward_missing: a turn of solver"
     notices = await cluster.notices(job_id)
@@ -50,7 +52,7 @@ async def test_a_step_that_fails_as_a_whole_ends_a_job_that_bears_failures(
 ) -> None:
     fail_where(cluster, lambda one: MISSING)
     job = await cluster.wait(await cluster.submit(lenient(pipeline__mode=mode)))
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("reward_missing", "workflow")
     assert job.problem.remedy == "Return one."
     assert job.problem.message.startswith("a turn of solver has no reward (step 1: all 4 ")
@@ -89,7 +91,7 @@ async def test_a_small_step_that_fails_as_a_whole_does_not_end_the_job(
         lenient(pipeline__queries_per_step=queries, pipeline__group_size=group)
     )
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
 
 async def test_small_steps_that_fail_as_a_whole_are_counted_together(cluster: Cluster) -> None:

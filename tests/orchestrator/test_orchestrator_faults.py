@@ -8,17 +8,17 @@ from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
-RUNNING = (pb.JOB_STATE_RUNNING,)
+RUNNING = (common_pb.JOB_STATE_RUNNING,)
 
 
-async def finish(cluster: Cluster, job_id: str, steps: int = 2) -> pb.Problem:
+async def finish(cluster: Cluster, job_id: str, steps: int = 2) -> common_pb.Problem:
     """The job succeeds with every sample accounted for."""
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, steps, POLICIES)
     return job.problem
 
@@ -113,7 +113,7 @@ async def test_a_running_step_is_attached_to_again(cluster: Cluster) -> None:
     trainer.script = TrainerScript(seconds=0.4, break_stream=True)
     job_id = await cluster.submit(job_yaml(policies=["solver"]))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert trainer.calls["RunStep"] == 3
     await cluster.check_accounts(job_id, 2, ["solver"])
 
@@ -146,7 +146,7 @@ async def test_lost_weights_are_published_again(cluster: Cluster) -> None:
     gone = NotFound("solver@1 is gone", kind="weights_not_found", field="solver")
     cluster.rollouts[0].script.update_errors = [gone]
     job_id = await cluster.submit(job_yaml(policies=["solver"]))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert cluster.trainers[0].calls["Bind"] == 2
 
 
@@ -156,7 +156,7 @@ async def test_too_many_failures_fail_the_job_with_their_reason(cluster: Cluster
     )
     job_id = await cluster.submit(job_yaml(limits__max_failed_fraction=0.75))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "too_many_failed_trajectories"
     assert job.problem.field == "limits.max_failed_fraction"
     assert "4 of 4" in job.problem.message
@@ -188,7 +188,7 @@ async def test_a_missing_model_fails_the_job(cluster: Cluster) -> None:
         remedy="Give a directory or hub id.",
     )
     job = await cluster.wait(await cluster.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "model_not_found"
     assert job.problem.field == "policies.solver.model.path"
     assert job.problem.remedy
@@ -201,7 +201,7 @@ async def test_a_tokenizer_that_does_not_match_fails_the_job(cluster: Cluster) -
         field="policies.solver.model.tokenizer",
     )
     job = await cluster.wait(await cluster.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "tokenizer_mismatch"
 
 
@@ -211,7 +211,7 @@ async def test_a_job_whose_last_checkpoint_is_missing_fails_and_resumed_writes_i
     cluster.trainers[0].script.disk_full = True
     job_id = await cluster.submit(job_yaml(checkpoint__every=1, evaluation__queries=1))
     job = await cluster.wait(job_id)
-    assert (job.state, job.step, job.problem.kind) == (pb.JOB_STATE_FAILED, 2, "disk_full")
+    assert (job.state, job.step, job.problem.kind) == (common_pb.JOB_STATE_FAILED, 2, "disk_full")
     assert "no checkpoint of" in job.problem.message
     assert (job.problem.field, job.problem.remedy) == ("data_dir", "Free some space.")
     texts = await cluster.notices(job_id)
@@ -220,7 +220,7 @@ async def test_a_job_whose_last_checkpoint_is_missing_fails_and_resumed_writes_i
     cluster.trainers[0].script.disk_full = False
     await cluster.resume(job_id)
     assert not (await finish(cluster, job_id)).kind
-    request = orch.ListCheckpointsRequest(job_id=job_id)
+    request = orchestrator_pb.ListCheckpointsRequest(job_id=job_id)
     saved = (await cluster.api.ListCheckpoints(request)).checkpoints
     assert {(one.policy, one.version) for one in saved} == {("solver", 2), ("checker", 2)}
 
@@ -239,7 +239,7 @@ async def test_a_step_that_does_not_end_says_what_it_waited_for(cluster: Cluster
     cluster.rollouts[0].script.seconds = 1000
     job_id = await cluster.submit(job_yaml(limits__step_seconds=0.5))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.field == "limits.step_seconds"
     assert "waiting for 4 trajectories" in job.problem.message
     assert cluster.rollouts[0].worker_id in job.problem.message
@@ -250,7 +250,7 @@ async def test_a_step_that_lacks_a_column_names_it(cluster: Cluster) -> None:
     text = job_yaml(limits__step_seconds=1.5, pipeline__required_columns=["judge"])
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("deadline_exceeded", "limits.step_seconds")
     assert "rows of checker and solver wait for the column 'judge'" in job.problem.message
     assert "pipeline.required_columns" in job.problem.remedy

@@ -23,7 +23,7 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from troupe.v1 import common_pb2 as pb
         (ResourceExhausted("full"), False),
         (FailedPrecondition("?"), False),
         (InvalidArgument("wrong"), False),
-        (job_fault(pb.Problem(kind="deadline_exceeded", message="the job's own")), False),
+        (job_fault(common_pb.Problem(kind="deadline_exceeded", message="the job's own")), False),
     ],
 )
 def test_what_repetition_can_cure(error: TroupeError, transient: bool) -> None:

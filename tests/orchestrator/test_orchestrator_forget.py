@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 from services.orchestrator.state.redis import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
@@ -24,18 +24,18 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     while len(worker.ran) == running:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
-    forget = orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
     with pytest.raises(FailedPrecondition, match="Cancel it first"):
         await cluster.api.ForgetJob(forget)
     await cluster.cancel(job_id)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_CANCELLED
-    tables = await cluster.api.DescribeTables(es.DescribeTablesRequest(job_id=job_id))
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_CANCELLED
+    tables = await cluster.api.DescribeTables(store_pb.DescribeTablesRequest(job_id=job_id))
     assert {table.policy for table in tables.tables} == {"checker", "solver"}
 
     assert await keys_of(cluster, job_id)
-    forget = orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    forget = orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
     was = (await cluster.api.ForgetJob(forget)).job
-    assert (was.state, was.step > 0) == (pb.JOB_STATE_CANCELLED, True)
+    assert (was.state, was.step > 0) == (common_pb.JOB_STATE_CANCELLED, True)
     assert was.versions
     assert (await cluster.api.ForgetJob(forget)).job == was, "repeated with its id"
     assert await keys_of(cluster, job_id) == []
@@ -43,14 +43,14 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     assert cluster.trainers[0].deleted[-1] == job_id
     assert (cluster.directory / job_id).is_dir(), "checkpoints stay"
     for call in (
-        cluster.api.GetJob(orch.GetJobRequest(job_id=job_id)),
-        cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)),
-        cluster.api.DescribeTables(es.DescribeTablesRequest(job_id=job_id)),
-        cluster.api.ResumeJob(orch.ResumeJobRequest(request_id=new_id(), job_id=job_id)),
+        cluster.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id)),
+        cluster.api.ForgetJob(orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)),
+        cluster.api.DescribeTables(store_pb.DescribeTablesRequest(job_id=job_id)),
+        cluster.api.ResumeJob(orchestrator_pb.ResumeJobRequest(request_id=new_id(), job_id=job_id)),
     ):
         with pytest.raises(NotFound):
             await call
-    assert not (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+    assert not (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
 
 
 async def keys_of(cluster: Cluster, job_id: str) -> list[bytes]:
@@ -70,14 +70,14 @@ async def test_a_job_that_has_ended_leaves_no_weights_unless_it_serves(cluster: 
     """What a job published stays while its engines do, and goes when another needs the room."""
     worker, trainer = cluster.rollouts[0], cluster.trainers[0]
     good = await cluster.submit(job_yaml("good"))
-    assert (await cluster.wait(good)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(good)).state == common_pb.JOB_STATE_SUCCEEDED
     assert good not in worker.deleted
     bad = await cluster.submit(job_yaml("bad", pipeline__steps=50))
     await cluster.until(bad, lambda job: job.step >= 1)
     assert worker.deleted == [good]
     assert trainer.deleted == [good]
     await cluster.cancel(bad)
-    assert (await cluster.wait(bad)).state == pb.JOB_STATE_CANCELLED
+    assert (await cluster.wait(bad)).state == common_pb.JOB_STATE_CANCELLED
     assert worker.deleted == [good, bad]
     assert trainer.deleted == [good, bad]
 
@@ -85,13 +85,13 @@ async def test_a_job_that_has_ended_leaves_no_weights_unless_it_serves(cluster: 
 async def test_a_worker_that_was_away_is_told_later(cluster: Cluster) -> None:
     worker = cluster.rollouts[0]
     first = await cluster.submit(job_yaml("first"))
-    assert (await cluster.wait(first)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(first)).state == common_pb.JOB_STATE_SUCCEEDED
     worker.script.keep_states = 1
     second = await cluster.submit(job_yaml("second"))
-    assert (await cluster.wait(second)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(second)).state == common_pb.JOB_STATE_SUCCEEDED
     assert worker.deleted == []
     third = await cluster.submit(job_yaml("third"))
-    assert (await cluster.wait(third)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(third)).state == common_pb.JOB_STATE_SUCCEEDED
     assert worker.deleted == [first, second]
 
 
@@ -101,11 +101,13 @@ async def test_jobs_are_listed_in_pages_newest_first(cluster: Cluster) -> None:
     for job_id in ids[::2]:
         await cluster.cancel(job_id)
         await cluster.wait(job_id)
-    for state, expected in ((None, ids), (pb.JOB_STATE_CANCELLED, ids[::2])):
+    for state, expected in ((None, ids), (common_pb.JOB_STATE_CANCELLED, ids[::2])):
         for size in (1, 2, 3, 7, 50):
             found, token = [], ""
             while True:
-                request = orch.ListJobsRequest(state=state, page_size=size, page_token=token)
+                request = orchestrator_pb.ListJobsRequest(
+                    state=state, page_size=size, page_token=token
+                )
                 reply = await cluster.api.ListJobs(request)
                 assert len(reply.jobs) <= size
                 found += [job.job_id for job in reply.jobs]
@@ -113,17 +115,17 @@ async def test_jobs_are_listed_in_pages_newest_first(cluster: Cluster) -> None:
                 if not token:
                     break
             assert found == expected[::-1]
-    page = await cluster.api.ListJobs(orch.ListJobsRequest(page_size=2))
+    page = await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest(page_size=2))
     last = page.jobs[-1].job_id
     await cluster.cancel(last)
     await cluster.wait(last)
-    await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=last))
-    rest = orch.ListJobsRequest(page_token=page.next_page_token)
+    await cluster.api.ForgetJob(orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=last))
+    rest = orchestrator_pb.ListJobsRequest(page_token=page.next_page_token)
     found = [job.job_id for job in (await cluster.api.ListJobs(rest)).jobs]
     assert found == ids[:5][::-1], "a page goes on where the one before ended"
     for token in ("x", "1:", ":a", "nan:a", "1.0:" + "x" * 500, "1e5:a", "1.0"):
         with pytest.raises(InvalidArgument) as caught:
-            await cluster.api.ListJobs(orch.ListJobsRequest(page_token=token))
+            await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest(page_token=token))
         assert caught.value.field == "page_token"
 
 
@@ -132,7 +134,9 @@ async def test_a_job_that_never_had_rows_is_forgotten_too(cluster: Cluster) -> N
     job_id = await cluster.submit(job_yaml())
     await cluster.cancel(job_id)
     await cluster.wait(job_id)
-    await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+    await cluster.api.ForgetJob(
+        orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    )
 
 
 BROKEN = {
@@ -181,21 +185,24 @@ async def test_a_record_that_cannot_be_read_is_shown_and_can_be_forgotten(cluste
 
     for _ in range(2):
         jobs = {
-            job.job_id: job for job in (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+            job.job_id: job
+            for job in (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
         }
         assert set(jobs) == {good, *broken}
-        assert jobs[good].state == pb.JOB_STATE_SUCCEEDED
+        assert jobs[good].state == common_pb.JOB_STATE_SUCCEEDED
         for job_id in broken:
             assert jobs[job_id].problem.kind == "record_broken", names.get(job_id, job_id)
             assert "forget" in jobs[job_id].problem.remedy
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
-    resume = orch.ResumeJobRequest(request_id=new_id(), job_id="part")
+    resume = orchestrator_pb.ResumeJobRequest(request_id=new_id(), job_id="part")
     with pytest.raises(FailedPrecondition, match="what is stored of this job cannot be read"):
         await cluster.api.ResumeJob(resume)
     for job_id in broken:
-        await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+        await cluster.api.ForgetJob(
+            orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+        )
     await redis.close()
-    left = (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+    left = (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
     assert good in [job.job_id for job in left]
     assert not {"part", "text", "gone"} & {job.job_id for job in left}

@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE
 from troupe.rpc import InvalidArgument
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 async def longest_hold(seconds: float) -> float:
@@ -53,4 +53,4 @@ async def test_a_step_beyond_sense_is_refused_and_nothing_is_stored(cluster: Clu
         with pytest.raises(InvalidArgument, match="less than or equal") as caught:
             await cluster.submit(job_yaml(**{field: value}))
         assert caught.value.field == field.replace("__", ".")
-    assert not (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+    assert not (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs

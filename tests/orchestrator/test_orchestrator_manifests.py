@@ -12,7 +12,7 @@ from services.orchestrator.jobs.runner import spec_hash, write_manifest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import weights_of
 from troupe.job import parse_job
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 def manifests(directory: Path) -> dict[int, dict[str, Any]]:
@@ -31,7 +31,7 @@ async def test_a_manifest_names_what_belongs_together(cluster: Cluster, mode: st
     )
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     found = manifests(cluster.directory / job_id)
     assert sorted(found) == [4, 5], "after step 2, 4 and 5; the newest two are kept"
     for step, content in found.items():
@@ -54,7 +54,7 @@ async def test_a_manifest_names_what_belongs_together(cluster: Cluster, mode: st
 async def test_no_manifest_without_all_checkpoints(cluster: Cluster) -> None:
     cluster.trainers[0].script.disk_full = True
     job_id = await cluster.submit(job_yaml(pipeline__steps=1))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_FAILED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_FAILED
     assert manifests(cluster.directory / job_id) == {}
 
 

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 JOBS = 200
 AT_ONCE = 4
@@ -54,7 +54,9 @@ async def test_two_hundred_jobs_are_listed_and_forgotten(cluster: Cluster) -> No
         assert not at.shared.in_flight or not any(at.shared.in_flight.values())
 
         for job_id in ids:
-            await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+            await cluster.api.ForgetJob(
+                orchestrator_pb.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+            )
         assert await all_listed(cluster) == []
         left = [key async for key in redis.scan_iter() if any(i.encode() in key for i in ids)]
         assert left == []
@@ -72,7 +74,7 @@ async def play(cluster: Cluster, count: int) -> list[str]:
         ]
         waits = (cluster.wait(job_id, seconds=PATIENCE) for job_id in batch)
         for job in await asyncio.gather(*waits):
-            assert job.state == pb.JOB_STATE_SUCCEEDED
+            assert job.state == common_pb.JOB_STATE_SUCCEEDED
         found += batch
     return found
 
@@ -82,7 +84,7 @@ async def seconds_of_a_page(cluster: Cluster) -> float:
     taken = []
     for _ in range(7):
         began = time.process_time()
-        reply = await cluster.api.ListJobs(orch.ListJobsRequest(page_size=50))
+        reply = await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest(page_size=50))
         taken.append(time.process_time() - began)
         assert len(reply.jobs) == 50
     return min(taken)
@@ -92,7 +94,9 @@ async def all_listed(cluster: Cluster) -> list[str]:
     """The ids of all pages."""
     found, token = [], ""
     while True:
-        reply = await cluster.api.ListJobs(orch.ListJobsRequest(page_size=37, page_token=token))
+        reply = await cluster.api.ListJobs(
+            orchestrator_pb.ListJobsRequest(page_size=37, page_token=token)
+        )
         found += [job.job_id for job in reply.jobs]
         token = reply.next_page_token
         if not token:

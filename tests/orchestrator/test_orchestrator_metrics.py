@@ -29,24 +29,26 @@ from tests.support.fake_trainer import weights_of
 from troupe.job import parse_job
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.rpc import ClientSettings
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 def ended(
     rewards: dict[str, float] | None = None, reason: str = "", **turn: float
-) -> ro.TrajectoryEvent:
-    event = ro.TrajectoryEvent(trajectory_id="t", reason=reason, rewards=rewards or {})
-    event.state = pb.TRAJECTORY_STATE_FAILED if reason else pb.TRAJECTORY_STATE_COMPLETED
+) -> rollout_pb.TrajectoryEvent:
+    event = rollout_pb.TrajectoryEvent(trajectory_id="t", reason=reason, rewards=rewards or {})
+    event.state = (
+        common_pb.TRAJECTORY_STATE_FAILED if reason else common_pb.TRAJECTORY_STATE_COMPLETED
+    )
     event.turns.add(
         agent="solver",
         policy="big",
         response_tokens=int(turn.get("tokens", 10)),
         generate_seconds=turn.get("seconds", 1.0),
         queue_seconds=turn.get("queue", 0.5),
-        versions=[pb.VersionSpan(version=int(turn.get("version", 3)), start=0, end=10)],
+        versions=[common_pb.VersionSpan(version=int(turn.get("version", 3)), start=0, end=10)],
     )
     return event
 
@@ -104,9 +106,9 @@ def test_an_empty_tally_has_no_means() -> None:
 
 
 def test_trainers_metrics_come_under_their_policy() -> None:
-    commit = es.StepCommit(
+    commit = store_pb.StepCommit(
         policy="big",
-        outcome=es.STEP_OUTCOME_SKIPPED,
+        outcome=store_pb.STEP_OUTCOME_SKIPPED,
         num_samples=8,
         metrics={"loss/policy": math.nan, "grad_norm": 2.0},
     )
@@ -147,11 +149,11 @@ TEACHER = AlgorithmSpec.model_validate({"distillation": {"teachers": {"solver": 
 def test_a_step_whose_advantages_are_all_zero_has_no_signal(
     metrics: dict[str, float], algorithm: AlgorithmSpec, flat: bool
 ) -> None:
-    commit = es.StepCommit(
-        policy="big", outcome=es.STEP_OUTCOME_APPLIED, num_samples=8, metrics=metrics
+    commit = store_pb.StepCommit(
+        policy="big", outcome=store_pb.STEP_OUTCOME_APPLIED, num_samples=8, metrics=metrics
     )
     assert commit_metrics([commit], algorithm)["big/no_signal"] == flat
-    commit.outcome = es.STEP_OUTCOME_SKIPPED
+    commit.outcome = store_pb.STEP_OUTCOME_SKIPPED
     assert commit_metrics([commit], algorithm)["big/no_signal"] == 0
 
 
@@ -171,7 +173,7 @@ def test_the_steps_with_a_signal_are_those_that_trained_on_more_than_zero_advant
     rows: list[dict[str, float]],
 ) -> None:
     spec = parse_job(job_yaml(policies=["big"]))
-    past = [orch.MetricsLogged(values=row) for row in rows[::2]]
+    past = [orchestrator_pb.MetricsLogged(values=row) for row in rows[::2]]
     totals = JobTotals(spec, past)
     for row in rows[1::2]:
         totals.add(row)
@@ -193,10 +195,10 @@ async def test_the_fifth_step_in_a_row_without_a_signal_says_what_to_do() -> Non
         async def warn(self, text: str) -> None:
             warned.append(text)
 
-    def commit(norm: float) -> es.StepCommit:
-        return es.StepCommit(
+    def commit(norm: float) -> store_pb.StepCommit:
+        return store_pb.StepCommit(
             policy="big",
-            outcome=es.STEP_OUTCOME_APPLIED,
+            outcome=store_pb.STEP_OUTCOME_APPLIED,
             num_samples=8,
             metrics={"advantage/zero_fraction": float(not norm), "grad_norm": norm},
         )
@@ -218,8 +220,11 @@ def test_a_percentile_is_one_of_the_values(values: list[float], fraction: float)
     assert sum(value <= found for value in values) >= fraction * len(values) - 1e-9
 
 
-def rows(*steps: int) -> list[orch.MetricsLogged]:
-    return [orch.MetricsLogged(step=step, values={"reward/mean": step / 10}) for step in steps]
+def rows(*steps: int) -> list[orchestrator_pb.MetricsLogged]:
+    return [
+        orchestrator_pb.MetricsLogged(step=step, values={"reward/mean": step / 10})
+        for step in steps
+    ]
 
 
 async def test_json_lines_catch_up_after_a_crash(tmp_path: Path) -> None:
@@ -284,7 +289,7 @@ async def test_the_version_of_a_policy_is_exported_while_no_trainer_holds_it(
         spec_json=parse_job(job_yaml()).model_dump_json(),
         directory=Path("/tmp/nowhere"),
         created_at=1.0,
-        state=pb.JOB_STATE_SUBMITTED,
+        state=common_pb.JOB_STATE_SUBMITTED,
     )
     store = JobStore(redis, log)
     ledger = WeightVersions(redis, store.live)
@@ -297,30 +302,32 @@ async def test_the_version_of_a_policy_is_exported_while_no_trainer_holds_it(
     assert version() is None
     await ledger.open(record.job_id, weights_of(record.job_id, "solver", 0))
     assert version() == 0
-    commit = es.StepCommit(policy="solver", step=0, outcome=es.STEP_OUTCOME_APPLIED)
+    commit = store_pb.StepCommit(policy="solver", step=0, outcome=store_pb.STEP_OUTCOME_APPLIED)
     commit.weights.CopyFrom(weights_of(record.job_id, "solver", 1))
     await ledger.commit(record.job_id, commit)
     assert version() == 1
     # An orchestrator that takes the job over reads its versions.
     second = JobStore(redis, log)
     value = sample(ClusterCollector(second, list, {}))
-    await second.move(record.job_id, pb.JOB_STATE_STARTING)
+    await second.move(record.job_id, common_pb.JOB_STATE_STARTING)
     await WeightVersions(redis, second.live).entries(record.job_id)
     assert version() == 1
-    await second.move(record.job_id, pb.JOB_STATE_FAILED)
+    await second.move(record.job_id, common_pb.JOB_STATE_FAILED)
     assert version() is None
     await redis.close()
 
 
 async def test_series_of_an_engine_stay_while_it_loads_a_version(empty_redis: str) -> None:
     redis = RedisAccess(empty_redis)
-    engine = ro.EngineStatus(job_id="j", policy="p", version=3)
-    beat = orch.HeartbeatRequest(worker_id="w", kind=orch.WORKER_KIND_ROLLOUT, engines=[engine])
+    engine = rollout_pb.EngineStatus(job_id="j", policy="p", version=3)
+    beat = orchestrator_pb.HeartbeatRequest(
+        worker_id="w", kind=orchestrator_pb.WORKER_KIND_ROLLOUT, engines=[engine]
+    )
     worker = WorkerHandle(beat, ClientSettings(), 0.0)
     value = sample(ClusterCollector(JobStore(redis, EventLog(redis)), lambda: [worker], {}))
     keys = {"job_id": "j", "policy": "p"}
     for state, version in (("healthy", 3), ("updating", 3), ("suspect", 3), ("draining", None)):
-        number = pb.EngineState.Value(f"ENGINE_STATE_{state.upper()}")
+        number = common_pb.EngineState.Value(f"ENGINE_STATE_{state.upper()}")
         worker.beat.engines[0].state = number
         assert value("troupe_engine_oldest_version", **keys) == version
         for other in ("healthy", "updating", "suspect", "draining", "dead"):

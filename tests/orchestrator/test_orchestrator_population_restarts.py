@@ -17,15 +17,17 @@ from tests.orchestrator.playing import (
 )
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 RESTART = {"iteration_steps": 1, "matches": MATCHES, "restart": "base"}
 
 
 async def versions(cluster: Cluster, job_id: str) -> list[tuple[int, int, bool]]:
     """The ledger: steps, version, whether it is a restart."""
-    found = await cluster.api.ListVersions(orch.ListVersionsRequest(job_id=job_id, policy="player"))
+    found = await cluster.api.ListVersions(
+        orchestrator_pb.ListVersionsRequest(job_id=job_id, policy="player")
+    )
     return [(one.step, one.weights.version, one.restarted) for one in found.versions]
 
 
@@ -33,7 +35,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game(pipeline__steps=3, population=RESTART))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     (pool,) = (await population(cluster, job_id)).pools
     # All of them come from the first weights; nothing begins again after the last step.
     assert [(m.member_id, m.parent) for m in pool.members] == [
@@ -47,7 +49,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     ]  # fmt: skip
     # Nobody trains on what an earlier best response has played.
     assert [one.oldest_version for one in cluster.trainers[0].requests] == [0, 2, 4]
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
+    audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations
     assert "begins with the first weights" in " ".join(await cluster.notices(job_id))
 
@@ -71,7 +73,7 @@ async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) ->
         population=section,
     )
     job = await cluster.wait(job_id := await cluster.submit(text))
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     members = (await population(cluster, job_id)).pools[0].members
     found = {one.member_id: one.parent for one in members if one.iteration}
     if algorithm == "league":  # main agents go on
@@ -93,7 +95,7 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     """Before or after the ledger has moved: the versions are those of an undisturbed job."""
     newer_wins(cluster)
     quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
-    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(quiet)).state == common_pb.JOB_STATE_SUCCEEDED
     stuck = asyncio.Event()
     restart = WeightVersions.restart
 
@@ -111,15 +113,17 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     monkeypatch.setattr(WeightVersions, "restart", restart)
     await cluster.start_orchestrator()
     job = await cluster.wait(troubled)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert await versions(cluster, troubled) == await versions(cluster, quiet)
     found, expected = [await population(cluster, one) for one in (troubled, quiet)]
     assert lasting(found) == lasting(expected)
-    assert not (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=troubled))).violations
+    assert not (
+        await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=troubled))
+    ).violations
 
 
 async def test_first_weights_that_are_gone_are_named(cluster: Cluster) -> None:
     newer_wins(cluster)
     cluster.trainers[0].script.lose_first = True
     job = await cluster.wait(await cluster.submit(game(population=RESTART)))
-    assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "state_not_found")
+    assert (job.state, job.problem.kind) == (common_pb.JOB_STATE_FAILED, "state_not_found")

@@ -18,16 +18,16 @@ from tests.orchestrator.playing import (
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, NotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, ["player"])
     found = await population(cluster, job_id)
     (pool,) = found.pools
@@ -36,7 +36,7 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
         ("player@2", "player@0", 2, 1),
         ("player@4", "player@2", 4, 2),
     ]
-    assert {m.state for m in pool.members} == {orch.MEMBER_STATE_SETTLED}
+    assert {m.state for m in pool.members} == {orchestrator_pb.MEMBER_STATE_SETTLED}
     # All pairs, those with themselves included, each four times.
     assert [tuple(cell.members) for cell in found.cells] == [
         (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2),
@@ -56,11 +56,11 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
     # People may talk to it, and to what a slot serves, after it has ended.
     for policy in ("player", "all--0"):
         await cluster.api.GeneratePolicy(
-            orch.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]),
+            orchestrator_pb.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]),
             timeout=PATIENCE,
         )
     # Training: the learner on one side, a member on the other, in turn on either.
-    train = [t for t in cluster.rollouts[0].tickets if t.purpose == ro.Ticket.PURPOSE_TRAIN]
+    train = [t for t in cluster.rollouts[0].tickets if t.purpose == rollout_pb.Ticket.PURPOSE_TRAIN]
     assert {tuple(ticket.learners) for ticket in train} == {("player",)}
     sides = [[a for a, p in sorted(t.cast.items()) if p == "player"] for t in train]
     assert sorted({tuple(side) for side in sides}) == [("alice",), ("bob",)]
@@ -81,7 +81,7 @@ async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
     own = await matches(cluster, job_id, member_id="player@4")
     assert len(own) == 12
     watched = await cluster.api.GetTrajectory(
-        orch.GetTrajectoryRequest(job_id=job_id, trajectory_id=own[0].trajectory_id)
+        orchestrator_pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=own[0].trajectory_id)
     )
     assert {turn.policy for turn in watched.turns} <= {"all--0", "all--1"}
     # Both sat on both sides.
@@ -90,13 +90,13 @@ async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
     files = [
         chunk.path
         async for chunk in cluster.api.ExportMember(
-            orch.ExportMemberRequest(job_id=job_id, member_id="player@2")
+            orchestrator_pb.ExportMemberRequest(job_id=job_id, member_id="player@2")
         )
     ]
     assert files == ["model.safetensors"]
     with pytest.raises(NotFound) as caught:
         async for _ in cluster.api.ExportMember(
-            orch.ExportMemberRequest(job_id=job_id, member_id="player@9")
+            orchestrator_pb.ExportMemberRequest(job_id=job_id, member_id="player@9")
         ):
             pass
     assert caught.value.kind == "member_not_found"
@@ -112,7 +112,7 @@ async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bo
     section = {"algorithm": "psro", "iteration_steps": 1, "matches": {"least": 6}}
     section |= {"evaluation_slots": 2 if apart else 0, "redraw_steps": 1}
     quiet = await cluster.submit(game("quiet", population=section))
-    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(quiet)).state == common_pb.JOB_STATE_SUCCEEDED
     expected = await population(cluster, quiet)
     cluster.rollouts[0].script.seconds = 0.02
     troubled = await cluster.submit(game("troubled", population=section))
@@ -121,18 +121,21 @@ async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bo
 
         async def played(count: int = number) -> bool:
             tickets = cluster.rollouts[0].tickets
-            return sum(t.purpose == ro.Ticket.PURPOSE_MATCH for t in tickets) >= count
+            return sum(t.purpose == rollout_pb.Ticket.PURPOSE_MATCH for t in tickets) >= count
 
         cluster.rollouts[0].tickets.clear()
         for _ in range(500):
-            if await played() or (await cluster.job(troubled)).state == pb.JOB_STATE_SUCCEEDED:
+            if (
+                await played()
+                or (await cluster.job(troubled)).state == common_pb.JOB_STATE_SUCCEEDED
+            ):
                 break
             await asyncio.sleep(0.01)
         seen.add((await cluster.job(troubled)).step)
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
     job = await cluster.wait(troubled)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert len(seen) > 1, "it was killed in more than one iteration"
     found = await population(cluster, troubled)
     assert lasting(found) == lasting(expected)
@@ -157,7 +160,7 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     second.keys = {}
     newer_wins(cluster)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(cluster, job_id)
     assert {cell.matches for cell in found.cells} == {4}
     cluster.rollouts.append(first)
@@ -171,7 +174,7 @@ async def test_a_member_whose_weights_are_gone_is_named(cluster: Cluster) -> Non
     await cluster.until(job_id, lambda job: job.step >= 1)
     shutil.rmtree(cluster.directory / job_id / "members")
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "member_gone"
     assert job.problem.value.startswith("player@")
 
@@ -183,7 +186,7 @@ async def test_a_game_that_is_not_zero_sum_is_told_to_the_solver_of_those(
     section = {"iteration_steps": 1, "matches": MATCHES, "meta_solver": "zero_sum_nash"}
     job_id = await cluster.submit(game(population=section))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("not_zero_sum", "population.meta_solver")
 
 
@@ -194,7 +197,7 @@ async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> 
     section = {"iteration_steps": 1, "matches": MATCHES, "stop": stop}
     job_id = await cluster.submit(game(population=section))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     # Nobody gains anything: it is over before all steps are.
     assert job.step == 1
     assert "0 more" in (await population(cluster, job_id)).stopped
@@ -224,9 +227,9 @@ async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluste
         population=section,
     )
     job = await cluster.wait(job_id := await cluster.submit(text))
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     members = (await population(cluster, job_id)).pools[0].members
-    retired = {m.member_id for m in members if m.state == orch.MEMBER_STATE_RETIRED}
+    retired = {m.member_id for m in members if m.state == orchestrator_pb.MEMBER_STATE_RETIRED}
     folder = cluster.directory / job_id / "members"
     kept = {f"{path.parent.name}@{path.name[1:]}" for path in folder.glob("*/v*")}
     assert kept >= {m.member_id for m in members} - retired
@@ -237,14 +240,14 @@ async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluste
 async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit: float) -> None:
     """However many may fail: rounds of nothing but failures do not follow each other for ever."""
 
-    def fail(ticket: ro.Ticket) -> str | None:
-        return "the game broke" if ticket.purpose == ro.Ticket.PURPOSE_MATCH else None
+    def fail(ticket: rollout_pb.Ticket) -> str | None:
+        return "the game broke" if ticket.purpose == rollout_pb.Ticket.PURPOSE_MATCH else None
 
     newer_wins(cluster)
     cluster.rollouts[0].script.fail = fail
     text = game(limits={"step_seconds": 30, "max_failed_fraction": limit})
     job = await cluster.wait(await cluster.submit(text))
-    assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "too_many_failed_matches")
+    assert (job.state, job.problem.kind) == (common_pb.JOB_STATE_FAILED, "too_many_failed_matches")
     assert "the game broke" in job.problem.message
 
 
@@ -254,9 +257,9 @@ async def test_a_complete_population_goes_on_where_a_resume_asks_for_more(
 ) -> None:
     newer_wins(cluster)
 
-    def fail(ticket: ro.Ticket) -> str | None:
+    def fail(ticket: rollout_pb.Ticket) -> str | None:
         last = ticket.trajectory_id.endswith("-e1-t0")
-        return "broken" if last and ticket.purpose == ro.Ticket.PURPOSE_EVALUATE else None
+        return "broken" if last and ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE else None
 
     def text(iterations: int) -> str:
         section = {"iteration_steps": 1, "matches": MATCHES, "stop": {"iterations": iterations}}
@@ -265,11 +268,13 @@ async def test_a_complete_population_goes_on_where_a_resume_asks_for_more(
     cluster.rollouts[0].script.fail = fail
     job_id = await cluster.submit(text(1))
     job = await cluster.wait(job_id)
-    assert (job.state, job.step) == (pb.JOB_STATE_FAILED, 1), "it was complete, and not evaluated"
+    assert (job.state, job.step) == (common_pb.JOB_STATE_FAILED, 1), (
+        "it was complete, and not evaluated"
+    )
     assert (await population(cluster, job_id)).stopped == "1 iterations are over"
     await cluster.resume(job_id, text(3))
     job = await cluster.wait(job_id)
-    assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 3), job.problem
+    assert (job.state, job.step) == (common_pb.JOB_STATE_SUCCEEDED, 3), job.problem
     assert (await population(cluster, job_id)).stopped == "3 iterations are over"
 
 
@@ -283,10 +288,11 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
     """However a job ends nothing of them is left in memory; their files are."""
     newer_wins(cluster)
     done = await cluster.submit(game())
-    assert (await cluster.wait(done)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(done)).state == common_pb.JOB_STATE_SUCCEEDED
     assert not published(cluster)
     await cluster.api.GeneratePolicy(
-        orch.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]), timeout=PATIENCE
+        orchestrator_pb.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]),
+        timeout=PATIENCE,
     )
     assert not published(cluster), "what was published to be talked to"
     cluster.rollouts[0].script.seconds = 0.05
@@ -295,7 +301,7 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
         await cluster.until(job_id, lambda job: job.step >= 1)
         assert published(cluster)
         await end(job_id)
-        await cluster.wait(job_id, (pb.JOB_STATE_PAUSED, pb.JOB_STATE_CANCELLED))
+        await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED, common_pb.JOB_STATE_CANCELLED))
         assert not published(cluster)
         if end == cluster.pause:
             await cluster.cancel(job_id)
@@ -310,10 +316,12 @@ async def test_a_match_that_was_aborted_is_played_again(cluster: Cluster) -> Non
     cluster.rollouts[0].script.abort = {"m0x0-t1": 1, "m0x1-t2": 2}
     job_id = await cluster.submit(game())
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert not any(cluster.rollouts[0].script.abort.values())
     assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {4}
-    assert {one.state for one in await matches(cluster, job_id)} == {pb.TRAJECTORY_STATE_COMPLETED}
+    assert {one.state for one in await matches(cluster, job_id)} == {
+        common_pb.TRAJECTORY_STATE_COMPLETED
+    }
 
 
 @pytest.mark.slow
@@ -323,11 +331,11 @@ async def test_a_pause_ends_the_last_round_of_matches(cluster: Cluster) -> None:
     job_id = await cluster.submit(game(pipeline__steps=2, population=section))
     await cluster.until(job_id, lambda job: job.step == 2)
     cluster.rollouts[0].script.seconds = 0.3
-    assert (await cluster.pause(job_id)).state == pb.JOB_STATE_PAUSING
-    await cluster.wait(job_id, [pb.JOB_STATE_PAUSED])
+    assert (await cluster.pause(job_id)).state == common_pb.JOB_STATE_PAUSING
+    await cluster.wait(job_id, [common_pb.JOB_STATE_PAUSED])
     cluster.rollouts[0].script.seconds = 0.0
     await cluster.resume(job_id)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {40}
 
 
@@ -338,7 +346,9 @@ async def test_pages_of_matches(cluster: Cluster) -> None:
     assert len(await matches(cluster, job_id)) == 24
     for token in ("m0x0-t0", "5:nobody", "-1:m0x0-t0", "9" * 40 + ":x"):
         with pytest.raises(InvalidArgument) as caught:
-            await cluster.api.ListMatches(orch.ListMatchesRequest(job_id=job_id, page_token=token))
+            await cluster.api.ListMatches(
+                orchestrator_pb.ListMatchesRequest(job_id=job_id, page_token=token)
+            )
         assert caught.value.field == "page_token"
 
 

@@ -12,45 +12,47 @@ from tests.support.waiting import PATIENCE
 from troupe.checkpoints.retention import choose
 from troupe.client import AsyncClient
 from troupe.rpc import InvalidArgument, NotFound, Unavailable, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 @pytest.fixture
 async def done(cluster: Cluster) -> str:
     """A job that has succeeded."""
     job_id = await cluster.submit(job_yaml(evaluation__queries=2))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     return job_id
 
 
 async def test_metrics_by_name_and_step(cluster: Cluster, done: str) -> None:
-    request = orch.ListMetricsRequest(job_id=done, names=["reward/mean"])
+    request = orchestrator_pb.ListMetricsRequest(job_id=done, names=["reward/mean"])
     rows = (await cluster.api.ListMetrics(request)).rows
     assert [(row.step, dict(row.values)) for row in rows] == [
         (1, {"reward/mean": 1.0}),
         (2, {"reward/mean": 1.0}),
     ]
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=done, after_step=1))).rows
+    rows = (
+        await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=done, after_step=1))
+    ).rows
     assert [row.step for row in rows] == [2, 2]
     assert "evaluation/team/mean" in rows[-1].values
 
 
 async def test_versions_of_a_policy(cluster: Cluster, done: str) -> None:
-    request = orch.ListVersionsRequest(job_id=done, policy="solver")
+    request = orchestrator_pb.ListVersionsRequest(job_id=done, policy="solver")
     versions = (await cluster.api.ListVersions(request)).versions
     assert [(one.weights.version, one.step, one.outcome) for one in versions] == [
-        (0, 0, es.STEP_OUTCOME_UNSPECIFIED),
-        (1, 1, es.STEP_OUTCOME_APPLIED),
-        (2, 2, es.STEP_OUTCOME_APPLIED),
+        (0, 0, store_pb.STEP_OUTCOME_UNSPECIFIED),
+        (1, 1, store_pb.STEP_OUTCOME_APPLIED),
+        (2, 2, store_pb.STEP_OUTCOME_APPLIED),
     ]
     assert versions[1].weights == weights_of(done, "solver", 1)
 
 
 async def test_a_checkpoint_is_exported_whole(cluster: Cluster, done: str) -> None:
-    request = orch.ExportCheckpointRequest(job_id=done, policy="solver")
+    request = orchestrator_pb.ExportCheckpointRequest(job_id=done, policy="solver")
     files: dict[str, bytes] = {}
     async for chunk in cluster.api.ExportCheckpoint(request):
         files[chunk.path] = files.get(chunk.path, b"") + chunk.data
@@ -62,7 +64,7 @@ async def test_a_checkpoint_is_exported_whole(cluster: Cluster, done: str) -> No
 
 
 async def test_a_checkpoint_that_is_not_there(cluster: Cluster, done: str) -> None:
-    request = orch.ExportCheckpointRequest(job_id=done, policy="solver", version=9)
+    request = orchestrator_pb.ExportCheckpointRequest(job_id=done, policy="solver", version=9)
     with pytest.raises(NotFound, match=r"solver@9.*checker@2, solver@2"):
         _ = [chunk async for chunk in cluster.api.ExportCheckpoint(request)]
 
@@ -71,7 +73,7 @@ async def test_half_a_checkpoint_is_not_listed(cluster: Cluster, done: str) -> N
     root: Path = cluster.directory / done / "checkpoints" / "solver"
     (root / ".v3.half").mkdir()
     (root / "v4").write_text("a file")
-    listed = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=done))
+    listed = await cluster.api.ListCheckpoints(orchestrator_pb.ListCheckpointsRequest(job_id=done))
     assert [(one.policy, one.version) for one in listed.checkpoints] == [
         ("checker", 2),
         ("solver", 2),
@@ -80,10 +82,12 @@ async def test_half_a_checkpoint_is_not_listed(cluster: Cluster, done: str) -> N
 
 
 async def test_trajectories_newest_first_in_pages(cluster: Cluster, done: str) -> None:
-    seen: list[orch.TrajectorySummary] = []
+    seen: list[orchestrator_pb.TrajectorySummary] = []
     token, pages = "", 0
     while pages == 0 or token:
-        request = orch.ListTrajectoriesRequest(job_id=done, page_size=5, page_token=token)
+        request = orchestrator_pb.ListTrajectoriesRequest(
+            job_id=done, page_size=5, page_token=token
+        )
         page = await cluster.api.ListTrajectories(request)
         seen += page.trajectories
         token, pages = page.next_page_token, pages + 1
@@ -91,19 +95,19 @@ async def test_trajectories_newest_first_in_pages(cluster: Cluster, done: str) -
     kinds = [(one.step, one.evaluation) for one in seen]
     order = [(2, True)] * 2 + [(1, False)] * 4 + [(0, False)] * 4 + [(0, True)] * 2
     assert kinds == order
-    request = orch.ListTrajectoriesRequest(job_id=done, page_token="gone")
+    request = orchestrator_pb.ListTrajectoriesRequest(job_id=done, page_token="gone")
     with pytest.raises(InvalidArgument):
         await cluster.api.ListTrajectories(request)
 
 
 async def test_a_trajectory_shows_its_conversation(cluster: Cluster, done: str) -> None:
-    request = orch.GetTrajectoryRequest(job_id=done, trajectory_id="q1-s0-t1")
+    request = orchestrator_pb.GetTrajectoryRequest(job_id=done, trajectory_id="q1-s0-t1")
     found = await cluster.api.GetTrajectory(request)
-    assert found.summary.state == pb.TRAJECTORY_STATE_COMPLETED
+    assert found.summary.state == common_pb.TRAJECTORY_STATE_COMPLETED
     assert dict(found.summary.rewards) == {"solver": 1.0, "team": 1.0}
     assert [turn.agent for turn in found.turns] == ["checker", "solver"]
     assert found.turns[0].messages[0].content == "2+2?"
-    request = orch.GetTrajectoryRequest(job_id=done, trajectory_id="nobody")
+    request = orchestrator_pb.GetTrajectoryRequest(job_id=done, trajectory_id="nobody")
     with pytest.raises(NotFound):
         await cluster.api.GetTrajectory(request)
 
@@ -114,7 +118,9 @@ async def test_only_the_newest_trajectories_are_kept(cluster: Cluster) -> None:
     await cluster.start_orchestrator()
     job_id = await cluster.submit(job_yaml())
     await cluster.wait(job_id)
-    listed = await cluster.api.ListTrajectories(orch.ListTrajectoriesRequest(job_id=job_id))
+    listed = await cluster.api.ListTrajectories(
+        orchestrator_pb.ListTrajectoriesRequest(job_id=job_id)
+    )
     assert len(listed.trajectories) == 3
     assert {one.step for one in listed.trajectories} == {1}
 
@@ -125,11 +131,11 @@ async def test_the_picture_of_the_cluster(cluster: Cluster) -> None:
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)
     async with asyncio.timeout(PATIENCE):
         while True:
-            picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+            picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
             if picture.in_flight.get(job_id) == 4 and picture.bindings and picture.engines:
                 break
     kinds = {worker.kind for worker in picture.workers}
-    assert kinds == {orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER}
+    assert kinds == {orchestrator_pb.WORKER_KIND_ROLLOUT, orchestrator_pb.WORKER_KIND_TRAINER}
     assert all(worker.alive for worker in picture.workers)
     serving = {service.name: service.serving for service in picture.services}
     assert serving == {"redis": True, "experience_store": True, "reward": False}
@@ -141,11 +147,11 @@ async def test_the_picture_of_the_cluster(cluster: Cluster) -> None:
 
 async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
     async def generate(policy: str = "solver") -> str:
-        request = orch.GeneratePolicyRequest(
+        request = orchestrator_pb.GeneratePolicyRequest(
             request_id=new_id(),
             job_id=done,
             policy=policy,
-            messages=[pb.ChatMessage(role="user", content="2+2?")],
+            messages=[common_pb.ChatMessage(role="user", content="2+2?")],
         )
         return (await cluster.api.GeneratePolicy(request)).result.text
 
@@ -162,12 +168,12 @@ async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
 
 
 async def test_a_trained_policy_scores(cluster: Cluster, done: str) -> None:
-    request = ro.ScoreRequest(job_id=done, policy="solver")
-    answer = await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
+    request = rollout_pb.ScoreRequest(job_id=done, policy="solver")
+    answer = await cluster.api.ScorePolicy(orchestrator_pb.ScorePolicyRequest(request=request))
     assert answer.result.version == 2
     request.policy = "nobody"
     with pytest.raises(NotFound, match="no policy and no agent called 'nobody'"):
-        await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
+        await cluster.api.ScorePolicy(orchestrator_pb.ScorePolicyRequest(request=request))
 
 
 async def test_a_call_that_names_a_policy_takes_the_name_of_an_agent_that_it_plays(
@@ -178,11 +184,11 @@ async def test_a_call_that_names_a_policy_takes_the_name_of_an_agent_that_it_pla
     agents = {"writer": {"policy": "big"}, "big": {"policy": "small"}}
     job_id = await cluster.submit(job_yaml(policies=["big", "small"], agents=agents))
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
     for name, policy in {"writer": "big", "big": "big", "small": "small"}.items():
-        score = ro.ScoreRequest(job_id=job_id, policy=name)
-        await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=score))
+        score = rollout_pb.ScoreRequest(job_id=job_id, policy=name)
+        await cluster.api.ScorePolicy(orchestrator_pb.ScorePolicyRequest(request=score))
         async with AsyncClient(cluster.settings.address) as client:
             handle = client.job(job_id)
             assert (await handle.generate(name, "2+2?")).text == f"{policy}@2"
@@ -212,10 +218,10 @@ async def test_generation_needs_one_prompt_and_engines(cluster: Cluster) -> None
     cluster.rollouts[0].script.seconds = 1000
     cluster.rollouts[0].script.prepare_error = Unavailable("engines start")
     job_id = await cluster.submit(job_yaml())
-    request = orch.GeneratePolicyRequest(request_id="a", job_id=job_id, policy="solver")
+    request = orchestrator_pb.GeneratePolicyRequest(request_id="a", job_id=job_id, policy="solver")
     with pytest.raises(InvalidArgument):
         await cluster.api.GeneratePolicy(request)
-    request = orch.GeneratePolicyRequest(
+    request = orchestrator_pb.GeneratePolicyRequest(
         request_id="b", job_id=job_id, policy="solver", input_ids=[1]
     )
     with pytest.raises(Unavailable, match="not ready"):
@@ -227,21 +233,21 @@ async def test_generation_needs_one_prompt_and_engines(cluster: Cluster) -> None
 async def test_the_next_job_gets_the_room_of_an_ended_one(cluster: Cluster, done: str) -> None:
     assert done in cluster.rollouts[0].versions
     job_id = await cluster.submit(job_yaml("other"))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert set(cluster.rollouts[0].versions) == {job_id}
 
 
 async def test_jobs_are_listed_by_state(cluster: Cluster, done: str) -> None:
-    request = orch.ListJobsRequest(state=pb.JOB_STATE_SUCCEEDED)
+    request = orchestrator_pb.ListJobsRequest(state=common_pb.JOB_STATE_SUCCEEDED)
     jobs = (await cluster.api.ListJobs(request)).jobs
     assert done in {job.job_id for job in jobs}
-    assert {job.state for job in jobs} == {pb.JOB_STATE_SUCCEEDED}
+    assert {job.state for job in jobs} == {common_pb.JOB_STATE_SUCCEEDED}
 
 
 @pytest.mark.parametrize("missing", ["worker_id", "address", "kind"])
 async def test_a_heartbeat_names_what_it_lacks(cluster: Cluster, missing: str) -> None:
-    beat = orch.HeartbeatRequest(
-        worker_id="w", address="127.0.0.1:1", kind=orch.WORKER_KIND_ROLLOUT
+    beat = orchestrator_pb.HeartbeatRequest(
+        worker_id="w", address="127.0.0.1:1", kind=orchestrator_pb.WORKER_KIND_ROLLOUT
     )
     beat.ClearField(missing)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument) as caught:
@@ -250,11 +256,11 @@ async def test_a_heartbeat_names_what_it_lacks(cluster: Cluster, missing: str) -
 
 
 async def test_rows_that_are_freed_are_explained(cluster: Cluster, done: str) -> None:
-    request = es.DropTablesRequest(request_id=new_id(), job_id=done)
+    request = store_pb.DropTablesRequest(request_id=new_id(), job_id=done)
     await cluster.store.DropTables(request)
     for call, asked in (
-        (cluster.api.DescribeTables, es.DescribeTablesRequest(job_id=done)),
-        (cluster.api.ListSamples, es.ListSamplesRequest(job_id=done, policy="solver")),
+        (cluster.api.DescribeTables, store_pb.DescribeTablesRequest(job_id=done)),
+        (cluster.api.ListSamples, store_pb.ListSamplesRequest(job_id=done, policy="solver")),
     ):
         with pytest.raises(NotFound, match=r"SUCCEEDED and its rows are freed.*jobs audit"):
             await call(asked)

@@ -9,14 +9,14 @@ import pytest
 from services.orchestrator.pipeline.metrics import Redundancy
 from tests.orchestrator.test_orchestrator_rosters import finish, step_rows, varied
 from tests.support.cluster import Cluster, job_yaml
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 MODES = ["serial", "sync", "micro_batch", "async"]
 
 
-def number(ticket: ro.Ticket) -> int:
+def number(ticket: rollout_pb.Ticket) -> int:
     return int(ticket.trajectory_id.rpartition("-t")[2])
 
 
@@ -42,7 +42,7 @@ async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> 
     assert len(aborted) == 6
     assert all(one.endswith("-t1") for one in aborted)
     assert {call.reason for call in rollout.abort_calls} == {"redundant"}
-    tables = (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))).tables
+    tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert dict(tables.trajectories_by_state) == {"COMPLETED": 12, "FAILED": 6, "ABORTED": 6}
 
 
@@ -70,7 +70,7 @@ async def test_a_member_that_is_never_told_is_not_waited_for(cluster: Cluster) -
     text = job_yaml(pipeline__redundant_trajectories=2, pipeline__steps=1)
     job_id = await cluster.submit(text)
     await finish(cluster, job_id, 1)
-    tables = (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))).tables
+    tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert tables.trajectories_by_state["COMPLETED"] == 4
 
 
@@ -114,32 +114,32 @@ async def test_restarts_and_lost_workers_change_no_group(cluster: Cluster, mode:
     for step in range(5):
         for counts in (await cluster.step(job_id, step)).counts:
             assert counts.trained == 6
-    tables = (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))).tables
+    tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert tables.trajectories_admitted == tables.trajectories_ended == 5 * 3 * 4
     assert tables.trajectories_by_state["COMPLETED"] == 5 * 3 * 2
 
 
 def ended(
     query: str, state: int, tokens: int, seconds: float, reason: str = ""
-) -> ro.TrajectoryEvent:
-    return ro.TrajectoryEvent(
+) -> rollout_pb.TrajectoryEvent:
+    return rollout_pb.TrajectoryEvent(
         query_id=query,
         state=state,  # type: ignore[arg-type]
         reason=reason,
         seconds=seconds,
-        turns=[ro.Turn(response_tokens=tokens)] * 2,
+        turns=[rollout_pb.Turn(response_tokens=tokens)] * 2,
     )
 
 
 def test_the_bias_of_taking_the_first_is_measured() -> None:
     found = Redundancy(1)
-    found.add(ended("q0", pb.TRAJECTORY_STATE_COMPLETED, 10, 1.0))
-    found.add(ended("q0", pb.TRAJECTORY_STATE_COMPLETED, 20, 2.0))
-    found.add(ended("q0", pb.TRAJECTORY_STATE_ABORTED, 30, 4.0, "redundant"))
-    found.add(ended("q1", pb.TRAJECTORY_STATE_ABORTED, 90, 9.0, "surplus"))
-    found.add(ended("q1", pb.TRAJECTORY_STATE_ABORTED, 0, 0.0, "redundant"))
+    found.add(ended("q0", common_pb.TRAJECTORY_STATE_COMPLETED, 10, 1.0))
+    found.add(ended("q0", common_pb.TRAJECTORY_STATE_COMPLETED, 20, 2.0))
+    found.add(ended("q0", common_pb.TRAJECTORY_STATE_ABORTED, 30, 4.0, "redundant"))
+    found.add(ended("q1", common_pb.TRAJECTORY_STATE_ABORTED, 90, 9.0, "surplus"))
+    found.add(ended("q1", common_pb.TRAJECTORY_STATE_ABORTED, 0, 0.0, "redundant"))
     for _ in range(2):
-        found.add(ended("q2", pb.TRAJECTORY_STATE_FAILED, 5, 1.0, "deadline: 9 s"))
+        found.add(ended("q2", common_pb.TRAJECTORY_STATE_FAILED, 5, 1.0, "deadline: 9 s"))
     assert found.values() == {
         "redundancy/cancelled": 2,
         "redundancy/unstarted": 1,

@@ -14,7 +14,7 @@ from tests.rollout.hand_engines import ask, make
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.decision_log import ADMISSION, METHODS, DecisionLog, replay
 from troupe.scheduling import admission, balancing, binding
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 @pytest.mark.parametrize("mode", ["micro_batch", "async"])
@@ -44,7 +44,7 @@ async def test_admission_binding_and_balancing_are_replayed(
             **{"policies.solver.engine": {"replicas": 3}},
         )
     )
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED], 60)
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED], 60)
     counts = replay(tmp_path / "log")
     wanted = {f"troupe.scheduling.admission.{name}" for name in ADMISSION[:4]}
     wanted |= {"troupe.scheduling.binding.decide", "troupe.scheduling.balancing.decide"}

@@ -13,16 +13,16 @@ from redis.asyncio import Redis
 from services.orchestrator.state.redis import JobKeys
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
-RUNNING = (pb.JOB_STATE_RUNNING,)
+RUNNING = (common_pb.JOB_STATE_RUNNING,)
 # A specification that only an older release took.
 RETIRED = yaml.safe_load(job_yaml("veteran", pipeline__steps=7, pipeline__stages=3))
 
 
-def states_of(events: list[orch.JobEvent]) -> list[int]:
+def states_of(events: list[orchestrator_pb.JobEvent]) -> list[int]:
     return [event.state.state for event in events if event.HasField("state")]
 
 
@@ -38,12 +38,12 @@ async def test_a_restarted_orchestrator_continues(cluster: Cluster, mode: str) -
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 3, POLICIES)
     states = states_of(await cluster.events(job_id))
-    again = [pb.JOB_STATE_RUNNING, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING]
+    again = [common_pb.JOB_STATE_RUNNING, common_pb.JOB_STATE_STARTING, common_pb.JOB_STATE_RUNNING]
     assert any(states[n : n + 3] == again for n in range(len(states)))
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     assert [row.step for row in rows] == [0, 1, 2, 3, 3]
     lines = (cluster.directory / job_id / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
@@ -61,10 +61,10 @@ async def test_a_cancel_survives_a_restart(cluster: Cluster) -> None:
     service = cluster.orchestrator.service  # type: ignore[union-attr]
     jobs = service._at.jobs  # type: ignore[union-attr]
     await jobs.stop()  # the process dies just after it has stored the cancellation
-    assert (await cluster.cancel(job_id)).state == pb.JOB_STATE_CANCELLING
+    assert (await cluster.cancel(job_id)).state == common_pb.JOB_STATE_CANCELLING
     await cluster.stop_orchestrator()
     await cluster.start_orchestrator()
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_CANCELLED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_CANCELLED
 
 
 async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
@@ -80,7 +80,7 @@ async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
     page = await cluster.orchestrator.service._at.shared.log.page(job_id, "")  # type: ignore[union-attr]
     texts = [event.notice.text for event in page]
     assert any("orchestrator (elsewhere, process 1) has taken" in text for text in texts)
-    assert (await redis.hget(record, "state")) == str(int(pb.JOB_STATE_RUNNING)).encode()
+    assert (await redis.hget(record, "state")) == str(int(common_pb.JOB_STATE_RUNNING)).encode()
     await redis.aclose()
 
 
@@ -96,7 +96,7 @@ async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
     await server.stop(0)
     await cluster.start_orchestrator()
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 3, POLICIES)
     assert old.service._at.jobs._runners == {}  # type: ignore[union-attr]
     stops = [text for text in await cluster.notices(job_id) if " stops: " in text]
@@ -116,13 +116,13 @@ async def bare(empty_redis: str, tmp_path: Path) -> AsyncIterator[Cluster]:
 
 async def test_a_job_waits_for_workers_and_says_so(bare: Cluster) -> None:
     job_id = await bare.submit(job_yaml())
-    await bare.wait(job_id, (pb.JOB_STATE_STARTING,))
+    await bare.wait(job_id, (common_pb.JOB_STATE_STARTING,))
     both = "waiting for a trainer and a rollout worker"
     await bare.until(job_id, lambda job: job.activity == both)
     await bare.add_trainer()
     await bare.until(job_id, lambda job: job.activity == "waiting for a rollout worker")
     await bare.add_rollout()
-    assert (await bare.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await bare.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_a_job_without_workers_fails_in_the_end(bare: Cluster) -> None:
@@ -130,7 +130,7 @@ async def test_a_job_without_workers_fails_in_the_end(bare: Cluster) -> None:
     bare.settings = bare.settings.model_copy(update={"workers_timeout_seconds": 0.2})
     await bare.start_orchestrator()
     job = await bare.wait(await bare.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "deadline_exceeded"
     assert "waiting for a trainer and a rollout worker" in job.problem.message
     assert job.problem.field == "TROUPE_WORKERS_TIMEOUT_SECONDS"
@@ -156,7 +156,7 @@ async def test_a_job_that_was_up_waits_for_its_workers_as_for_a_step(bare: Clust
     await bare.add_rollout()
     await bare.add_trainer()
     job = await bare.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
 
 
 @pytest.mark.parametrize("mode", ["sync", "micro_batch", "async"])
@@ -171,7 +171,7 @@ async def test_the_store_may_be_away_in_the_middle_of_a_step(cluster: Cluster, m
         await cluster.start_store()
         await asyncio.sleep(0.3)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, POLICIES)
 
 
@@ -191,7 +191,7 @@ async def test_jobs_survive_a_restart_of_redis(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         server.start()
         job = await cluster.wait(job_id)
-        assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+        assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
         await cluster.check_accounts(job_id, 4, POLICIES)
     finally:
         await cluster.close()
@@ -208,7 +208,7 @@ async def test_a_step_counts_what_ended_before_a_restart(cluster: Cluster) -> No
     worker.script.slow = lambda ticket: 0.0
     await cluster.start_orchestrator()
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert job.metrics["trajectories/completed"] == 4
     assert job.metrics["reward/mean"] == 1.0
     assert "trajectories/unseen" not in job.metrics
@@ -218,20 +218,20 @@ async def test_a_step_counts_what_ended_before_a_restart(cluster: Cluster) -> No
 async def test_a_job_of_an_older_release_is_shown_and_fails_by_itself(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 1000
     old = [await cluster.submit(job_yaml()) for _ in range(2)]
-    await cluster.wait(old[0], (pb.JOB_STATE_RUNNING,))
+    await cluster.wait(old[0], (common_pb.JOB_STATE_RUNNING,))
     await cluster.stop_orchestrator()
     redis = Redis.from_url(cluster.settings.redis_url)
     for job_id in old:
         await redis.hset(JobKeys(job_id).record, "spec_json", json.dumps(RETIRED))
-    cancelling = str(int(pb.JOB_STATE_CANCELLING))
+    cancelling = str(int(common_pb.JOB_STATE_CANCELLING))
     await redis.hset(JobKeys(old[1]).record, "state", cancelling)
     await redis.aclose()
 
     await cluster.start_orchestrator()
     job = await cluster.wait(old[0])
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("spec_outdated", "pipeline.stages")
     assert (job.name, job.total_steps) == ("veteran", 7)
-    assert (await cluster.wait(old[1])).state == pb.JOB_STATE_CANCELLED
-    listed = await cluster.api.ListJobs(orch.ListJobsRequest())
+    assert (await cluster.wait(old[1])).state == common_pb.JOB_STATE_CANCELLED
+    listed = await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())
     assert set(old) <= {one.job_id for one in listed.jobs}

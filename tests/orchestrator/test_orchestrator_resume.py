@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
 
@@ -18,7 +18,7 @@ async def paused(cluster: Cluster) -> str:
     job_id = await cluster.submit(job_yaml())
     await cluster.until(job_id, lambda job: "trajectories" in job.activity)
     await cluster.pause(job_id)
-    job = await cluster.wait(job_id, (pb.JOB_STATE_PAUSED,))
+    job = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
     assert job.step == 1
     return job_id
 
@@ -30,7 +30,7 @@ async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
     assert job.total_steps == 4
     await cluster.resume(job_id, changed)  # repeated: the same
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, POLICIES)
     assert cluster.rollouts[0].specs[job_id].limits.turn_seconds == 7
     assert "steps: 4" in (cluster.directory / job_id / "job.yaml").read_text()
@@ -40,12 +40,14 @@ async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
 
 
 async def test_what_is_without_effect_is_told_once_when_it_is_submitted(cluster: Cluster) -> None:
-    request = orch.SubmitJobRequest(request_id=new_id(), spec=job_yaml(pipeline__alpha=3))
+    request = orchestrator_pb.SubmitJobRequest(
+        request_id=new_id(), spec=job_yaml(pipeline__alpha=3)
+    )
     job_id = (await cluster.api.SubmitJob(request)).job.job_id
     await cluster.api.SubmitJob(request)
     told = [text for text in await cluster.notices(job_id) if "without effect" in text]
     assert [text.partition(":")[0] for text in told] == ["pipeline.alpha = 3"]
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> None:
@@ -63,17 +65,17 @@ async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> N
     with pytest.raises(InvalidArgument, match="policy"):
         await cluster.resume(job_id, job_yaml(agents__solver__policy="nobody"))
     # Nothing has changed: it waits, and can still go on as it was.
-    assert (await cluster.job(job_id)).state == pb.JOB_STATE_PAUSED
+    assert (await cluster.job(job_id)).state == common_pb.JOB_STATE_PAUSED
     await cluster.resume(job_id)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_a_running_job_keeps_its_specification(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 0.2
     job_id = await cluster.submit(job_yaml())
-    await cluster.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    await cluster.wait(job_id, (common_pb.JOB_STATE_RUNNING,))
     with pytest.raises(FailedPrecondition, match="cannot change now") as refused:
         await cluster.resume(job_id, job_yaml(pipeline__steps=4))
     assert (refused.value.kind, refused.value.field) == ("job_active", "spec")
     await cluster.resume(job_id, job_yaml())
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED

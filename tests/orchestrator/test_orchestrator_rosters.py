@@ -12,15 +12,15 @@ from services.orchestrator.pipeline.step_queries import StepQueries
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import until
 from troupe.scheduling.curriculum import number_of
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 POLICIES = ("checker", "solver")
 MODES = ["serial", "sync", "micro_batch"]
 
 
-def varied(ticket: ro.Ticket) -> dict[str, float]:
+def varied(ticket: rollout_pb.Ticket) -> dict[str, float]:
     """Rewards that differ within a group, but for every third query."""
     good = float(ticket.index % 3 == 0 or ticket.trajectory_id.endswith("t0"))
     return {"solver": good, "checker": good}
@@ -32,16 +32,16 @@ async def index_sets(cluster: Cluster, job_id: str, steps: int) -> list[list[int
     return [sorted(number_of(one) for one in ids) for ids in found]
 
 
-async def step_rows(cluster: Cluster, job_id: str) -> list[orch.MetricsLogged]:
-    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+async def step_rows(cluster: Cluster, job_id: str) -> list[orchestrator_pb.MetricsLogged]:
+    rows = (await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))).rows
     return [row for row in rows if "step/seconds" in row.values]
 
 
-async def finish(cluster: Cluster, job_id: str, steps: int) -> orch.Job:
+async def finish(cluster: Cluster, job_id: str, steps: int) -> orchestrator_pb.Job:
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, steps, POLICIES)
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
+    audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations, list(audit.violations)
     return job
 
@@ -114,7 +114,7 @@ async def test_a_restart_takes_no_query_twice_and_leaves_none_out(
         await cluster.start_orchestrator()
     await finish(cluster, job_id, steps)
     cursor = max([(await cluster.step(job_id, step)).cursor for step in range(steps)])
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
+    audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     tables = audit.tables
     assert tables.trajectories_admitted == tables.trajectories_ended == 2 * cursor
     kept = [one for ids in await index_sets(cluster, job_id, steps) for one in ids]
@@ -176,14 +176,14 @@ async def test_a_job_that_was_cancelled_goes_on_with_a_smaller_alpha(cluster: Cl
     trainer.script.slow = dict.fromkeys(POLICIES, 4.0)
     text = {"pipeline__mode": "async", "pipeline__steps": 6}
     job_id = await cluster.submit(dynamic_yaml(**text, pipeline__alpha=3))
-    await cluster.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    await cluster.wait(job_id, (common_pb.JOB_STATE_RUNNING,))
 
     async def is_closed() -> bool:
         return bool((await cluster.step(job_id, 3)).closed)
 
     await until(is_closed)
-    await cluster.api.CancelJob(orch.CancelJobRequest(request_id="c", job_id=job_id))
-    await cluster.wait(job_id, (pb.JOB_STATE_CANCELLED,))
+    await cluster.api.CancelJob(orchestrator_pb.CancelJobRequest(request_id="c", job_id=job_id))
+    await cluster.wait(job_id, (common_pb.JOB_STATE_CANCELLED,))
     trainer.script.slow = {}
     await cluster.resume(job_id, dynamic_yaml(**text, pipeline__alpha=1))
     await finish(cluster, job_id, 6)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
 
@@ -16,7 +16,7 @@ async def test_a_job_runs_to_its_end(cluster: Cluster, mode: str) -> None:
     text = job_yaml(pipeline__mode=mode, evaluation__queries=3)
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert (job.step, job.total_steps) == (2, 2)
     assert dict(job.before) == {"reward/solver": 1.0, "team_success": 1.0}
     assert dict(job.after) == dict(job.before)
@@ -32,12 +32,12 @@ async def test_a_job_runs_to_its_end(cluster: Cluster, mode: str) -> None:
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 2]
     states = [e.state.state for e in await cluster.events(job_id) if e.HasField("state")]
     assert states == [
-        pb.JOB_STATE_SUBMITTED,
-        pb.JOB_STATE_STARTING,
-        pb.JOB_STATE_RUNNING,
-        pb.JOB_STATE_SUCCEEDED,
+        common_pb.JOB_STATE_SUBMITTED,
+        common_pb.JOB_STATE_STARTING,
+        common_pb.JOB_STATE_RUNNING,
+        common_pb.JOB_STATE_SUCCEEDED,
     ]
-    saved = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=job_id))
+    saved = await cluster.api.ListCheckpoints(orchestrator_pb.ListCheckpointsRequest(job_id=job_id))
     assert [(one.policy, one.version) for one in saved.checkpoints] == [
         ("checker", 2),
         ("solver", 2),

@@ -17,13 +17,13 @@ from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
 from tests.support.fake_worker import FakeWorker
 from troupe.rpc import FailedPrecondition
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 async def sacrifice(
     cluster: Cluster, job_id: str, first: FakeWorker, following: Callable[[], Awaitable[FakeWorker]]
-) -> orch.Job:
+) -> orchestrator_pb.Job:
     """Three workers, one after another; the job when it has ended."""
     await first.death()
     for _ in range(2):
@@ -46,7 +46,7 @@ async def test_a_workflow_that_kills_every_worker_fails_its_job(
     job = await sacrifice(
         cluster, job_id, cluster.rollouts[0], lambda: cluster.add_rollout(deadly())
     )
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert job.problem.kind == "workers_keep_dying"
     assert job.problem.field == ("policies" if when == "preparing" else "workflow")
     assert "3 rollout workers died one after another while each " in job.problem.message
@@ -55,7 +55,7 @@ async def test_a_workflow_that_kills_every_worker_fails_its_job(
     # With the cause mended it goes on.
     await cluster.add_rollout()
     await cluster.resume(job_id)
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_a_policy_that_kills_every_trainer_fails_its_job(cluster: Cluster) -> None:
@@ -67,7 +67,7 @@ async def test_a_policy_that_kills_every_trainer_fails_its_job(cluster: Cluster)
         cluster.trainers[0],
         lambda: cluster.add_trainer(TrainerScript(die_when="claimed")),
     )
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("workers_keep_dying", "policies.solver")
     assert "3 trainer workers died" in job.problem.message
 
@@ -89,7 +89,7 @@ async def test_streams_that_break_kill_nobody(cluster: Cluster) -> None:
         await cluster.until(job_id, lambda job: worker.script.break_after is None)
         worker.script.break_after = 0
     worker.script.break_after = None
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 class Jobs:
@@ -110,7 +110,7 @@ class Jobs:
         """One worker: jobs come to it in this order; one of them ends it, or a turn is over."""
         worker: Any = SimpleNamespace(
             worker_id=f"w{number}",
-            kind=orch.WORKER_KIND_TRAINER,
+            kind=orchestrator_pb.WORKER_KIND_TRAINER,
             beat=SimpleNamespace(draining=False),
         )
         there = [job for job in order(sorted(self.running)) if self.deaths.may_begin(job)]

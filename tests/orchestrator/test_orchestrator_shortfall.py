@@ -9,16 +9,18 @@ import pytest
 from tests.support.cluster import ENDED, Cluster, job_yaml
 from troupe.contracts.metric_names import UNUSED_ENDPOINT
 from troupe.rpc import FailedPrecondition
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-WARNED = (orch.Notice.SEVERITY_WARNING, orch.Notice.SEVERITY_ERROR)
+WARNED = (orchestrator_pb.Notice.SEVERITY_WARNING, orchestrator_pb.Notice.SEVERITY_ERROR)
 
 
-async def told(cluster: Cluster, job_id: str) -> tuple[orch.Job, list[str], orch.StateChanged]:
+async def told(
+    cluster: Cluster, job_id: str
+) -> tuple[orchestrator_pb.Job, list[str], orchestrator_pb.StateChanged]:
     """The job when it has ended, what it warned of, and its last state in the log."""
     job = await cluster.wait(job_id)
-    watch = cluster.api.WatchJob(orch.WatchJobRequest(job_id=job_id))
+    watch = cluster.api.WatchJob(orchestrator_pb.WatchJobRequest(job_id=job_id))
     events = [event async for event in watch]
     notices = [e.notice.text for e in events if e.notice.severity in WARNED]
     return job, notices, [e.state for e in events if e.HasField("state")][-1]
@@ -27,7 +29,7 @@ async def told(cluster: Cluster, job_id: str) -> tuple[orch.Job, list[str], orch
 async def test_a_job_in_which_no_policy_was_updated_says_so(cluster: Cluster) -> None:
     cluster.trainers[0].script.skip = frozenset({0, 1})
     job, notices, ended = await told(cluster, await cluster.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert job.problem.kind == ended.problem.kind == "nothing_learned"
     assert "0 of 2 steps had a signal" in job.problem.message
     assert job.problem.remedy
@@ -38,7 +40,7 @@ async def test_a_job_whose_advantages_are_always_zero_learned_nothing(cluster: C
     cluster.trainers[0].script.flat = {"solver": range(3), "checker": range(3)}
     job, notices, ended = await told(cluster, await cluster.submit(job_yaml(pipeline__steps=3)))
     # Its versions are published like any others.
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert job.versions == {"solver": 3, "checker": 3}
     assert job.problem.kind == ended.problem.kind == "nothing_learned"
     assert job.problem.value == "checker, solver"
@@ -71,11 +73,11 @@ async def test_steps_with_a_signal_are_counted_across_restarts_and_pauses(
     await cluster.until(job_id, lambda job: job.step >= 4)
     with suppress(FailedPrecondition):  # it may have ended by now
         await cluster.pause(job_id)
-    job = await cluster.wait(job_id, (*ENDED, pb.JOB_STATE_PAUSED))
-    if job.state == pb.JOB_STATE_PAUSED:
+    job = await cluster.wait(job_id, (*ENDED, common_pb.JOB_STATE_PAUSED))
+    if job.state == common_pb.JOB_STATE_PAUSED:
         await cluster.resume(job_id)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert job.HasField("problem") is not learns
     assert job.metrics["solver/signal_steps"] == int(learns)
 
@@ -83,7 +85,7 @@ async def test_steps_with_a_signal_are_counted_across_restarts_and_pauses(
 async def test_one_update_is_a_plain_success(cluster: Cluster) -> None:
     cluster.trainers[0].script.skip = frozenset({0})
     job, notices, ended = await told(cluster, await cluster.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert not job.HasField("problem")
     assert not ended.HasField("problem")
     assert not any("updated" in one for one in notices)
@@ -102,7 +104,7 @@ async def test_trajectories_that_never_spoke_at_their_endpoint_are_no_success(
 
     cluster.rollouts[0].script.metrics = metrics
     job, notices, _ = await told(cluster, await cluster.submit(job_yaml()))
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert job.HasField("problem") is not plain
     if not plain:
         assert job.problem.kind == "no_turns"
@@ -110,7 +112,9 @@ async def test_trajectories_that_never_spoke_at_their_endpoint_are_no_success(
         assert "cache" in job.problem.remedy
         first = f"step 1: {4 * share:.0f} of 4 trajectories opened an endpoint"
         assert any(one.startswith(first) for one in notices)
-        rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job.job_id))).rows
+        rows = (
+            await cluster.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job.job_id))
+        ).rows
         assert rows[0].values["trajectories/without_turns"] == 4 * share
     else:
         assert not any("endpoint" in one for one in notices)

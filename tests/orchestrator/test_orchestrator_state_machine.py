@@ -26,14 +26,14 @@ from tests.support.cluster import ENDED, Cluster, job_yaml
 from tests.support.waiting import PATIENCE
 from troupe import states
 from troupe.rpc import FailedPrecondition
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 T = TypeVar("T")
 POLICIES = ("checker", "solver")
 STEPS = 3
-QUIET = (*ENDED, pb.JOB_STATE_PAUSED)
+QUIET = (*ENDED, common_pb.JOB_STATE_PAUSED)
 # Who asked for it may ask again; what follows is what the table allows.
-RESUMABLE = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
+RESUMABLE = (common_pb.JOB_STATE_PAUSED, common_pb.JOB_STATE_FAILED, common_pb.JOB_STATE_CANCELLED)
 
 
 class JobLife(RuleBasedStateMachine):
@@ -136,15 +136,15 @@ class JobLife(RuleBasedStateMachine):
         cluster, job_id = self._cluster, self._job_id
         job = await cluster.wait(job_id, QUIET)
         if job.state in RESUMABLE:
-            assert job.state != pb.JOB_STATE_FAILED, job.problem
+            assert job.state != common_pb.JOB_STATE_FAILED, job.problem
             await cluster.resume(job_id)
             job = await cluster.wait(job_id)
-        assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+        assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
         assert job.step == STEPS
         await cluster.check_accounts(job_id, STEPS, POLICIES)
         events = await cluster.events(job_id)
         moves = [event.state.state for event in events if event.HasField("state")]
-        assert moves[0] == pb.JOB_STATE_SUBMITTED
+        assert moves[0] == common_pb.JOB_STATE_SUBMITTED
         for source, target in itertools.pairwise(moves):
             states.check(states.JOB, source, target)
         steps = [event.metrics.step for event in events if event.HasField("metrics")]

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.orchestrator.state.trajectories import TrajectoryFilter, pack, take_tokens, unpack
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
-def conversation(turns: int, characters: int, seed: int = 0) -> orch.GetTrajectoryResponse:
+def conversation(
+    turns: int, characters: int, seed: int = 0
+) -> orchestrator_pb.GetTrajectoryResponse:
     """Turns that each repeat the history; the text itself does not compress well."""
     rng = random.Random(seed)
-    full = orch.GetTrajectoryResponse()
+    full = orchestrator_pb.GetTrajectoryResponse()
     full.summary.trajectory_id = "t"
     history: list[str] = []
     for number in range(turns):
@@ -54,13 +56,13 @@ def test_tokens_are_stored_apart_from_the_conversation() -> None:
 
 
 def test_a_filter_wants_all_that_is_given() -> None:
-    full = orch.GetTrajectoryResponse()
+    full = orchestrator_pb.GetTrajectoryResponse()
     full.summary.step, full.summary.reason = 3, "deadline: too late"
     full.summary.rewards.update({"solver": 1.0, "checker": 0.0})
     full.turns.add(agent="critic", response="The Answer is 4")
 
     def found(**given: object) -> bool:
-        wanted = TrajectoryFilter(orch.ListTrajectoriesRequest(**given))  # type: ignore[arg-type]
+        wanted = TrajectoryFilter(orchestrator_pb.ListTrajectoriesRequest(**given))  # type: ignore[arg-type]
         assert wanted.given == bool(given)
         return wanted.fits(full.summary) and wanted.reads_in(full)
 

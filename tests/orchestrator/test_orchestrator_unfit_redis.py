@@ -19,8 +19,8 @@ from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition, ResourceExhausted
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 POLICIES = ("checker", "solver")
 
@@ -50,8 +50,8 @@ def limit(durable_redis: RedisServer, maxmemory: int) -> None:
         plain.config_set("maxmemory", maxmemory)
 
 
-async def redis_status(cluster: Cluster, name: str = "redis") -> orch.ServiceStatus:
-    picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+async def redis_status(cluster: Cluster, name: str = "redis") -> orchestrator_pb.ServiceStatus:
+    picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
     return next(one for one in picture.services if one.name == name)
 
 
@@ -83,7 +83,7 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
 ) -> None:
     own.rollouts[0].script.seconds = 1000
     job_id = await own.submit(job_yaml())
-    await own.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    await own.wait(job_id, (common_pb.JOB_STATE_RUNNING,))
     assert (await redis_status(own)).serving
     let_evict(durable_redis)
     for refused in (own.submit(job_yaml("other")), own.resume(job_id)):
@@ -94,7 +94,7 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
     assert not status.serving
     assert "maxmemory-policy = allkeys-lru" in status.message
     async with asyncio.timeout(PATIENCE):
-        async for event in own.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
+        async for event in own.api.WatchJob(orchestrator_pb.WatchJobRequest(job_id=job_id)):
             if "maxmemory-policy = allkeys-lru" in event.notice.text:
                 break
     with durable_redis.client() as plain:
@@ -159,7 +159,7 @@ async def test_a_submission_to_a_full_redis_says_that_it_is_full(
     assert not status.serving
     assert "is full: it uses" in status.message
     limit(durable_redis, 0)
-    assert (await own.wait(await own.submit(job_yaml()))).state == pb.JOB_STATE_SUCCEEDED
+    assert (await own.wait(await own.submit(job_yaml()))).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
@@ -174,7 +174,7 @@ async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
     await own.until(job_id, lambda job: "is full: it uses" in job.activity)
     limit(durable_redis, 0)
     job = await own.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await own.check_accounts(job_id, 4, POLICIES)
 
 
@@ -184,6 +184,6 @@ async def test_an_ended_job_can_be_forgotten_to_make_room(
     job_id = await own.submit(job_yaml())
     await own.wait(job_id)
     limit(durable_redis, 1)
-    await own.api.ForgetJob(orch.ForgetJobRequest(request_id="forget", job_id=job_id))
-    listed = await own.api.ListJobs(orch.ListJobsRequest())
+    await own.api.ForgetJob(orchestrator_pb.ForgetJobRequest(request_id="forget", job_id=job_id))
+    listed = await own.api.ListJobs(orchestrator_pb.ListJobsRequest())
     assert [job.job_id for job in listed.jobs] == []

@@ -19,9 +19,9 @@ from tests.orchestrator.test_orchestrator_rosters import finish, step_rows
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 IDS = [f"q0-t{number}" for number in range(4)]
 
@@ -45,7 +45,7 @@ async def test_a_stream_that_stays_and_says_nothing_holds_no_step(
     assert row.values["trajectories/completed"] == 2
     # Where the second came last, nobody told, either, that the redundant ones were withdrawn.
     assert 2 <= row.values["trajectories/unseen"] <= 2 + 2 * redundant
-    tables = (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))).tables
+    tables = (await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))).tables
     assert tables.trajectories_by_state["COMPLETED"] == 4
     assert tables.trajectories_admitted == tables.trajectories_ended == 2 * (2 + redundant)
 
@@ -56,7 +56,7 @@ class Worker:
     worker_id = "worker"
     alive = usable = True
 
-    def __init__(self, *events: ro.TrajectoryEvent) -> None:
+    def __init__(self, *events: rollout_pb.TrajectoryEvent) -> None:
         self.rollout, self._events = self, events
         self.said, self.breaks = asyncio.Event(), asyncio.Event()
         self.aborted: set[str] = set()
@@ -65,7 +65,9 @@ class Worker:
     async def while_alive(self) -> AsyncIterator[None]:
         yield
 
-    async def RunQueries(self, request: Any, timeout: float) -> AsyncIterator[ro.TrajectoryEvent]:
+    async def RunQueries(
+        self, request: Any, timeout: float
+    ) -> AsyncIterator[rollout_pb.TrajectoryEvent]:
         for event in self._events:
             yield event
         self.said.set()
@@ -76,11 +78,11 @@ class Worker:
         self.aborted.update(request.trajectory_ids)
 
 
-def ended(trajectory_id: str, **fields: Any) -> ro.TrajectoryEvent:
-    return ro.TrajectoryEvent(
+def ended(trajectory_id: str, **fields: Any) -> rollout_pb.TrajectoryEvent:
+    return rollout_pb.TrajectoryEvent(
         query_id="q0",
         trajectory_id=trajectory_id,
-        state=pb.TRAJECTORY_STATE_COMPLETED,
+        state=common_pb.TRAJECTORY_STATE_COMPLETED,
         **fields,
     )
 
@@ -88,7 +90,7 @@ def ended(trajectory_id: str, **fields: Any) -> ro.TrajectoryEvent:
 class Play:
     """A dispatch with one batch of one query, whose four trajectories one worker runs."""
 
-    def __init__(self, *events: ro.TrajectoryEvent) -> None:
+    def __init__(self, *events: rollout_pb.TrajectoryEvent) -> None:
         async def warn(text: str) -> None: ...
 
         job: Any = SimpleNamespace(
@@ -111,7 +113,7 @@ class Play:
     def add(self, query_id: str, ids: list[str]) -> TicketBatch:
         deadline = Deadline("a test", 30, "nothing")
         batch = TicketBatch(0, deadline, lambda event: self.told.append(event.trajectory_id))
-        tickets = [ro.Ticket(query_id=query_id, trajectory_id=one) for one in ids]
+        tickets = [rollout_pb.Ticket(query_id=query_id, trajectory_id=one) for one in ids]
         self.dispatch.add(batch, [tickets])
         batch.seal()
         return batch

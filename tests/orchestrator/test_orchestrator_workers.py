@@ -10,13 +10,15 @@ from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
 from tests.support.waiting import PATIENCE
 from troupe.rpc import AlreadyExists, DeadlineExceeded, Unavailable
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-ROLLOUT, TRAINER = orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER
+ROLLOUT, TRAINER = orchestrator_pb.WORKER_KIND_ROLLOUT, orchestrator_pb.WORKER_KIND_TRAINER
 
 
-def beat(worker_id: str = "w", port: int = 1, *, draining: bool = False) -> orch.HeartbeatRequest:
-    return orch.HeartbeatRequest(
+def beat(
+    worker_id: str = "w", port: int = 1, *, draining: bool = False
+) -> orchestrator_pb.HeartbeatRequest:
+    return orchestrator_pb.HeartbeatRequest(
         worker_id=worker_id, address=f"127.0.0.1:{port}", kind=ROLLOUT, draining=draining
     )
 
@@ -69,7 +71,7 @@ async def test_a_worker_that_beats_is_kept() -> None:
 async def test_a_worker_whose_event_loop_does_not_advance_is_lost(
     registry: WorkerRegistry,
 ) -> None:
-    def stalled(seconds: float) -> orch.HeartbeatRequest:
+    def stalled(seconds: float) -> orchestrator_pb.HeartbeatRequest:
         report = beat()
         report.loop_seconds = seconds
         return report

@@ -16,7 +16,7 @@ from examples.games.kuhn import kuhn, workflow
 from tests.support.waiting import PATIENCE
 from troupe.populations.enumerated import FORFEIT, Enumeration, probabilities, score_request
 from troupe.populations.tree import agent_nash_conv, agent_values, mixed
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import play
 from troupe.workflow.environments import GameWorkflow, IllegalRule, PlayRules
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
@@ -149,6 +149,6 @@ def test_questions_go_out_and_come_back() -> None:
     request = score_request(game.questions, "j", "player", version=3)
     assert (request.version, len(request.prompts)) == (3, 12)
     assert [one.text for one in request.prompts[0].continuations] == ["Pass", "Bet"]
-    said = [pb.ScoredContinuation(logprob=math.log(p)) for p in (0.25, 0.5)]
-    answer = pb.ScoreResponse(prompts=[pb.ScoredPrompt(continuations=said)] * 12)
+    said = [rollout_pb.ScoredContinuation(logprob=math.log(p)) for p in (0.25, 0.5)]
+    answer = rollout_pb.ScoreResponse(prompts=[rollout_pb.ScoredPrompt(continuations=said)] * 12)
     assert probabilities(game.questions, answer) == [pytest.approx({0: 0.25, 1: 0.5})] * 12

@@ -17,9 +17,9 @@ from services.reward.sandboxes.container import ContainerBackend
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from tests.reward.test_reward_sandboxes import Trajectory, function
 from tests.support.waiting import PATIENCE
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 IMAGE = "python:3.11-slim"
 HOSTILE = Path(__file__).with_name("hostile_functions.py")
 

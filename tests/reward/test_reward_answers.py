@@ -12,9 +12,9 @@ from services.reward.call import CallOutcome, as_reward
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -69,7 +69,7 @@ async def test_an_exception_is_told_as_far_as_it_can_be(
 
 async def test_arguments_that_go_too_deep_are_refused(client: Client) -> None:
     await client.register("score")
-    request = pb.InvokeRequest(
+    request = reward_pb.InvokeRequest(
         invocation_id=new_id(),
         name="score",
         version=client.versions["score"],

@@ -16,9 +16,9 @@ from tests.reward.test_reward_scaling import until_listed
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.waiting import until
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -28,12 +28,14 @@ async def client() -> AsyncIterator[Client]:
         yield client
 
 
-def batch(client: Client, name: str, arguments: list[Any], **fields: Any) -> pb.InvokeBatchRequest:
-    return pb.InvokeBatchRequest(
+def batch(
+    client: Client, name: str, arguments: list[Any], **fields: Any
+) -> reward_pb.InvokeBatchRequest:
+    return reward_pb.InvokeBatchRequest(
         name=name,
         version=client.versions[name],
         calls=[
-            pb.BatchCall(invocation_id=new_id(), arguments_json=json.dumps(one))
+            reward_pb.BatchCall(invocation_id=new_id(), arguments_json=json.dumps(one))
             for one in arguments
         ],
         **fields,
@@ -90,7 +92,7 @@ async def test_a_slow_call_keeps_nobody_behind_it(client: Client, tmp_path: Path
     assert not call.done()
     key = request.calls[0].invocation_id
     assert (
-        await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id=key))
+        await client.stub.CancelInvocation(reward_pb.CancelInvocationRequest(invocation_id=key))
     ).cancelled
     responses = (await call).responses
     assert responses[0].error.kind == Kind.KIND_CANCELLED
@@ -99,7 +101,7 @@ async def test_a_slow_call_keeps_nobody_behind_it(client: Client, tmp_path: Path
 
 async def test_a_stream_tells_what_happens_until_the_outcome(client: Client) -> None:
     await client.register("prints")
-    request = pb.InvokeRequest(
+    request = reward_pb.InvokeRequest(
         invocation_id=new_id(), name="prints", version=client.versions["prints"], job_id="job-a"
     )
     events = [event async for event in client.stub.InvokeStream(request)]
@@ -111,14 +113,16 @@ async def test_a_stream_tells_what_happens_until_the_outcome(client: Client) -> 
     (again,) = [event async for event in client.stub.InvokeStream(request)]
     assert again.outcome == events[-1].outcome
     with pytest.raises(NotFound):
-        async for _ in client.stub.InvokeStream(pb.InvokeRequest(invocation_id="x", name="none")):
+        async for _ in client.stub.InvokeStream(
+            reward_pb.InvokeRequest(invocation_id="x", name="none")
+        ):
             pass
 
 
 async def test_output_is_streamed_while_it_runs(client: Client, tmp_path: Path) -> None:
     await client.register("prints_and_waits")
     go = tmp_path / "go"
-    request = pb.InvokeRequest(
+    request = reward_pb.InvokeRequest(
         invocation_id=new_id(),
         name="prints_and_waits",
         version=client.versions["prints_and_waits"],
@@ -136,10 +140,10 @@ async def test_logs_are_kept_by_function_and_followed(client: Client) -> None:
     await client.register("prints", version="logged")
     await client.invoke("prints", job_id="job-a")
     await client.invoke("prints", job_id="job-b")
-    ask = pb.ReadLogsRequest(name="prints", version="logged", job_id="job-b", lines=2)
+    ask = reward_pb.ReadLogsRequest(name="prints", version="logged", job_id="job-b", lines=2)
     texts = [line.text async for line in client.stub.ReadLogs(ask)]
     assert texts == ["two", "three"]
-    ask = pb.ReadLogsRequest(name="prints", version="logged", lines=1, follow=True)
+    ask = reward_pb.ReadLogsRequest(name="prints", version="logged", lines=1, follow=True)
     lines = client.stub.ReadLogs(ask)
     assert (await anext(aiter(lines))).job_id == "job-b"
     invoked = asyncio.create_task(client.invoke("prints", job_id="job-c"))
@@ -151,7 +155,7 @@ async def test_logs_are_kept_by_function_and_followed(client: Client) -> None:
     ]
     await invoked
     # Its end is the end of what follows it.
-    gone = pb.DeleteFunctionRequest(request_id=new_id(), name="prints", version="logged")
+    gone = reward_pb.DeleteFunctionRequest(request_id=new_id(), name="prints", version="logged")
     assert (await client.stub.DeleteFunction(gone)).deleted
     assert [line async for line in lines] == []
     with pytest.raises(NotFound):
@@ -186,7 +190,7 @@ async def test_a_functions_own_queue_is_limited(client: Client) -> None:
         # To come again after all that waits: later than this, so that nobody tries.
         await client.stub.InvokeBatch(request, timeout=5)
     assert full.value.retry_after_ms
-    gone = pb.DeleteFunctionRequest(
+    gone = reward_pb.DeleteFunctionRequest(
         request_id=new_id(), name="sleeps", version=client.versions["sleeps"]
     )
     await client.stub.DeleteFunction(gone)
@@ -202,7 +206,7 @@ async def test_jobs_take_turns(client: Client) -> None:
         ended: list[str] = []
 
         async def call(job: str) -> None:
-            request = pb.InvokeRequest(
+            request = reward_pb.InvokeRequest(
                 invocation_id=new_id(),
                 name="sleeps",
                 version=version,
@@ -259,5 +263,5 @@ async def test_a_result_that_the_answer_has_no_room_for_fails_alone() -> None:
             invocation_id=request.calls[9].invocation_id,
         )
         assert len(json.loads(alone.result_json)["text"]) == 400_000
-        functions = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+        functions = (await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())).functions
         assert [one.invocations for one in functions] == [len(sizes)]

@@ -24,7 +24,7 @@ from services.reward.quota import Budget
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.waiting import PATIENCE, block_until, until
 from troupe.rpc import InvalidArgument, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
@@ -130,7 +130,9 @@ async def test_a_call_runs_on_the_cores_that_it_was_given(backend: str) -> None:
         assert [(one.cores, one.result_json) for one in narrow] == [(1, "1")] * 4
         # A worker that died left nothing held, and its successor is given cores again.
         await client.register("dies")
-        assert (await client.invoke("dies")).error.kind == pb.InvocationError.KIND_WORKER_DIED
+        assert (
+            await client.invoke("dies")
+        ).error.kind == reward_pb.InvocationError.KIND_WORKER_DIED
         again = await asyncio.gather(*(client.invoke("its_cores") for _ in range(4)))
         assert [one.result_json for one in again] == ["1"] * 4
 
@@ -156,7 +158,7 @@ async def test_the_speed_up_of_a_function_is_learned() -> None:
         calls = [await client.invoke("sleeps", {"seconds": 0.02}) for _ in range(40)]
         assert calls[0].cores == 2
         assert {one.cores for one in calls} == {1, 2}
-        listed = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+        listed = (await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())).functions
         (status,) = (one for one in listed if one.function.name == "sleeps")
         assert min(status.serial_seconds, status.parallel_seconds) >= 0
         assert status.serial_seconds + status.parallel_seconds > 0.01
@@ -168,7 +170,7 @@ async def test_who_holds_cores_is_told() -> None:
         await client.register("sleeps", cores=2)
 
         async def held() -> int:
-            listed = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+            listed = (await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())).functions
             return listed[0].cores_held
 
         async def holds(cores: int) -> None:
@@ -204,15 +206,15 @@ async def client_with_one_core() -> AsyncIterator[Client]:
 
 
 def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> PendingInvocation:
-    done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
+    done: asyncio.Future[reward_pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
     rank = (0.0, arrival)
     call = FunctionCall("{}", priority=priority)
     return PendingInvocation(str(arrival), function, call, done, float(arrival), rank)
 
 
 def test_queues_function_without_room_delays_no_other() -> None:
-    limited = RegisteredFunction(pb.FunctionSpec(name="limited"))
-    other = RegisteredFunction(pb.FunctionSpec(name="other"))
+    limited = RegisteredFunction(reward_pb.FunctionSpec(name="limited"))
+    other = RegisteredFunction(reward_pb.FunctionSpec(name="other"))
 
     def room(function: RegisteredFunction) -> int:
         return 1 if function is limited else 9

@@ -25,9 +25,9 @@ from troupe.rpc import Unavailable
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.cells import Model
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 
 
 class FragilePlace(BarePlace):
@@ -64,7 +64,10 @@ class FragilePlace(BarePlace):
                 text = self._draw.choices(["1", "\ud800"], [50, 1])[0]
                 yield index, CallOutcome(text, seconds, cold_seconds=cold)
             else:
-                yield index, CallOutcome(error=pb.InvocationError(kind=kind, message="as drawn"))
+                yield (
+                    index,
+                    CallOutcome(error=reward_pb.InvocationError(kind=kind, message="as drawn")),
+                )
             cold = 0.0
             if kind in (Kind.KIND_CANCELLED, Kind.KIND_WORKER_DIED):
                 self.warm = False
@@ -79,15 +82,17 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
     host = FunctionHost("", slots, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0]))
     runtime = Runtime([host], Telemetry())
     functions = [
-        RegisteredFunction(pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
+        RegisteredFunction(reward_pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
         RegisteredFunction(
-            pb.FunctionSpec(name="one at a time", max_concurrency=1, timeout_seconds=9)
+            reward_pb.FunctionSpec(name="one at a time", max_concurrency=1, timeout_seconds=9)
         ),
-        RegisteredFunction(pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
-        RegisteredFunction(pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)),
+        RegisteredFunction(reward_pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
+        RegisteredFunction(
+            reward_pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)
+        ),
     ]
     await runtime.dispatcher.start()
-    asked: dict[str, asyncio.Future[pb.InvokeResponse]] = {}
+    asked: dict[str, asyncio.Future[reward_pb.InvokeResponse]] = {}
     given_up = 0
 
     async def caller(number: int) -> None:
@@ -126,8 +131,12 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
 async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
     def queued(order: Order) -> list[str]:
         runtime = Runtime([], Telemetry(), discipline=Discipline(order))
-        test = RegisteredFunction(pb.FunctionSpec(name="test", kind="tool", timeout_seconds=9))
-        score = RegisteredFunction(pb.FunctionSpec(name="score", kind="reward", timeout_seconds=9))
+        test = RegisteredFunction(
+            reward_pb.FunctionSpec(name="test", kind="tool", timeout_seconds=9)
+        )
+        score = RegisteredFunction(
+            reward_pb.FunctionSpec(name="score", kind="reward", timeout_seconds=9)
+        )
         for name, function, seconds in (("b", test, 5.0), ("c", test, 1.0), ("d", score, 5.0)):
             call = FunctionCall("{}", "job", f"trajectory {name}", expected_seconds=seconds)
             runtime.submit([(name, call)], function)
@@ -143,7 +152,7 @@ async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
 
 async def test_jobs_have_their_turns_whatever_their_order() -> None:
     runtime = Runtime([], Telemetry())
-    function = RegisteredFunction(pb.FunctionSpec(name="test", timeout_seconds=9))
+    function = RegisteredFunction(reward_pb.FunctionSpec(name="test", timeout_seconds=9))
     for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
         runtime.submit([(name, FunctionCall("{}", job, name, expected_seconds=seconds))], function)
     queued = runtime.dispatcher.queues.first(9, Budget({}, 0), lambda _: 9)
@@ -153,9 +162,9 @@ async def test_jobs_have_their_turns_whatever_their_order() -> None:
 
 def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
     function = RegisteredFunction(
-        pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9)
+        reward_pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9)
     )
-    done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
+    done: asyncio.Future[reward_pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
     told = PendingInvocation(
         "a", function, FunctionCall("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0)
     )
@@ -170,7 +179,7 @@ def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
 
 def test_one_call_of_a_function_explores_at_a_time() -> None:
     function = RegisteredFunction(
-        pb.FunctionSpec(name="test", cores=1, max_cores=8, parallel_fraction=0.9)
+        reward_pb.FunctionSpec(name="test", cores=1, max_cores=8, parallel_fraction=0.9)
     )
     function.curve = function.curve.observed(8, 2.0)
     dispatcher = Runtime([], Telemetry()).dispatcher
@@ -221,7 +230,9 @@ async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
                 yield index, CallOutcome("1", 1e-5)
 
     runtime = Runtime([FunctionHost("", [Counting("place", random.Random(0))])], Telemetry())
-    function = RegisteredFunction(pb.FunctionSpec(name="reward", kind="reward", timeout_seconds=9))
+    function = RegisteredFunction(
+        reward_pb.FunctionSpec(name="reward", kind="reward", timeout_seconds=9)
+    )
     for size, most in ((1 << 10, 64), (1 << 20, 4), (9 << 20, 1)):
         text = "x" * size
         (first,) = runtime.submit([(f"{size}", FunctionCall("{}"))], function)
@@ -283,8 +294,8 @@ async def test_what_has_no_host_now_keeps_no_host_from_others(
 ) -> None:
     runtime = Runtime([_host(*one) for one in hosts], Telemetry(), discipline=Discipline(order))
     await runtime.dispatcher.start()
-    wide = RegisteredFunction(pb.FunctionSpec(name="wide", timeout_seconds=60, **needs))
-    plain = RegisteredFunction(pb.FunctionSpec(name="plain", timeout_seconds=60))
+    wide = RegisteredFunction(reward_pb.FunctionSpec(name="wide", timeout_seconds=60, **needs))
+    plain = RegisteredFunction(reward_pb.FunctionSpec(name="plain", timeout_seconds=60))
     for nth in range(40):
         slot = WarmPlace(f"sandbox {nth}") if wide.own_sandbox else None
         runtime.submit([(f"w{nth}", FunctionCall("60", "job"))], wide, slot)
@@ -297,11 +308,15 @@ async def test_what_has_no_host_now_keeps_no_host_from_others(
 async def test_what_is_large_is_not_passed_for_ever_on_a_host_that_is_large_enough() -> None:
     runtime = Runtime([_host("big", 4, 0, 4, 4000)], Telemetry(), discipline=Discipline(FCFS))
     await runtime.dispatcher.start()
-    spec = pb.FunctionSpec(name="wide", timeout_seconds=60, memory_mib=4000, model_service="judge")
-    small = RegisteredFunction(pb.FunctionSpec(name="small", timeout_seconds=60, memory_mib=1000))
+    spec = reward_pb.FunctionSpec(
+        name="wide", timeout_seconds=60, memory_mib=4000, model_service="judge"
+    )
+    small = RegisteredFunction(
+        reward_pb.FunctionSpec(name="small", timeout_seconds=60, memory_mib=1000)
+    )
     ended: list[str] = []
 
-    def submit(name: str, function: RegisteredFunction) -> asyncio.Future[pb.InvokeResponse]:
+    def submit(name: str, function: RegisteredFunction) -> asyncio.Future[reward_pb.InvokeResponse]:
         (done,) = runtime.submit([(name, FunctionCall("0.01", "job"))], function)
         done.add_done_callback(lambda _: ended.append(name))
         return done

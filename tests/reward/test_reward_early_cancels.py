@@ -14,9 +14,9 @@ from services.reward.host import FunctionHost
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
 from tests.support.waiting import PATIENCE
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-CANCELLED = pb.InvocationError.KIND_CANCELLED
+CANCELLED = reward_pb.InvocationError.KIND_CANCELLED
 
 
 class NappingPlace(BarePlace):
@@ -35,14 +35,17 @@ class NappingPlace(BarePlace):
         self.cancelled.clear()
         self.ran += 1
         await self.cancelled.wait()
-        yield 0, CallOutcome(error=pb.InvocationError(kind=CANCELLED, message="while it ran"))
+        yield (
+            0,
+            CallOutcome(error=reward_pb.InvocationError(kind=CANCELLED, message="while it ran")),
+        )
 
 
 async def test_in_the_moment_in_which_it_is_given_away() -> None:
     place = NappingPlace()
     runtime = Runtime([FunctionHost("", [place])], Telemetry())
     await runtime.dispatcher.start()
-    function = RegisteredFunction(pb.FunctionSpec(name="naps", timeout_seconds=60))
+    function = RegisteredFunction(reward_pb.FunctionSpec(name="naps", timeout_seconds=60))
     (ended,) = runtime.submit([("early", FunctionCall("{}"))], function)
     assert runtime.cancel("early")
     async with asyncio.timeout(PATIENCE):
@@ -78,7 +81,7 @@ async def test_while_its_model_is_brought_to_devices() -> None:
     as_models: Any = models
     host = FunctionHost("", [place], models=as_models)
     function = RegisteredFunction(
-        pb.FunctionSpec(name="judges", model_service="judge", timeout_seconds=60)
+        reward_pb.FunctionSpec(name="judges", model_service="judge", timeout_seconds=60)
     )
     taken, lease = host.take(function, 0)
 

@@ -16,11 +16,11 @@ from services.reward.function import RegisteredFunction, declared_seconds, expec
 from services.reward.quota import Budget
 from services.reward.runtime import Runtime
 from troupe.scheduling.elastic import Discipline
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 
-def spec(**fields: Any) -> pb.FunctionSpec:
-    return pb.FunctionSpec(name="f", timeout_seconds=100.0, **fields)
+def spec(**fields: Any) -> reward_pb.FunctionSpec:
+    return reward_pb.FunctionSpec(name="f", timeout_seconds=100.0, **fields)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def new_trajectory() -> str:
 
 async def test_of_one_query_what_took_long_goes_last() -> None:
     runtime = Runtime([], Telemetry())
-    function = RegisteredFunction(pb.FunctionSpec(name="score", kind="reward"))
+    function = RegisteredFunction(reward_pb.FunctionSpec(name="score", kind="reward"))
 
     def submit(name: str, query: str) -> None:
         runtime.submit([(name, FunctionCall(f'"{name}"', "job", name, query))], function)

@@ -13,9 +13,9 @@ from tests.reward.forking_functions import FORGED, TRUE, WAYS
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 Run = Callable[..., Awaitable[Any]]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = {"memory_mib": 0, "processes": 32, "timeout_seconds": 60}

@@ -15,9 +15,9 @@ from tests.reward.careless_functions import BROKEN, HARMLESS, MENDED
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.processes import runs
 from tests.support.waiting import until
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

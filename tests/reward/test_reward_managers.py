@@ -21,10 +21,10 @@ from services.reward.settings import RewardSettings
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, connect, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 HERE = Path(__file__).parent
 
 
@@ -39,26 +39,26 @@ class Client:
             "version": "1",
             **fields,
         }
-        spec = pb.FunctionSpec(name=name, **fields)
-        request = pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        spec = reward_pb.FunctionSpec(name=name, **fields)
+        request = reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         await self.stub.RegisterFunction(request)
 
     async def queued(self) -> int:
-        response = await self.stub.ListFunctions(pb.ListFunctionsRequest())
+        response = await self.stub.ListFunctions(reward_pb.ListFunctionsRequest())
         queued: int = response.pool.queued
         return queued
 
     async def invoke(
         self, name: str, timeout: float = 60, waiters: int = 1, **arguments: Any
-    ) -> pb.InvokeResponse:
-        request = pb.InvokeRequest(
+    ) -> reward_pb.InvokeResponse:
+        request = reward_pb.InvokeRequest(
             invocation_id=new_id(),
             name=name,
             version="1",
             arguments_json=json.dumps(arguments),
             waiters=waiters,
         )
-        response: pb.InvokeResponse = await self.stub.Invoke(request, timeout=timeout)
+        response: reward_pb.InvokeResponse = await self.stub.Invoke(request, timeout=timeout)
         return response
 
 

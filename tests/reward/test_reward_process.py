@@ -20,7 +20,7 @@ from tests.support.processes import ports_of
 from tests.support.waiting import PATIENCE, block_until
 from troupe.processes.ending import descendants
 from troupe.rpc import Unavailable, connect_sync, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 HERE = Path(__file__).resolve().parent
@@ -51,17 +51,19 @@ def test_no_worker_outlives_the_service(
     with connect_sync(address) as channel, ThreadPoolExecutor(1) as threads:
         stub = RewardStub(channel)
         for name in ("pid", "hangs"):
-            spec = pb.FunctionSpec(
+            spec = reward_pb.FunctionSpec(
                 name=name, entrypoint=f"reward_functions:{name}", timeout_seconds=60
             )
-            stub.RegisterFunction(pb.RegisterFunctionRequest(request_id=new_id(), function=spec))
-        answer = stub.Invoke(pb.InvokeRequest(invocation_id=new_id(), name="pid"))
+            stub.RegisterFunction(
+                reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+            )
+        answer = stub.Invoke(reward_pb.InvokeRequest(invocation_id=new_id(), name="pid"))
         worker = psutil.Process(json.loads(answer.result_json))
         family = psutil.Process(process.pid).children(recursive=True)
         assert worker in family
         # Light enough to have several.
         assert worker.memory_info().rss < 80 * 2**20
-        order = pb.InvokeRequest(invocation_id=new_id(), name="hangs")
+        order = reward_pb.InvokeRequest(invocation_id=new_id(), name="hangs")
         busy = threads.submit(stub.Invoke, order, timeout=PATIENCE)
         time.sleep(0.2)
         process.send_signal(number)

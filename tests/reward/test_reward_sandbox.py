@@ -19,9 +19,9 @@ from tests.support.needs import BUBBLEWRAP
 from tests.support.sandbox_root import shown_below_tmp
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     BUBBLEWRAP,
@@ -62,7 +62,9 @@ class Caged:
         await other.close()
 
     async def close(self) -> int:
-        request = pb.CloseTrajectoryRequest(request_id=new_id(), trajectory_id=self.trajectory)
+        request = reward_pb.CloseTrajectoryRequest(
+            request_id=new_id(), trajectory_id=self.trajectory
+        )
         return (await self.client.stub.CloseTrajectory(request)).closed
 
 
@@ -118,7 +120,7 @@ async def test_memory_is_that_of_all_processes_together(caged: Caged) -> None:
     hogs = {"mib": 60, "processes": 10}
     result = await caged.call("memory_hog", hogs, timeout_seconds=60)
     # The kernel ends whom it likes: a child, or the function itself.
-    if isinstance(result, pb.InvocationError):
+    if isinstance(result, reward_pb.InvocationError):
         kind = Kind.KIND_OUT_OF_MEMORY if caged.stateful else Kind.KIND_WORKER_DIED
         assert result.kind == kind, result
     else:
@@ -206,7 +208,7 @@ async def test_the_next_call_finds_a_sandbox_ready_and_empty() -> None:
         caged = Caged(client, False)
 
         async def is_warm() -> bool:
-            listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+            listed = await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())
             return any(status.warm_workers for status in listed.functions)
 
         async def warm() -> None:
@@ -253,7 +255,7 @@ async def test_who_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None
             client.invoke("where", trajectory_id=second.trajectory, invocation_id="waits")
         )
         await first.call("where")  # the only worker is free
-        cancel = pb.CancelInvocationRequest(invocation_id="waits")
+        cancel = reward_pb.CancelInvocationRequest(invocation_id="waits")
         assert (await client.stub.CancelInvocation(cancel)).cancelled
         assert (await waits).error.kind == Kind.KIND_CANCELLED
         waits = asyncio.create_task(client.invoke("where", trajectory_id=second.trajectory))
@@ -269,7 +271,7 @@ async def test_who_waits_for_the_next_sandbox_can_be_cancelled() -> None:
         waits = asyncio.create_task(
             client.invoke("naps", {"seconds": 60}, invocation_id="cancelled early")
         )
-        cancel = pb.CancelInvocationRequest(invocation_id="cancelled early")
+        cancel = reward_pb.CancelInvocationRequest(invocation_id="cancelled early")
         while not (await client.stub.CancelInvocation(cancel)).cancelled:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert (await waits).error.kind == Kind.KIND_CANCELLED

@@ -16,9 +16,9 @@ from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.support.needs import BUBBLEWRAP
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), BUBBLEWRAP]
 TOOLS = {"memory_mib": 1024, "disk_mib": 64, "processes": 64, "version": "tools"}
 

@@ -22,9 +22,9 @@ from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, Sandbo
 from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     BUBBLEWRAP,
@@ -35,7 +35,7 @@ def function(name: str, source: Path | None = None, **fields: Any) -> Registered
     settings = {"timeout_seconds": 60, "sandbox": "bubblewrap", "memory_mib": 128}
     settings |= {"processes": 16, "disk_mib": 8, "stateful": True, "version": str(fields)}
     settings |= {"entrypoint": f"hostile_functions:{name}"}
-    return RegisteredFunction(pb.FunctionSpec(name=name, **(settings | fields)), source)
+    return RegisteredFunction(reward_pb.FunctionSpec(name=name, **(settings | fields)), source)
 
 
 class Trajectory:

@@ -10,16 +10,18 @@ import pytest
 
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.waiting import until
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 
-async def pool_of(client: Client) -> pb.PoolStatus:
-    return (await client.stub.ListFunctions(pb.ListFunctionsRequest())).pool
+async def pool_of(client: Client) -> reward_pb.PoolStatus:
+    return (await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())).pool
 
 
-async def until_listed(client: Client, says: Callable[[pb.ListFunctionsResponse], bool]) -> None:
+async def until_listed(
+    client: Client, says: Callable[[reward_pb.ListFunctionsResponse], bool]
+) -> None:
     async def listed() -> bool:
-        return says(await client.stub.ListFunctions(pb.ListFunctionsRequest()))
+        return says(await client.stub.ListFunctions(reward_pb.ListFunctionsRequest()))
 
     await until(listed)
 
@@ -42,7 +44,7 @@ async def test_from_none_to_many_and_back() -> None:
         await until_listed(client, lambda listed: listed.pool.workers == 0)
         pool = await pool_of(client)
         assert 2.4 <= pool.busy_seconds <= pool.provisioned_seconds + 1
-        listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+        listed = await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())
         cold = {f.function.version: f.cold_starts for f in listed.functions}
         assert 2 <= cold["long"] <= 3
         assert all(
@@ -69,7 +71,7 @@ async def test_what_is_to_be_kept_warm_is_warm_before_the_first_call() -> None:
 
 async def test_a_worker_that_was_lost_is_replaced_when_it_is_needed() -> None:
     async with client_of(reward_workers=1, reward_min_workers=0) as client:
-        assert (await client.run("dies")).kind == pb.InvocationError.KIND_WORKER_DIED
+        assert (await client.run("dies")).kind == reward_pb.InvocationError.KIND_WORKER_DIED
         assert (await pool_of(client)).workers == 0
         assert await client.run("pid") > 0
 

@@ -29,13 +29,13 @@ from troupe.rpc import (
     connect,
     new_id,
 )
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 SECONDS = ("timeout_seconds", "expected_seconds", "idle_seconds", "sandbox_idle_seconds")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,15 +50,15 @@ class Client:
     async def register(self, name: str, **fields: Any) -> None:
         fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": 20, **fields}
         version = fields.pop("version", str(fields))
-        spec = pb.FunctionSpec(name=name, version=version, **fields)
-        request = pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        spec = reward_pb.FunctionSpec(name=name, version=version, **fields)
+        request = reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         await self.stub.RegisterFunction(request)
         self.versions[name] = version
 
     async def invoke(
         self, name: str, arguments: dict[str, Any] | None = None, **fields: Any
-    ) -> pb.InvokeResponse:
-        request = pb.InvokeRequest(
+    ) -> reward_pb.InvokeResponse:
+        request = reward_pb.InvokeRequest(
             invocation_id=fields.pop("invocation_id", new_id()),
             name=name,
             version=self.versions.get(name, ""),
@@ -71,7 +71,7 @@ class Client:
         """Wait until so many invocations of a function run, and so many wait."""
         async with asyncio.timeout(PATIENCE):
             while True:
-                status = await self.stub.ListFunctions(pb.ListFunctionsRequest())
+                status = await self.stub.ListFunctions(reward_pb.ListFunctionsRequest())
                 known = {one.function.version: one for one in status.functions}
                 one = known[self.versions[name]]
                 if (one.running, one.queued) == (running, queued):
@@ -196,7 +196,7 @@ async def test_bad_requests_are_refused_with_field_and_remedy(client: Client) ->
         assert refused.value.field == f"function.{field}"
         assert refused.value.remedy
     for text in ("[1]", "{"):
-        request = pb.InvokeRequest(
+        request = reward_pb.InvokeRequest(
             invocation_id=new_id(),
             name="score",
             version=client.versions["score"],
@@ -253,11 +253,15 @@ async def test_cancel_waiting_and_running(client: Client, tmp_path: Path) -> Non
     ]
     await until(log.exists)
     for key in ("waits", "runs"):
-        response = await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id=key))
+        response = await client.stub.CancelInvocation(
+            reward_pb.CancelInvocationRequest(invocation_id=key)
+        )
         assert response.cancelled
     for call in calls:
         assert (await call).error.kind == Kind.KIND_CANCELLED
-    gone = await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id="runs"))
+    gone = await client.stub.CancelInvocation(
+        reward_pb.CancelInvocationRequest(invocation_id="runs")
+    )
     assert not gone.cancelled
     assert await client.run("pid") > 0
 
@@ -297,15 +301,17 @@ async def test_one_functions_limit_leaves_workers_to_others(client: Client) -> N
     await client.until_running("sleeps", 1, 2)
     # Another worker is started for it, since the one that is there is busy for long.
     await client.invoke("pid")
-    status = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+    status = await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())
     sleeps = next(f for f in status.functions if f.function.version == version)
     assert (sleeps.running, sleeps.queued) == (1, 2)
     assert status.pool.workers == status.pool.max_workers == 2
     for i in (2, 1, 0):
-        await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id=f"slow {i}"))
+        await client.stub.CancelInvocation(
+            reward_pb.CancelInvocationRequest(invocation_id=f"slow {i}")
+        )
     await asyncio.gather(*slow)
     await client.invoke("sleeps", {"seconds": 0.1})
-    status = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+    status = await client.stub.ListFunctions(reward_pb.ListFunctionsRequest())
     sleeps = next(f for f in status.functions if f.function.version == version)
     assert (sleeps.invocations, sleeps.errors, sleeps.running, sleeps.queued) == (4, 3, 0, 0)
     assert sleeps.mean_seconds >= 0.1 / 4
@@ -319,7 +325,7 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
         calls = [asyncio.create_task(client.invoke("waits", held)) for _ in range(2)]
         await client.until_running("waits", 1, 1)
         version = client.versions["waits"]
-        request = pb.InvokeRequest(invocation_id="x", name="waits", version=version)
+        request = reward_pb.InvokeRequest(invocation_id="x", name="waits", version=version)
         async with connect(client.address, ClientSettings(retry=NO_RETRY)) as channel:
             with pytest.raises(ResourceExhausted) as full:
                 await RewardStub(channel).Invoke(request)
@@ -365,7 +371,7 @@ async def test_hundreds_of_invocations_at_once(client: Client) -> None:
 
 async def test_a_deadline_ends_the_wait(client: Client) -> None:
     await client.register("sleeps")
-    request = pb.InvokeRequest(
+    request = reward_pb.InvokeRequest(
         invocation_id=new_id(),
         name="sleeps",
         version=client.versions["sleeps"],

@@ -22,13 +22,13 @@ from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE
 from troupe.functions.sources import SourceStore, digest
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def files(texts: dict[str, str]) -> list[pb.SourceFile]:
-    return [pb.SourceFile(path=path, content=text.encode()) for path, text in texts.items()]
+def files(texts: dict[str, str]) -> list[reward_pb.SourceFile]:
+    return [reward_pb.SourceFile(path=path, content=text.encode()) for path, text in texts.items()]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,7 +38,7 @@ async def client() -> AsyncIterator[Client]:
 
 
 async def upload(client: Client, texts: dict[str, str]) -> str:
-    request = pb.UploadSourceRequest(request_id=new_id(), files=files(texts))
+    request = reward_pb.UploadSourceRequest(request_id=new_id(), files=files(texts))
     return (await client.stub.UploadSource(request)).sha256
 
 
@@ -70,7 +70,7 @@ async def test_the_same_name_and_version_with_other_source_is_refused(client: Cl
 async def test_source_that_does_not_import_is_a_typed_error(client: Client) -> None:
     sha = await upload(client, {"scoring.py": "import no_such_module\n"})
     error = await run(client, sha)
-    assert error.kind == pb.InvocationError.KIND_NOT_IMPORTABLE
+    assert error.kind == reward_pb.InvocationError.KIND_NOT_IMPORTABLE
     assert "No module named 'no_such_module'" in error.message
 
 
@@ -111,7 +111,10 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     )
     sha = await upload(client, {"scoring.py": text})
     result = await run(client, sha, sandbox="bubblewrap")
-    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+    if (
+        isinstance(result, reward_pb.InvocationError)
+        and "namespace" in result.message + result.output
+    ):
         pytest.skip(f"no user namespaces here: {result.output}")
     assert result == "OSError", result
 
@@ -147,7 +150,10 @@ async def test_source_that_acts_at_import_runs_within_the_limits_only(
     sha = await upload(client, {"sitecustomize.py": acts, "scoring.py": CALLED})
     confined = {"reads": ["/usr/share"]} if sandbox == "process" else {}
     result = await run(client, sha, sandbox=sandbox, **confined)
-    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+    if (
+        isinstance(result, reward_pb.InvocationError)
+        and "namespace" in result.message + result.output
+    ):
         pytest.skip(f"no user namespaces here: {result.output}")
     own, child = result
     assert own is None, "the interpreter of the worker ran it"
@@ -165,7 +171,10 @@ async def test_source_that_has_a_module_of_the_standard_library_does_not_replace
     shadows = {f"{name}.py": "raise SystemExit('replaced')\n" for name in SHADOWS}
     sha = await upload(client, {"scoring.py": "def score(x):\n    return x + 1\n", **shadows})
     result = await run(client, sha, sandbox=sandbox)
-    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+    if (
+        isinstance(result, reward_pb.InvocationError)
+        and "namespace" in result.message + result.output
+    ):
         pytest.skip(f"no user namespaces here: {result.output}")
     assert result == 2
 
@@ -239,7 +248,7 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
 async def test_bad_paths_are_refused(tmp_path: Path, paths: list[str], says: str) -> None:
     sources = SourceStore(tmp_path / "kept")
     with pytest.raises(InvalidArgument, match=says):
-        sources.put([pb.SourceFile(path=path) for path in paths])
+        sources.put([reward_pb.SourceFile(path=path) for path in paths])
     assert not (tmp_path / "kept").exists()
 
 

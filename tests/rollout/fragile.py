@@ -12,7 +12,7 @@ from services.rollout.engines.turns import EngineTurn
 from tests.support.waiting import PATIENCE
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 class FragileEngine(EmbeddedEngine):
@@ -57,7 +57,7 @@ class FragileEngine(EmbeddedEngine):
             await asyncio.Event().wait()
         return await super()._serve(turn)
 
-    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+    async def update_weights(self, ref: common_pb.WeightsRef, transfer: Transfer) -> float:
         if self.failing_updates:
             self.failing_updates -= 1
             raise UpdateFailed("the link broke")

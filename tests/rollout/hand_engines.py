@@ -16,9 +16,9 @@ from services.rollout.engines.requests import (
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.serving.router import PolicyRouter, StickyRoute
 from troupe.job import RoutingSpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
-HEALTHY = pb.ENGINE_STATE_HEALTHY
+HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 TEN = SamplingParams(max_new_tokens=10)
 
 
@@ -30,7 +30,7 @@ class HandEngine(ServingEngine):
     def __init__(self, engine_id: str, device: DeviceSpeed | None = None) -> None:
         super().__init__(engine_id, "p")
         self.device = device or DeviceSpeed()
-        self._state: pb.EngineState.ValueType = HEALTHY
+        self._state: common_pb.EngineState.ValueType = HEALTHY
         self._message = ""
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.held: dict[str, asyncio.Future[Any]] = {}
@@ -39,11 +39,11 @@ class HandEngine(ServingEngine):
         self.most = 0
 
     @property
-    def state(self) -> pb.EngineState.ValueType:
+    def state(self) -> common_pb.EngineState.ValueType:
         return self._state
 
     @state.setter
-    def state(self, state: pb.EngineState.ValueType) -> None:
+    def state(self, state: common_pb.EngineState.ValueType) -> None:
         self._state = state
 
     @property
@@ -76,14 +76,14 @@ class HandEngine(ServingEngine):
         self.held[request_id].set_result(drew(tokens, reason, version))
 
     def die(self, drawn: EngineResponse | None = None) -> None:
-        self.state = pb.ENGINE_STATE_DEAD
+        self.state = common_pb.ENGINE_STATE_DEAD
         self._message = "it was told to"
         for future in self.held.values():
             if not future.done():
                 error = EngineDied(self.engine_id, self.message)
                 future.set_exception(lost_turn(error, drawn) if drawn else error)
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         return self.state
 
     async def abort(self, request_id: str) -> None: ...
@@ -99,9 +99,9 @@ class HandEngine(ServingEngine):
 
     def _fail_turns(self, error: Exception) -> None: ...
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None: ...
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None: ...
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         return 0.0
 
     async def _release(self, tags: Any) -> None: ...

@@ -25,11 +25,11 @@ from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
-from troupe.v1 import rollout_pb2 as pb
-from troupe.v1 import rollout_pb2_grpc as grpc_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 
 NOBODY = "127.0.0.1:9"
 PLAYS = "tests.rollout.plays"
@@ -113,13 +113,13 @@ class House:
     store: Any
     transfer: Transfer
     job_id: str = field(default_factory=lambda: new_id("job"))
-    weight_refs: dict[str, common.WeightsRef] = field(default_factory=dict)
+    weight_refs: dict[str, common_pb.WeightsRef] = field(default_factory=dict)
 
-    def publish(self, policy: str, version: int, seed: int | None = None) -> common.WeightsRef:
+    def publish(self, policy: str, version: int, seed: int | None = None) -> common_pb.WeightsRef:
         """Set weights of `version` and name them."""
         key = f"{self.job_id}/{policy}/weights@{version}"
         manifest = self.transfer.set(key, weights(version if seed is None else seed))
-        return common.WeightsRef(
+        return common_pb.WeightsRef(
             job_id=self.job_id,
             policy=policy,
             version=version,
@@ -128,15 +128,17 @@ class House:
             num_bytes=manifest.num_bytes,
         )
 
-    async def prepare(self, workflow: str = "team", **changes: Any) -> pb.PrepareJobResponse:
+    async def prepare(
+        self, workflow: str = "team", **changes: Any
+    ) -> rollout_pb.PrepareJobResponse:
         """PrepareJob at version 0."""
         return await self.prepare_raw(make_spec(workflow, **changes))
 
-    async def prepare_raw(self, spec: dict[str, Any]) -> pb.PrepareJobResponse:
+    async def prepare_raw(self, spec: dict[str, Any]) -> rollout_pb.PrepareJobResponse:
         """PrepareJob of a whole specification at version 0."""
         refs = [self.publish(policy, 0) for policy in sorted(spec["policies"])]
         validated = JobSpec.model_validate(spec)
-        request = pb.PrepareJobRequest(
+        request = rollout_pb.PrepareJobRequest(
             request_id=new_id("prepare"),
             job_id=self.job_id,
             spec_json=validated.model_dump_json(),
@@ -173,16 +175,16 @@ class House:
             )
         )
 
-    def stream(self, tickets: Sequence[pb.Ticket], step: int = 0, **how: Any) -> Any:
+    def stream(self, tickets: Sequence[rollout_pb.Ticket], step: int = 0, **how: Any) -> Any:
         """RunQueries; the call."""
-        request = pb.RunQueriesRequest(
+        request = rollout_pb.RunQueriesRequest(
             request_id=new_id("run"), job_id=self.job_id, step=step, tickets=tickets, **how
         )
         return self.rollout.RunQueries(request, timeout=PATIENCE)
 
     async def run(
-        self, tickets: Sequence[pb.Ticket], step: int = 0
-    ) -> dict[str, pb.TrajectoryEvent]:
+        self, tickets: Sequence[rollout_pb.Ticket], step: int = 0
+    ) -> dict[str, rollout_pb.TrajectoryEvent]:
         """RunQueries to its end: the last event of each trajectory."""
         ended = {}
         async for event in self.stream(tickets, step):
@@ -191,14 +193,14 @@ class House:
                 ended[event.trajectory_id] = event
         return ended
 
-    async def run_one(self, **ticket: Any) -> pb.TrajectoryEvent:
+    async def run_one(self, **ticket: Any) -> rollout_pb.TrajectoryEvent:
         """Evaluate one trajectory."""
         [event] = (await self.run(evaluation(1, **ticket))).values()
         return event
 
-    async def update(self, ref: common.WeightsRef) -> pb.UpdateWeightsResponse:
+    async def update(self, ref: common_pb.WeightsRef) -> rollout_pb.UpdateWeightsResponse:
         """UpdateWeights."""
-        request = pb.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
+        request = rollout_pb.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
         return await self.rollout.UpdateWeights(request, timeout=PATIENCE)  # type: ignore[no-any-return]
 
     async def step(self, step: int = 0) -> store_pb.GetStepResponse:
@@ -215,32 +217,32 @@ class House:
         return list(page.samples)
 
 
-def training(queries: int = 2, group_size: int = 2, step: int = 0) -> list[pb.Ticket]:
+def training(queries: int = 2, group_size: int = 2, step: int = 0) -> list[rollout_pb.Ticket]:
     """Tickets of a step."""
     return [
-        pb.Ticket(
+        rollout_pb.Ticket(
             query_id=f"q{query}",
             trajectory_id=f"q{query}-s{step}-t{number}",
             split="train",
             index=query,
             seed=1000 * query + number,
-            purpose=pb.Ticket.PURPOSE_TRAIN,
+            purpose=rollout_pb.Ticket.PURPOSE_TRAIN,
         )
         for query in range(queries)
         for number in range(group_size)
     ]
 
 
-def evaluation(count: int = 1, index: int = 0, seed: int = 0) -> list[pb.Ticket]:
+def evaluation(count: int = 1, index: int = 0, seed: int = 0) -> list[rollout_pb.Ticket]:
     """Tickets of an evaluation."""
     return [
-        pb.Ticket(
+        rollout_pb.Ticket(
             query_id=f"h{index + n}",
             trajectory_id=f"h{index + n}-e0-t0",
             split="held_out",
             index=index + n,
             seed=seed + n,
-            purpose=pb.Ticket.PURPOSE_EVALUATE,
+            purpose=rollout_pb.Ticket.PURPOSE_EVALUATE,
         )
         for n in range(count)
     ]
@@ -278,7 +280,7 @@ async def open_house(
     async with serve(factory, settings) as server, _channels(server.address, store) as channels:
         yield House(
             kept[0],
-            grpc_pb.RolloutStub(channels[0]),
+            rollout_grpc.RolloutStub(channels[0]),
             store_grpc.ExperienceStoreStub(channels[1]),
             Transfer(directory / "transfer"),
         )

@@ -14,17 +14,17 @@ from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import InvalidArgument, Unavailable, new_id
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-ABORTED = common.TRAJECTORY_STATE_ABORTED
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-RUNNING = common.TRAJECTORY_STATE_RUNNING
+ABORTED = common_pb.TRAJECTORY_STATE_ABORTED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+RUNNING = common_pb.TRAJECTORY_STATE_RUNNING
 
 
 async def abort(house: House, *trajectory_ids: str, reason: str = "stale: too old") -> list[str]:
-    request = pb.AbortTrajectoriesRequest(
+    request = rollout_pb.AbortTrajectoriesRequest(
         request_id=new_id("abort"),
         job_id=house.job_id,
         trajectory_ids=trajectory_ids,
@@ -128,7 +128,7 @@ async def test_an_aborted_evaluation_tells_no_store(tmp_path: Path) -> None:
         assert (ended["h0-e0-t0"].state, ended["h0-e0-t0"].reason) == (ABORTED, "aborted")
         assert ended["h1-e0-t0"].state == COMPLETED
         with pytest.raises(InvalidArgument, match="job_id"):
-            await house.rollout.AbortTrajectories(pb.AbortTrajectoriesRequest())
+            await house.rollout.AbortTrajectories(rollout_pb.AbortTrajectoriesRequest())
 
 
 async def test_an_abort_outlives_a_restart_of_the_store(

@@ -12,8 +12,8 @@ from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.job_setup import devices_of
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec, PolicySpec
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 OWN = DeviceSpeed("here", 100, 10)
 POOLS: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], message:
 
 
 async def served(house: House) -> dict[str, int]:
-    response = await house.rollout.ListEngines(pb.ListEnginesRequest(job_id=house.job_id))
+    response = await house.rollout.ListEngines(rollout_pb.ListEnginesRequest(job_id=house.job_id))
     return {e.device_class: e.generated_tokens for e in response.engines}
 
 
@@ -125,7 +125,7 @@ async def test_turns_of_a_domain_go_to_its_class_and_engines_say_what_they_are(
         }
         assert rates == {"compute": (80_000, 16_000), "bandwidth": (20_000, 16_000)}
         ended = await house.run(evaluation(6))
-        assert {e.state for e in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}
+        assert {e.state for e in ended.values()} == {common_pb.TRAJECTORY_STATE_COMPLETED}
         tokens = await served(house)
         assert tokens["compute"] == 0
         assert tokens["bandwidth"] > 0

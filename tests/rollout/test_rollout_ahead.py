@@ -15,10 +15,10 @@ from tests.rollout.house import House, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.rollout.test_rollout_aborting import abort
 from tests.support.waiting import PATIENCE, until
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-FAILED = common.TRAJECTORY_STATE_FAILED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from tests.rollout.house import House, evaluation, open_house
 from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import TroupeError, new_id
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-HEALTHY = common.ENGINE_STATE_HEALTHY
+HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 ATTACHED: dict[str, Any] = {
     "policies": {
         "big": {
@@ -79,7 +79,7 @@ async def test_a_server_that_comes_later_joins_with_the_weights_of_the_day(
     house: House, servers: Servers
 ) -> None:
     prepared = await house.prepare("one_turn", **ATTACHED)
-    assert [e.state for e in prepared.engines] == [HEALTHY, common.ENGINE_STATE_STARTING]
+    assert [e.state for e in prepared.engines] == [HEALTHY, common_pb.ENGINE_STATE_STARTING]
     first, second = servers.engines["big"]
     assert len(await house.run(evaluation(4))) == 4
     # Nobody waits for it to update either.
@@ -103,13 +103,13 @@ async def test_none_at_all_is_an_error(house: House, servers: Servers) -> None:
     servers.missing, servers.refusing = set(), {0, 1}
     with pytest.raises(TroupeError, match="not today"):
         await house.prepare("one_turn", **ATTACHED)
-    assert {e.state for e in servers.engines["big"]} == {common.ENGINE_STATE_STOPPED}
+    assert {e.state for e in servers.engines["big"]} == {common_pb.ENGINE_STATE_STOPPED}
 
 
 async def test_a_job_is_released_while_a_server_is_still_absent(
     house: House, servers: Servers
 ) -> None:
     await house.prepare("one_turn", **ATTACHED)
-    request = pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
+    request = rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
     await house.rollout.ReleaseJob(request, timeout=PATIENCE)
-    assert {e.state for e in servers.engines["big"]} == {common.ENGINE_STATE_STOPPED}
+    assert {e.state for e in servers.engines["big"]} == {common_pb.ENGINE_STATE_STOPPED}

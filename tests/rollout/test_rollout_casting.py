@@ -6,7 +6,7 @@ import pytest
 
 from tests.rollout.house import House, evaluation, training
 from troupe.rpc import InvalidArgument
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 async def test_a_cast_decides_whose_engines_draw_a_turn(house: House) -> None:
@@ -46,12 +46,12 @@ async def test_a_cast_of_strangers_is_refused(house: House) -> None:
 async def test_matches_are_sampled_as_in_training(house: House) -> None:
     await house.prepare("one_turn", evaluation={"temperature": 0.0})
     drawn = {}
-    for purpose in (pb.Ticket.PURPOSE_MATCH, pb.Ticket.PURPOSE_EVALUATE):
+    for purpose in (rollout_pb.Ticket.PURPOSE_MATCH, rollout_pb.Ticket.PURPOSE_EVALUATE):
         tickets = evaluation(6)
         for ticket in tickets:
             # The same question to all.
             ticket.index, ticket.purpose = 0, purpose
         events = (await house.run(tickets)).values()
         drawn[purpose] = {event.turns[0].response for event in events}
-    assert len(drawn[pb.Ticket.PURPOSE_EVALUATE]) == 1
-    assert len(drawn[pb.Ticket.PURPOSE_MATCH]) > 1
+    assert len(drawn[rollout_pb.Ticket.PURPOSE_EVALUATE]) == 1
+    assert len(drawn[rollout_pb.Ticket.PURPOSE_MATCH]) > 1

@@ -17,7 +17,7 @@ from services.reward.call import fitted
 from services.reward.server import RewardService, RewardSettings
 from services.rollout.rewards import Coalescer
 from troupe.rpc import InvalidArgument, connect, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,21 +58,21 @@ async def stub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Counti
         async with serve(RewardService, settings) as server, connect(server.address) as channel:
             stub = Counting(RewardStub(channel))
             for name in ("score", "slow"):
-                spec = pb.FunctionSpec(
+                spec = reward_pb.FunctionSpec(
                     name=name,
                     entrypoint=f"coalesced_rewards:{name}",
                     timeout_seconds=20,
                     kind="reward",
                 )
-                request = pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+                request = reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
                 await stub.RegisterFunction(request)
             yield stub
     finally:
         sys.path.remove(str(folder))
 
 
-def ask(name: str, arguments: str) -> pb.InvokeRequest:
-    return pb.InvokeRequest(invocation_id=new_id(), name=name, arguments_json=arguments)
+def ask(name: str, arguments: str) -> reward_pb.InvokeRequest:
+    return reward_pb.InvokeRequest(invocation_id=new_id(), name=name, arguments_json=arguments)
 
 
 async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
@@ -86,10 +86,10 @@ async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
     )
     assert stub.asked == {"InvokeBatch": 1}
     good, died, bad, *others = answers
-    assert isinstance(good, pb.InvokeResponse)
-    assert isinstance(died, pb.InvokeResponse)
+    assert isinstance(good, reward_pb.InvokeResponse)
+    assert isinstance(died, reward_pb.InvokeResponse)
     assert good.result_json == "0"
-    assert died.error.kind == pb.InvocationError.KIND_WORKER_DIED
+    assert died.error.kind == reward_pb.InvocationError.KIND_WORKER_DIED
     assert isinstance(bad, InvalidArgument)
     assert bad.field == "arguments_json"
     assert [one.result_json for one in others] == [str(2 * i) for i in range(60)]  # type: ignore[union-attr]
@@ -113,11 +113,11 @@ async def test_what_the_answer_had_no_room_for_is_asked_for_alone(stub: Counting
         async def InvokeBatch(self, request: Any, timeout: float) -> Any:
             reply = await stub.InvokeBatch(request, timeout=timeout)
             most = len(reply.responses) * 256 + reply.responses[0].ByteSize()
-            monstrous = [pb.InvokeResponse() for _ in reply.responses]
+            monstrous = [reward_pb.InvokeResponse() for _ in reply.responses]
             for wide, one in zip(monstrous, reply.responses, strict=True):
                 wide.CopyFrom(one)
                 wide.result_json += " " * 1000
-            return pb.InvokeBatchResponse(responses=fitted(monstrous, most + 1100))
+            return reward_pb.InvokeBatchResponse(responses=fitted(monstrous, most + 1100))
 
     coalescer = Coalescer(cast("Any", Crowded()))
     await coalescer.invoke(ask("score", '{"x": 1}'), 30)

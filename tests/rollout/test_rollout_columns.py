@@ -14,10 +14,10 @@ from tests.rollout.test_rollout_aborting import abort, amend, hold_open
 from tests.support.waiting import PATIENCE, until
 from troupe import tensors
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 
 
 async def test_small_columns_travel_inline_and_large_ones_by_reference(house: House) -> None:
@@ -44,7 +44,7 @@ async def test_a_sample_waits_for_the_columns_that_its_job_requires(house: House
     await house.open_step(queries=1, group_size=1, required_columns=required)
     await house.run(training(1, 1))
     [row] = await house.samples("big")
-    assert row.state == common.SAMPLE_STATE_PENDING
+    assert row.state == common_pb.SAMPLE_STATE_PENDING
     answer = await house.store.FillColumns(
         store_pb.FillColumnsRequest(
             request_id=new_id("fill"),
@@ -55,7 +55,7 @@ async def test_a_sample_waits_for_the_columns_that_its_job_requires(house: House
             columns={"late": store_pb.Column(json="1")},
         )
     )
-    assert answer.state == common.SAMPLE_STATE_READY
+    assert answer.state == common_pb.SAMPLE_STATE_READY
 
 
 async def test_values_of_a_dropped_trajectory_are_not_left_behind(house: House) -> None:
@@ -91,7 +91,7 @@ async def test_values_of_an_aborted_trajectory_are_not_left_behind(
     assert list(kept.iterdir())
     await abort(house, "q0-s0-t0")
     [event] = (await running).values()
-    assert event.state == common.TRAJECTORY_STATE_ABORTED
+    assert event.state == common_pb.TRAJECTORY_STATE_ABORTED
     assert not kept.exists()
 
 
@@ -105,5 +105,5 @@ async def test_an_evaluation_stores_no_columns(house: House) -> None:
 async def test_a_bad_column_fails_the_trajectory_and_says_why(house: House) -> None:
     await house.prepare("annotates_badly")
     event = await house.run_one()
-    assert event.state == common.TRAJECTORY_STATE_FAILED
+    assert event.state == common_pb.TRAJECTORY_STATE_FAILED
     assert event.reason.startswith("workflow_raised: InvalidColumnError: arrays of complex64")

@@ -13,11 +13,11 @@ from tests.rollout.house import CONFIG, House, evaluation, make_spec, open_house
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import FailedPrecondition, InvalidArgument
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-HEALTHY = common.ENGINE_STATE_HEALTHY
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def workshop() -> Workshop:
     return Workshop()
 
 
-async def generate(house: House, ids: list[int], **sampling: int) -> pb.GenerateResponse:
-    request = pb.GenerateRequest(
+async def generate(house: House, ids: list[int], **sampling: int) -> rollout_pb.GenerateResponse:
+    request = rollout_pb.GenerateRequest(
         job_id=house.job_id,
         policy="big",
         input_ids=ids,
-        sampling=common.SamplingParams(**sampling),
+        sampling=common_pb.SamplingParams(**sampling),
     )
-    answer: pb.GenerateResponse = await house.rollout.Generate(request, timeout=PATIENCE)
+    answer: rollout_pb.GenerateResponse = await house.rollout.Generate(request, timeout=PATIENCE)
     return answer
 
 
@@ -46,7 +46,7 @@ async def test_weights_that_do_not_fit_touch_no_engine_of_the_policy(
     narrow["model.norm.weight"] = narrow["model.norm.weight"].bfloat16()
     key = f"{house.job_id}/big/weights@1"
     checksum = house.transfer.set(key, narrow).checksum
-    ref = common.WeightsRef(
+    ref = common_pb.WeightsRef(
         job_id=house.job_id, policy="big", version=1, key=key, checksum=checksum
     )
     running = asyncio.create_task(house.run(evaluation(2)))
@@ -129,20 +129,20 @@ async def test_engines_leave_their_devices_and_come_back_with_the_newest_version
     await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
     first, second = workshop.engines["big"]
     who: dict[str, Any] = {"job_id": house.job_id, "policies": ["big"]}
-    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=PATIENCE)
-    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.SleepEngines(rollout_pb.SleepEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.SleepEngines(rollout_pb.SleepEnginesRequest(**who), timeout=PATIENCE)
     assert first.asleep == second.asleep == {"weights", "kv_cache"}
     # An update waits for them, and one that dies is not brought back onto the device.
     await house.update(house.publish("big", 1))
     second.pull_plug()
     await asyncio.sleep(1.2)  # its keeper looks every second
-    assert (first.asleep, second.state) == ({"weights", "kv_cache"}, common.ENGINE_STATE_DEAD)
+    assert (first.asleep, second.state) == ({"weights", "kv_cache"}, common_pb.ENGINE_STATE_DEAD)
     # Turns wait.
     running = asyncio.create_task(house.run(evaluation(2)))
-    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=PATIENCE)
-    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.WakeEngines(rollout_pb.WakeEnginesRequest(**who), timeout=PATIENCE)
+    await house.rollout.WakeEngines(rollout_pb.WakeEnginesRequest(**who), timeout=PATIENCE)
     assert {(e.state, e.version) for e in (first, second)} == {(HEALTHY, 1)}
     assert {event.state for event in (await running).values()} == {COMPLETED}
-    request = pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
+    request = rollout_pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
     with pytest.raises(InvalidArgument, match="has no policy 'none'"):
         await house.rollout.SleepEngines(request, timeout=PATIENCE)

@@ -10,11 +10,11 @@ from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation
 from tests.support.waiting import until
 from troupe.rpc import FailedPrecondition, NotFound, Unavailable
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-HEALTHY = common.ENGINE_STATE_HEALTHY
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
 
@@ -79,7 +79,7 @@ async def test_without_any_engine_the_turn_ends_at_its_deadline_and_says_so(
     engine.failing_starts = 1000
     engine.pull_plug()
     event = await house.run_one()
-    assert event.state == common.TRAJECTORY_STATE_FAILED
+    assert event.state == common_pb.TRAJECTORY_STATE_FAILED
     assert event.reason.startswith(
         "deadline: a turn of policy 'big' found no free engine within 0.5 s"
     )
@@ -186,7 +186,7 @@ async def test_an_update_that_fails_everywhere_is_reported_and_can_be_repeated(
     [engine] = workshop.engines["big"]
     engine.failing_updates = 100
     ref = house.publish("big", 1)
-    request = pb.UpdateWeightsRequest(request_id="u1", weights=ref)
+    request = rollout_pb.UpdateWeightsRequest(request_id="u1", weights=ref)
     with pytest.raises(Unavailable, match="the link broke"):
         await house.rollout.UpdateWeights(request, timeout=3)
     assert (await house.run_one()).state == COMPLETED

@@ -23,12 +23,13 @@ from tests.support.redis_server import RedisServer
 from tests.support.waiting import until
 from troupe.rpc import connect, new_id
 from troupe.tensors import to_proto
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import reward_pb2, reward_pb2_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-FAILED = common.TRAJECTORY_STATE_FAILED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
 DETERMINISTIC = {"pipeline": {"deterministic": True}}
 SCORED = {"rewards": {"score": {"entrypoint": f"{PLAYS}:takes_its_time"}}}
 
@@ -131,8 +132,8 @@ async def test_an_invocation_that_somebody_else_cancelled_is_asked_for_again(
         running = asyncio.create_task(house.run_one())
         await calls(traces, 1)
         channel = connect(reward.address)
-        await reward_pb2_grpc.RewardStub(channel).CancelInvocation(
-            reward_pb2.CancelInvocationRequest(invocation_id=ids[-1])
+        await reward_grpc.RewardStub(channel).CancelInvocation(
+            reward_pb.CancelInvocationRequest(invocation_id=ids[-1])
         )
         await channel.close(None)
         assert (await running).state == COMPLETED

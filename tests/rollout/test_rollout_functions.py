@@ -21,13 +21,13 @@ from troupe.functions.costs import to_spec
 from troupe.functions.sources import SourceStore
 from troupe.job import parse_job
 from troupe.rpc import connect
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 from troupe.workflow import Tools
 
-FAILED = common.TRAJECTORY_STATE_FAILED
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 
 
 @pytest.fixture
@@ -80,15 +80,17 @@ async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
         class Forgetful:
             RegisterFunction = stub.RegisterFunction
 
-            async def Invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+            async def Invoke(
+                self, request: reward_pb.InvokeRequest, timeout: float
+            ) -> reward_pb.InvokeResponse:
                 nonlocal forgotten
                 if forgotten < 2:
                     forgotten += 1
                     where = {"name": request.name, "version": request.version}
                     await stub.DeleteFunction(
-                        pb.DeleteFunctionRequest(request_id=f"forget-{forgotten}", **where)
+                        reward_pb.DeleteFunctionRequest(request_id=f"forget-{forgotten}", **where)
                     )
-                response: pb.InvokeResponse = await stub.Invoke(request, timeout=timeout)
+                response: reward_pb.InvokeResponse = await stub.Invoke(request, timeout=timeout)
                 return response
 
         spec = parse_job(job_yaml(tools={"add": function("add")}))
@@ -106,7 +108,7 @@ async def test_functions_of_shipped_code_run_from_it(
     async with connect(reward_process.address) as channel:
         for version in (1, 2):
             text = f"import troupe\n\n\n@troupe.tool\ndef told() -> int:\n    return {version}\n"
-            sha256 = store.put([pb.SourceFile(path="flown/told.py", content=text.encode())])
+            sha256 = store.put([reward_pb.SourceFile(path="flown/told.py", content=text.encode())])
             code = {"include": ["flown"], "sha256": sha256}
             tool = {"entrypoint": "flown.told:told"}
             spec = parse_job(job_yaml(tools={"told": tool}, code=code))
@@ -119,12 +121,14 @@ async def test_functions_of_shipped_code_run_from_it(
 
 
 async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> None:
-    asked: list[pb.InvokeRequest] = []
+    asked: list[reward_pb.InvokeRequest] = []
 
     class Stub:
-        async def Invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+        async def Invoke(
+            self, request: reward_pb.InvokeRequest, timeout: float
+        ) -> reward_pb.InvokeResponse:
             asked.append(request)
-            return pb.InvokeResponse(result_json="3")
+            return reward_pb.InvokeResponse(result_json="3")
 
     spec = parse_job(job_yaml(tools={"add": function("add")}))
     functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec, SourceStore())
@@ -240,7 +244,9 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
     stub = RewardStub(channel)
     source = "tests.functions.declared:look_up"
     deployed = to_spec("finder", "7", source, {}, description="Deployed.", parameters={"type": "x"})
-    await stub.RegisterFunction(pb.RegisterFunctionRequest(request_id="f", function=deployed))
+    await stub.RegisterFunction(
+        reward_pb.RegisterFunctionRequest(request_id="f", function=deployed)
+    )
     spec = parse_job(
         job_yaml(
             tools={
@@ -258,12 +264,12 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
     called = await functions.call(
         "tools/look",
         '{"words": "a", "limit": 2}',
-        pb.InvokeRequest(trajectory_id="t"),
+        reward_pb.InvokeRequest(trajectory_id="t"),
         60,
         rewards.TrajectorySandboxes(),
     )
     assert json.loads(called) == ["a", "a"]
-    listed = (await stub.ListFunctions(pb.ListFunctionsRequest())).functions
+    listed = (await stub.ListFunctions(reward_pb.ListFunctionsRequest())).functions
     (look,) = (one.function for one in listed if one.function.name == "told/tools/look")
     assert (look.version, look.cores, look.timeout_seconds, look.kind) == ("2", 0, 5.0, "tool")
     await channel.close(None)

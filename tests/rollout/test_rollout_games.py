@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.rollout.house import House, make_spec, training
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.environments import COUNTERS, GameWorkflow, PlayRules
 
 NAUGHTY = "tests.workflow.environments.zoo:Naughty"
@@ -30,7 +30,7 @@ async def test_an_episode_whose_process_died_is_played_again(house: House, tmp_p
         ended = await house.run(training())
     finally:
         await game.close()
-    assert {event.state for event in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}
+    assert {event.state for event in ended.values()} == {common_pb.TRAJECTORY_STATE_COMPLETED}
     retried = [e for e in ended.values() if e.metrics.get("environment_retries")]
     assert len(retried) == 1  # the others did not hear of it
     gained = {event: COUNTERS.of(event, NAUGHTY) - was for event, was in before.items()}  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from tests.rollout import hostile_plays
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from tests.rollout.processes import ServiceProcess
 from troupe.rpc import InvalidArgument
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
-FAILED = common.TRAJECTORY_STATE_FAILED
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 HERE = "tests.rollout.hostile_plays"
 
 

@@ -10,7 +10,7 @@ import pytest
 from services.rollout.job_setup import computes_here
 from services.rollout.jobs import JobTable
 from troupe.job import parse_job
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 SPEC = """
 name: team
@@ -56,7 +56,7 @@ def test_the_process_stops_for_garbage_only_where_it_holds_models(policy: str, h
 async def test_one_job_is_prepared_once_at_a_time_and_costs_nothing_afterwards() -> None:
     preparation: Any = Preparation()
     table = JobTable(preparation, "worker")
-    weights = [pb.WeightsRef(policy="solver")]
+    weights = [common_pb.WeightsRef(policy="solver")]
     asked = [table.prepare("one", parse_job(SPEC), weights) for _ in range(5)]
     ended = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(error, RuntimeError) for error in ended), ended

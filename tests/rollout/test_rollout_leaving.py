@@ -16,29 +16,29 @@ from tests.rollout.house import NOBODY, House, evaluation, weights
 from tests.support.waiting import until
 from troupe.rpc import connect
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import orchestrator_pb2_grpc
-from troupe.v1 import rollout_pb2_grpc as grpc_pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 
 
-class Listening(orchestrator_pb2_grpc.OrchestratorServicer):
+class Listening(orchestrator_grpc.OrchestratorServicer):
     """Hears heartbeats."""
 
     def __init__(self) -> None:
-        self.beats: list[orch.HeartbeatRequest] = []
+        self.beats: list[orchestrator_pb.HeartbeatRequest] = []
 
     async def Heartbeat(
-        self, request: orch.HeartbeatRequest, context: Any
-    ) -> orch.HeartbeatResponse:
+        self, request: orchestrator_pb.HeartbeatRequest, context: Any
+    ) -> orchestrator_pb.HeartbeatResponse:
         self.beats.append(request)
-        return orch.HeartbeatResponse(next_seconds=0.05)
+        return orchestrator_pb.HeartbeatResponse(next_seconds=0.05)
 
 
 async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
     listening = Listening()  # type: ignore[abstract]
     orchestrator = grpc.aio.server()
-    orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(listening, orchestrator)
+    orchestrator_grpc.add_OrchestratorServicer_to_server(listening, orchestrator)
     port = orchestrator.add_insecure_port("127.0.0.1:0")
     await orchestrator.start()
     settings = RolloutSettings(
@@ -57,7 +57,7 @@ async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
     try:
         async with serve(lambda s, t: RolloutService(s, t, make=workshop), settings) as server:
             channel = connect(server.address)
-            stub: Any = grpc_pb.RolloutStub(channel)
+            stub: Any = rollout_grpc.RolloutStub(channel)
             house = House(server.service, stub, None, Transfer(tmp_path / "transfer"))  # type: ignore[arg-type]
             await house.prepare("long_winded")
             [engine] = workshop.engines["big"]
@@ -65,13 +65,13 @@ async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
             await until(lambda: engine.load().running >= 4)
             before = len(listening.beats)
         ended = await running
-        assert {event.state for event in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}
+        assert {event.state for event in ended.values()} == {common_pb.TRAJECTORY_STATE_COMPLETED}
         assert not listening.beats[before - 1].draining
         assert all(beat.draining for beat in listening.beats[before + 1 :])
         # It was said while turns were in flight, not after them.
         said = next(beat for beat in listening.beats if beat.draining)
         assert said.loads[0].in_flight > 0
-        assert engine.state == common.ENGINE_STATE_STOPPED
+        assert engine.state == common_pb.ENGINE_STATE_STOPPED
     finally:
         if channel is not None:
             await channel.close(None)

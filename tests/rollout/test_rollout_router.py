@@ -16,7 +16,7 @@ from services.rollout.serving.router import Backlog, StickyRoute
 from tests.rollout.hand_engines import HEALTHY, HandEngine, ask, make, settle
 from tests.support.waiting import PATIENCE
 from troupe.rpc.errors import AlreadyExists, NotFound
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import ContextOverflowError, TurnError
 
 
@@ -48,7 +48,7 @@ async def test_first_come_first_served() -> None:
 
 async def test_an_engine_that_comes_back_takes_what_waits() -> None:
     router, [engine] = make(count=1)
-    engine.state = pb.ENGINE_STATE_STALE
+    engine.state = common_pb.ENGINE_STATE_STALE
     task = ask(router, "r")
     await settle()
     assert router.waiting == 1

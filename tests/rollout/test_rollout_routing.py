@@ -10,7 +10,7 @@ from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
 from tests.support.waiting import until
 from troupe.job import RoutingSpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 async def test_a_conversation_stays_where_its_prefix_is() -> None:
@@ -135,7 +135,7 @@ async def test_without_stickiness_too_a_turn_waits_for_the_engine_that_it_was_gi
     first.answer("r0")
     await settle()
     assert list(first.held) == ["r2"], "it has room, and the turn is its"
-    second.state = pb.ENGINE_STATE_DEAD
+    second.state = common_pb.ENGINE_STATE_DEAD
     second.die()
     first.answer("r2")
     await until(lambda: "r1~1" in first.held)
@@ -169,7 +169,7 @@ async def test_kinds_of_turns_go_to_the_devices_that_fit() -> None:
         engines[0].answer(f"g{n}", tokens=1)
         await router_tasks
     assert list(engines[1].held) == ["last"]
-    engines[1].state = pb.ENGINE_STATE_DEAD
+    engines[1].state = common_pb.ENGINE_STATE_DEAD
     instead = ask(router, "instead", domain="math", agent="solver")
     await settle()
     assert list(engines[0].held) == ["instead"]

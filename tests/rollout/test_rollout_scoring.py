@@ -22,16 +22,18 @@ from tests.support.waiting import PATIENCE
 from tests.workflow.stage import make_tokenizer
 from troupe import tensors
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-TEXT = pb.ScoreContinuation(text="12")
-USER = [common.ChatMessage(role="user", content="3+4")]
+TEXT = rollout_pb.ScoreContinuation(text="12")
+USER = [common_pb.ChatMessage(role="user", content="3+4")]
 
 
-async def score(house: House, *prompts: pb.ScorePrompt, **given: Any) -> pb.ScoreResponse:
-    request = pb.ScoreRequest(job_id=house.job_id, policy="big", prompts=prompts, **given)
-    answer: pb.ScoreResponse = await house.rollout.Score(request, timeout=PATIENCE)
+async def score(
+    house: House, *prompts: rollout_pb.ScorePrompt, **given: Any
+) -> rollout_pb.ScoreResponse:
+    request = rollout_pb.ScoreRequest(job_id=house.job_id, policy="big", prompts=prompts, **given)
+    answer: rollout_pb.ScoreResponse = await house.rollout.Score(request, timeout=PATIENCE)
     return answer
 
 
@@ -40,13 +42,13 @@ async def test_text_and_ids_are_scored_as_the_model_says(house: House) -> None:
     tokenizer = make_tokenizer()
     said = await score(
         house,
-        pb.ScorePrompt(
+        rollout_pb.ScorePrompt(
             messages=USER,
-            continuations=[TEXT, pb.ScoreContinuation(text="7", ends=True)],
+            continuations=[TEXT, rollout_pb.ScoreContinuation(text="7", ends=True)],
         ),
-        pb.ScorePrompt(
+        rollout_pb.ScorePrompt(
             input_ids=[5, 6],
-            continuations=[pb.ScoreContinuation(ids=[n]) for n in range(128)],
+            continuations=[rollout_pb.ScoreContinuation(ids=[n]) for n in range(128)],
         ),
     )
     assert said.version == 0
@@ -70,7 +72,7 @@ async def test_text_and_ids_are_scored_as_the_model_says(house: House) -> None:
 
 async def test_the_temperature_is_the_agents_own_unless_another_is_asked_for(house: House) -> None:
     await house.prepare("one_turn", agents={"solver": {"sampling": {"temperature": 0.5}}})
-    prompt = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+    prompt = rollout_pb.ScorePrompt(messages=USER, continuations=[TEXT])
 
     async def logprob(**given: float) -> float:
         return (await score(house, prompt, **given)).prompts[0].continuations[0].logprob
@@ -83,7 +85,7 @@ async def test_the_temperature_is_the_agents_own_unless_another_is_asked_for(hou
 
 async def test_the_version_that_is_wanted_or_none(house: House) -> None:
     await house.prepare("one_turn")
-    prompt = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+    prompt = rollout_pb.ScorePrompt(messages=USER, continuations=[TEXT])
     assert (await score(house, prompt, version=0)).version == 0
     with pytest.raises(FailedPrecondition, match="'big' is at version 0") as info:
         await score(house, prompt, version=3)
@@ -93,28 +95,32 @@ async def test_the_version_that_is_wanted_or_none(house: House) -> None:
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        (pb.ScorePrompt(continuations=[TEXT]), "exactly one of messages and input_ids"),
-        (pb.ScorePrompt(messages=USER), "nothing is asked"),
+        (rollout_pb.ScorePrompt(continuations=[TEXT]), "exactly one of messages and input_ids"),
+        (rollout_pb.ScorePrompt(messages=USER), "nothing is asked"),
         (
-            pb.ScorePrompt(messages=USER, continuations=[TEXT, pb.ScoreContinuation()]),
+            rollout_pb.ScorePrompt(
+                messages=USER, continuations=[TEXT, rollout_pb.ScoreContinuation()]
+            ),
             r"prompts\.1\.continuations\.1.*no tokens",
         ),
         (
-            pb.ScorePrompt(messages=USER, continuations=[pb.ScoreContinuation(text="1", ids=[1])]),
+            rollout_pb.ScorePrompt(
+                messages=USER, continuations=[rollout_pb.ScoreContinuation(text="1", ids=[1])]
+            ),
             "text or ids, not both",
         ),
         (
-            pb.ScorePrompt(input_ids=[128], continuations=[TEXT]),
+            rollout_pb.ScorePrompt(input_ids=[128], continuations=[TEXT]),
             "vocabulary of policy 'big' has 128",
         ),
-        (pb.ScorePrompt(input_ids=[1] * 384, continuations=[TEXT]), "386 tokens"),
+        (rollout_pb.ScorePrompt(input_ids=[1] * 384, continuations=[TEXT]), "386 tokens"),
     ],
 )
 async def test_bad_requests_name_what_is_wrong(
-    house: House, prompt: pb.ScorePrompt, says: str
+    house: House, prompt: rollout_pb.ScorePrompt, says: str
 ) -> None:
     await house.prepare("one_turn")
-    fine = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+    fine = rollout_pb.ScorePrompt(messages=USER, continuations=[TEXT])
     with pytest.raises(InvalidArgument) as info:
         await score(house, fine, prompt)
     error: TroupeError = info.value
@@ -127,7 +133,7 @@ async def test_one_call_has_its_bounds(house: House, monkeypatch: pytest.MonkeyP
         await score(house)
     monkeypatch.setattr(scoring, "MAX_TOKENS", 3)
     with pytest.raises(InvalidArgument, match="scores up to 3"):
-        await score(house, pb.ScorePrompt(input_ids=[1, 2], continuations=[TEXT]))
+        await score(house, rollout_pb.ScorePrompt(input_ids=[1, 2], continuations=[TEXT]))
 
 
 TAUGHT: dict[str, Any] = {
@@ -150,7 +156,7 @@ async def test_samples_bring_what_their_teacher_says_of_them(
         await house.prepare("team", **TAUGHT)
         await house.open_step(queries=1, group_size=2)
         ended = await house.run(training(1, 2))
-        assert {e.state for e in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}, ended
+        assert {e.state for e in ended.values()} == {common_pb.TRAJECTORY_STATE_COMPLETED}, ended
         rows = await house.samples("big")
     assert {row.agent for row in rows} == {"solver"}
     teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).eval()
@@ -208,7 +214,7 @@ async def test_a_teacher_that_is_late_fails_the_one_trajectory(
         await house.open_step(queries=1, group_size=2)
         ended = await house.run(training(1, 2))
     states = sorted(event.state for event in ended.values())
-    assert states == [common.TRAJECTORY_STATE_COMPLETED, common.TRAJECTORY_STATE_FAILED]
+    assert states == [common_pb.TRAJECTORY_STATE_COMPLETED, common_pb.TRAJECTORY_STATE_FAILED]
     (reason,) = (event.reason for event in ended.values() if event.reason)
     assert reason.startswith("teacher_deadline: teacher 'small'")
 

@@ -11,14 +11,14 @@ import pytest
 from tests.rollout.house import House, evaluation, training
 from troupe import tensors
 from troupe.rpc import InvalidArgument
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 
 
 async def test_a_step_of_two_policies_ends_as_rows_in_the_store(house: House) -> None:
     prepared = await house.prepare("team")
-    assert {e.state for e in prepared.engines} == {common.ENGINE_STATE_HEALTHY}
+    assert {e.state for e in prepared.engines} == {common_pb.ENGINE_STATE_HEALTHY}
     assert {e.policy: e.version for e in prepared.engines} == {"big": 0, "small": 0}
     await house.open_step()
 
@@ -93,7 +93,7 @@ async def test_siblings_of_a_branch_are_a_group_across_trajectories_of_one_promp
         *(("solver", turn) for turn in range(5)),
         ("checker", 5),
     ]
-    groups: dict[str, list[common.Tensor]] = {}
+    groups: dict[str, list[common_pb.Tensor]] = {}
     for row in rows:
         groups.setdefault(row.group_id, []).append(row.prompt_ids)
     # Two and three drafts in each of two trajectories, which were asked the same.
@@ -133,7 +133,7 @@ async def test_preparing_again_is_harmless_and_follows_the_ledger(house: House) 
     assert {e.restarts for e in second.engines} == {0}
 
 
-def ids(tensor: common.Tensor) -> list[int]:
+def ids(tensor: common_pb.Tensor) -> list[int]:
     return [int(i) for i in tensors.from_proto(tensor)]
 
 

@@ -13,13 +13,13 @@ from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.support.waiting import until
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable, new_id
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import orchestrator_pb2
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-RUNNING = common.TRAJECTORY_STATE_RUNNING
-SCORING = common.TRAJECTORY_STATE_SCORING
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+RUNNING = common_pb.TRAJECTORY_STATE_RUNNING
+SCORING = common_pb.TRAJECTORY_STATE_SCORING
 
 
 async def test_every_move_of_a_trajectory_is_reported(house: House) -> None:
@@ -82,7 +82,7 @@ async def test_releasing_a_job_ends_its_streams_without_storing_anything(house: 
     await house.open_step()
     running = asyncio.create_task(house.run(training()))
     await until(lambda: len(house.service._runner) == 4)
-    request = pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
+    request = rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
     await house.rollout.ReleaseJob(request)
     with pytest.raises(Unavailable, match="was cancelled"):
         await running
@@ -153,7 +153,7 @@ async def test_bad_tickets_are_refused_by_field(house: House) -> None:
         ("tickets[1].trajectory_id", {"trajectory_id": ""}),
         ("tickets[1].split", {"split": ""}),
         ("tickets[1].index", {"index": -1}),
-        ("tickets[1].purpose", {"purpose": pb.Ticket.PURPOSE_UNSPECIFIED}),
+        ("tickets[1].purpose", {"purpose": rollout_pb.Ticket.PURPOSE_UNSPECIFIED}),
         ("tickets[1].trajectory_id", {"trajectory_id": "h0-e0-t0"}),
     ]
     for field, change in faults:
@@ -167,7 +167,7 @@ async def test_bad_tickets_are_refused_by_field(house: House) -> None:
 
 async def test_the_heartbeat_tells_engines_and_work(house: House) -> None:
     beat = house.service._beat()
-    assert (beat.kind, beat.doing) == (orchestrator_pb2.WORKER_KIND_ROLLOUT, "idle")
+    assert (beat.kind, beat.doing) == (orchestrator_pb.WORKER_KIND_ROLLOUT, "idle")
     await house.prepare("waits")
     running = asyncio.create_task(house.run(evaluation(2)))
     await until(lambda: len(house.service._runner) == 2)
@@ -179,6 +179,6 @@ async def test_the_heartbeat_tells_engines_and_work(house: House) -> None:
     await running
 
 
-async def engines(house: House) -> list[pb.EngineStatus]:
-    response = await house.rollout.ListEngines(pb.ListEnginesRequest(job_id=house.job_id))
+async def engines(house: House) -> list[rollout_pb.EngineStatus]:
+    response = await house.rollout.ListEngines(rollout_pb.ListEnginesRequest(job_id=house.job_id))
     return list(response.engines)

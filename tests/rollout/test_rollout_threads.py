@@ -12,7 +12,7 @@ import pytest
 from tests.rollout.house import evaluation, open_house
 from tests.support.waiting import PATIENCE
 from troupe.user_code import DaemonThreads
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 # A pool has at most 32 threads, whatever the machine.
 MANY = 40
@@ -36,11 +36,11 @@ async def test_a_worker_goes_on_whatever_hangs_in_threads(tmp_path: Path) -> Non
         quick = {"trajectory_seconds": 0.5, "turn_seconds": 5}
         await house.prepare("waits_in_a_thread", limits=quick)
         ended = await house.run(evaluation(MANY))
-        assert {event.state for event in ended.values()} == {common.TRAJECTORY_STATE_FAILED}
+        assert {event.state for event in ended.values()} == {common_pb.TRAJECTORY_STATE_FAILED}
         # Loads weights and queries, in threads.
         await house.prepare("one_turn")
         event = await house.run_one()
-        assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+        assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
 
 
 async def test_results_and_errors_come_back() -> None:

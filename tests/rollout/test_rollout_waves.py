@@ -16,7 +16,7 @@ from services.rollout.serving.weight_versions import WeightFetcher
 from testbed.simulated_engine import SimulatedEngine
 from troupe.job import EngineSpec, ModelSpec, PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.languages import Language
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
@@ -29,7 +29,7 @@ class SlowEngine(SimulatedEngine):
     together: ClassVar[list[set[str]]] = []
     fails: ClassVar[set[str]] = set()
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         self.loading.add(self.engine_id)
         self.together.append(set(self.loading))
         await asyncio.sleep(0.02)
@@ -39,10 +39,10 @@ class SlowEngine(SimulatedEngine):
         return 0.02
 
 
-def publish(transfer: Transfer, version: int) -> pb.WeightsRef:
+def publish(transfer: Transfer, version: int) -> common_pb.WeightsRef:
     key = f"job/p/weights@{version}"
     manifest = transfer.set(key, {"w": torch.full((4,), float(version))})
-    return pb.WeightsRef(
+    return common_pb.WeightsRef(
         job_id="job", policy="p", version=version, key=key, checksum=manifest.checksum
     )
 

@@ -45,7 +45,8 @@ from troupe.rpc.addresses import (
     split_address,
     without_secrets,
 )
-from troupe.v1 import reward_pb2, reward_pb2_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,9 +214,7 @@ async def test_calls_between_services_pass_no_proxy(proxy: RecordingProxy) -> No
         assert done.returncode == 0
     async with connect("no-such-host.invalid:1", _hasty()) as channel:
         with pytest.raises(TroupeError):
-            await reward_pb2_grpc.RewardStub(channel).ListFunctions(
-                reward_pb2.ListFunctionsRequest()
-            )
+            await reward_grpc.RewardStub(channel).ListFunctions(reward_pb.ListFunctionsRequest())
     assert proxy.asked == []
 
 
@@ -226,15 +225,11 @@ def _hasty(**more: bool) -> ClientSettings:
 async def test_other_hosts_are_reached_through_a_proxy_when_told(proxy: RecordingProxy) -> None:
     async with connect("no-such-host.invalid:1", _hasty(proxy=True)) as channel:
         with pytest.raises(TroupeError):
-            await reward_pb2_grpc.RewardStub(channel).ListFunctions(
-                reward_pb2.ListFunctionsRequest()
-            )
+            await reward_grpc.RewardStub(channel).ListFunctions(reward_pb.ListFunctionsRequest())
     assert any("no-such-host.invalid:1" in line for line in proxy.asked)
     async with connect("127.0.0.1:1", _hasty(proxy=True)) as channel:
         with pytest.raises(TroupeError):
-            await reward_pb2_grpc.RewardStub(channel).ListFunctions(
-                reward_pb2.ListFunctionsRequest()
-            )
+            await reward_grpc.RewardStub(channel).ListFunctions(reward_pb.ListFunctionsRequest())
     assert not any("CONNECT 127.0.0.1" in line for line in proxy.asked)
 
 

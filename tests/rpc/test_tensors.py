@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from troupe.rpc import InvalidArgument
 from troupe.tensors import ID_DTYPES, ITEM_BYTES, ChecksumError, from_proto, ids_to_proto, to_proto
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 DTYPES = ["?", "u1", "<i4", "<i8", "<f2", "<f4", "<f8"]
 
@@ -24,7 +24,7 @@ DTYPES = ["?", "u1", "<i4", "<i8", "<f2", "<f4", "<f8"]
 )
 @settings(max_examples=60, deadline=None)
 def test_numpy_round_trip_is_bitwise(array: np.ndarray) -> None:
-    wire = pb.Tensor.FromString(to_proto(array).SerializeToString())
+    wire = common_pb.Tensor.FromString(to_proto(array).SerializeToString())
     back = from_proto(wire)
     assert back.dtype == array.dtype
     assert back.shape == array.shape
@@ -41,7 +41,7 @@ def test_token_ids_are_packed_and_come_back(ids: np.ndarray, last: int | None, t
     ids = np.array([*ids, *([] if last is None else [last])], np.int32)
     # With strides, too.
     message = ids_to_proto(np.repeat(ids, 2)[::2] if twice else ids)
-    back = from_proto(pb.Tensor.FromString(message.SerializeToString()))
+    back = from_proto(common_pb.Tensor.FromString(message.SerializeToString()))
     assert (back.dtype, back.shape) == (np.int32, ids.shape)
     assert back.tolist() == ids.tolist()
     assert not back.flags.writeable
@@ -75,7 +75,7 @@ def test_damage_is_noticed() -> None:
         with pytest.raises(ChecksumError, match="recorded"):
             from_proto(message)
         message.data = whole[:-1]
-        with pytest.raises(InvalidArgument, match=pb.Dtype.Name(message.dtype)):
+        with pytest.raises(InvalidArgument, match=common_pb.Dtype.Name(message.dtype)):
             from_proto(message)
 
 
@@ -90,4 +90,4 @@ def test_wrong_shape_and_dtype_are_named() -> None:
     with pytest.raises(InvalidArgument):
         to_proto(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(InvalidArgument):
-        from_proto(pb.Tensor())
+        from_proto(common_pb.Tensor())

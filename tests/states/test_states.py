@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe import states
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 TABLES = {
-    "job": (states.JOB, pb.JobState),
-    "trajectory": (states.TRAJECTORY, pb.TrajectoryState),
-    "sample": (states.SAMPLE, pb.SampleState),
-    "engine": (states.ENGINE, pb.EngineState),
-    "binding": (states.BINDING, pb.BindingState),
+    "job": (states.JOB, common_pb.JobState),
+    "trajectory": (states.TRAJECTORY, common_pb.TrajectoryState),
+    "sample": (states.SAMPLE, common_pb.SampleState),
+    "engine": (states.ENGINE, common_pb.EngineState),
+    "binding": (states.BINDING, common_pb.BindingState),
 }
 
 
@@ -90,22 +90,24 @@ def test_unspecified_is_no_state(name: str) -> None:
 # -- samples: exactly once
 
 
-@given(path=paths(states.SAMPLE, pb.SAMPLE_STATE_PENDING))
+@given(path=paths(states.SAMPLE, common_pb.SAMPLE_STATE_PENDING))
 def test_a_sample_is_trained_or_dropped_but_never_both_nor_twice(path: list[int]) -> None:
-    ends = [s for s in path if s in (pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED)]
+    ends = [
+        s for s in path if s in (common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_DROPPED)
+    ]
     assert len(ends) <= 1
     assert not ends or path[-1] == ends[0]
 
 
-@given(path=paths(states.SAMPLE, pb.SAMPLE_STATE_PENDING))
+@given(path=paths(states.SAMPLE, common_pb.SAMPLE_STATE_PENDING))
 def test_a_sample_is_trained_only_out_of_a_claim(path: list[int]) -> None:
     for before, after in itertools.pairwise(path):
-        if after == pb.SAMPLE_STATE_TRAINED:
-            assert before == pb.SAMPLE_STATE_CLAIMED
-        if after == pb.SAMPLE_STATE_CLAIMED:
-            assert before == pb.SAMPLE_STATE_READY
+        if after == common_pb.SAMPLE_STATE_TRAINED:
+            assert before == common_pb.SAMPLE_STATE_CLAIMED
+        if after == common_pb.SAMPLE_STATE_CLAIMED:
+            assert before == common_pb.SAMPLE_STATE_READY
         # A claimed sample never waits for columns again.
-        assert after != pb.SAMPLE_STATE_PENDING
+        assert after != common_pb.SAMPLE_STATE_PENDING
 
 
 def test_every_sample_can_still_end() -> None:
@@ -118,62 +120,72 @@ def test_every_sample_can_still_end() -> None:
 
 
 def test_every_job_can_still_end() -> None:
-    ends = {pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED}
+    ends = {
+        common_pb.JOB_STATE_SUCCEEDED,
+        common_pb.JOB_STATE_FAILED,
+        common_pb.JOB_STATE_CANCELLED,
+    }
     for state in states.JOB:
         assert reachable(states.JOB, state) & ends
 
 
 def test_success_is_final_and_failure_can_be_resumed() -> None:
-    assert states.is_terminal(states.JOB, pb.JOB_STATE_SUCCEEDED)
-    for state in (pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED, pb.JOB_STATE_PAUSED):
-        assert states.allowed(states.JOB, state, pb.JOB_STATE_SUBMITTED)
+    assert states.is_terminal(states.JOB, common_pb.JOB_STATE_SUCCEEDED)
+    for state in (
+        common_pb.JOB_STATE_FAILED,
+        common_pb.JOB_STATE_CANCELLED,
+        common_pb.JOB_STATE_PAUSED,
+    ):
+        assert states.allowed(states.JOB, state, common_pb.JOB_STATE_SUBMITTED)
 
 
-@given(path=paths(states.JOB, pb.JOB_STATE_SUBMITTED))
+@given(path=paths(states.JOB, common_pb.JOB_STATE_SUBMITTED))
 def test_a_job_runs_only_when_it_was_prepared(path: list[int]) -> None:
     for before, after in itertools.pairwise(path):
-        if after == pb.JOB_STATE_RUNNING:
-            assert before == pb.JOB_STATE_STARTING
-        if before == pb.JOB_STATE_CANCELLING:
-            assert after == pb.JOB_STATE_CANCELLED, "a cancelled job does nothing else any more"
+        if after == common_pb.JOB_STATE_RUNNING:
+            assert before == common_pb.JOB_STATE_STARTING
+        if before == common_pb.JOB_STATE_CANCELLING:
+            assert after == common_pb.JOB_STATE_CANCELLED, (
+                "a cancelled job does nothing else any more"
+            )
 
 
-@given(path=paths(states.JOB, pb.JOB_STATE_SUBMITTED))
+@given(path=paths(states.JOB, common_pb.JOB_STATE_SUBMITTED))
 def test_a_job_succeeds_only_after_it_ran(path: list[int]) -> None:
-    if pb.JOB_STATE_SUCCEEDED in path:
+    if common_pb.JOB_STATE_SUCCEEDED in path:
         # Or resumed while pausing, where the step in flight was the last one.
-        earlier = path[: path.index(pb.JOB_STATE_SUCCEEDED)]
-        assert earlier[-1] in (pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING)
+        earlier = path[: path.index(common_pb.JOB_STATE_SUCCEEDED)]
+        assert earlier[-1] in (common_pb.JOB_STATE_RUNNING, common_pb.JOB_STATE_PAUSING)
 
 
 # -- engines: verified weights only
 
 
-@given(path=paths(states.ENGINE, pb.ENGINE_STATE_STARTING))
+@given(path=paths(states.ENGINE, common_pb.ENGINE_STATE_STARTING))
 def test_an_engine_serves_only_after_a_verified_update(path: list[int]) -> None:
     """Whatever happened: between DEAD (or STALE) and HEALTHY lies UPDATING."""
     verified = False
     for state in path:
-        if state == pb.ENGINE_STATE_UPDATING:
+        if state == common_pb.ENGINE_STATE_UPDATING:
             verified = True
         elif state in (
-            pb.ENGINE_STATE_STARTING,
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
+            common_pb.ENGINE_STATE_STARTING,
+            common_pb.ENGINE_STATE_STALE,
+            common_pb.ENGINE_STATE_DEAD,
+            common_pb.ENGINE_STATE_STOPPED,
         ):
             verified = False
-        elif state in (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_SUSPECT):
+        elif state in (common_pb.ENGINE_STATE_HEALTHY, common_pb.ENGINE_STATE_SUSPECT):
             assert verified
 
 
 def test_a_dead_engine_comes_back_only_through_stale() -> None:
-    targets = states.ENGINE[pb.ENGINE_STATE_DEAD] - {pb.ENGINE_STATE_STOPPED}
-    assert targets == {pb.ENGINE_STATE_STALE}
+    targets = states.ENGINE[common_pb.ENGINE_STATE_DEAD] - {common_pb.ENGINE_STATE_STOPPED}
+    assert targets == {common_pb.ENGINE_STATE_STALE}
 
 
 def test_every_engine_can_be_stopped_and_may_die() -> None:
-    for state in set(states.ENGINE) - {pb.ENGINE_STATE_STOPPED}:
-        assert pb.ENGINE_STATE_STOPPED in reachable(states.ENGINE, state)
-        if state != pb.ENGINE_STATE_DEAD:
-            assert states.allowed(states.ENGINE, state, pb.ENGINE_STATE_DEAD)
+    for state in set(states.ENGINE) - {common_pb.ENGINE_STATE_STOPPED}:
+        assert common_pb.ENGINE_STATE_STOPPED in reachable(states.ENGINE, state)
+        if state != common_pb.ENGINE_STATE_DEAD:
+            assert states.allowed(states.ENGINE, state, common_pb.ENGINE_STATE_DEAD)

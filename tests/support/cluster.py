@@ -20,13 +20,13 @@ from tests.support.jobs import job_text
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 from troupe.rpc import connect, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
-ENDED = (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
+ENDED = (common_pb.JOB_STATE_SUCCEEDED, common_pb.JOB_STATE_FAILED, common_pb.JOB_STATE_CANCELLED)
 
 
 def job_yaml(
@@ -132,23 +132,25 @@ class Cluster:
 
     async def submit(self, text: str, job_id: str = "") -> str:
         """Submit a job; its id."""
-        request = orch.SubmitJobRequest(request_id=new_id("submit"), spec=text, job_id=job_id)
+        request = orchestrator_pb.SubmitJobRequest(
+            request_id=new_id("submit"), spec=text, job_id=job_id
+        )
         return (await self.api.SubmitJob(request)).job.job_id
 
-    async def job(self, job_id: str) -> orch.Job:
+    async def job(self, job_id: str) -> orchestrator_pb.Job:
         """The job now."""
-        return (await self.api.GetJob(orch.GetJobRequest(job_id=job_id))).job
+        return (await self.api.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))).job
 
     async def wait(
         self, job_id: str, states: Iterable[int] = ENDED, seconds: float = PATIENCE
-    ) -> orch.Job:
+    ) -> orchestrator_pb.Job:
         """Wait until the job is in one of `states`."""
         wanted = set(states)
         return await self.until(job_id, lambda job: job.state in wanted, seconds)
 
     async def until(
-        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = PATIENCE
-    ) -> orch.Job:
+        self, job_id: str, good: Callable[[orchestrator_pb.Job], bool], seconds: float = PATIENCE
+    ) -> orchestrator_pb.Job:
         """Wait until the job is `good`."""
         deadline = time.monotonic() + seconds
         while True:
@@ -159,9 +161,9 @@ class Cluster:
                 raise AssertionError(f"job is {job.state}, {job.activity!r}: {job.problem}")
             await asyncio.sleep(0.02)
 
-    async def events(self, job_id: str) -> list[orch.JobEvent]:
+    async def events(self, job_id: str) -> list[orchestrator_pb.JobEvent]:
         """The log of a job that has ended."""
-        request = orch.WatchJobRequest(job_id=job_id)
+        request = orchestrator_pb.WatchJobRequest(job_id=job_id)
         return [event async for event in self.api.WatchJob(request, timeout=PATIENCE)]
 
     async def notices(self, job_id: str) -> list[str]:
@@ -169,24 +171,28 @@ class Cluster:
         events = await self.events(job_id)
         return [event.notice.text for event in events if event.HasField("notice")]
 
-    async def pause(self, job_id: str) -> orch.Job:
+    async def pause(self, job_id: str) -> orchestrator_pb.Job:
         """Pause."""
-        request = orch.PauseJobRequest(request_id=new_id("pause"), job_id=job_id)
+        request = orchestrator_pb.PauseJobRequest(request_id=new_id("pause"), job_id=job_id)
         return (await self.api.PauseJob(request)).job
 
-    async def resume(self, job_id: str, spec: str = "") -> orch.Job:
+    async def resume(self, job_id: str, spec: str = "") -> orchestrator_pb.Job:
         """Resume."""
-        request = orch.ResumeJobRequest(request_id=new_id("resume"), job_id=job_id, spec=spec)
+        request = orchestrator_pb.ResumeJobRequest(
+            request_id=new_id("resume"), job_id=job_id, spec=spec
+        )
         return (await self.api.ResumeJob(request)).job
 
-    async def cancel(self, job_id: str, reason: str = "") -> orch.Job:
+    async def cancel(self, job_id: str, reason: str = "") -> orchestrator_pb.Job:
         """Cancel."""
-        request = orch.CancelJobRequest(request_id=new_id("cancel"), job_id=job_id, reason=reason)
+        request = orchestrator_pb.CancelJobRequest(
+            request_id=new_id("cancel"), job_id=job_id, reason=reason
+        )
         return (await self.api.CancelJob(request)).job
 
-    async def step(self, job_id: str, step: int) -> es.GetStepResponse:
+    async def step(self, job_id: str, step: int) -> store_pb.GetStepResponse:
         """What the experience store knows of a step."""
-        return await self.store.GetStep(es.GetStepRequest(job_id=job_id, step=step))
+        return await self.store.GetStep(store_pb.GetStepRequest(job_id=job_id, step=step))
 
     async def check_accounts(self, job_id: str, steps: int, policies: Iterable[str]) -> None:
         """Every sample of every step is trained or dropped; every policy committed every step."""
@@ -199,7 +205,7 @@ class Cluster:
                 left = counts.pending + counts.ready + counts.claimed
                 assert left == 0, f"step {step}: {counts}"
             for commit in found.commits:
-                versions[commit.policy] += commit.outcome == es.STEP_OUTCOME_APPLIED
+                versions[commit.policy] += commit.outcome == store_pb.STEP_OUTCOME_APPLIED
                 assert commit.weights.version == versions[commit.policy]
         assert dict((await self.job(job_id)).versions) == versions
 

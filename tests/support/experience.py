@@ -18,7 +18,7 @@ from services.experience_store.trajectories import Append, Appended
 from tests.support.waiting import until
 from troupe import tensors
 from troupe.rpc import TroupeError, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Response = store_pb.ClaimMicroBatchResponse
@@ -39,7 +39,7 @@ def make_sample(
     """A row whose token ids are its turn number; half of them are prompt."""
     response = tokens - tokens // 2
 
-    def ids(length: int) -> pb.Tensor:
+    def ids(length: int) -> common_pb.Tensor:
         values: npt.NDArray[np.int32] = np.full(length, turn, np.int32)
         return tensors.ids_to_proto(values)
 
@@ -54,7 +54,7 @@ def make_sample(
         prompt_ids=ids(tokens // 2),
         response_ids=ids(response),
         logprobs=tensors.to_proto(np.zeros(response, np.float32)),
-        versions=[pb.VersionSpan(version=version, start=0, end=response)],
+        versions=[common_pb.VersionSpan(version=version, start=0, end=response)],
         columns=columns or {},
         finish_reason="stop",
     )
@@ -230,7 +230,7 @@ class Stage:
             step=self.step,
             outcome=outcome,
             reason=reason,
-            weights=pb.WeightsRef(
+            weights=common_pb.WeightsRef(
                 job_id=self.job, policy=policy, version=version, checksum=checksum
             ),
             metrics={"loss/policy": 0.5},

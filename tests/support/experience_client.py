@@ -9,7 +9,7 @@ import grpc
 from tests.support.experience import make_sample
 from troupe.experience import ExperienceWriter
 from troupe.rpc import new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
@@ -40,7 +40,7 @@ class Client:
         self, query: str, trajectory: str, **fields: Any
     ) -> store_pb.AppendTrajectoryRequest:
         values: dict[str, Any] = {
-            "state": pb.TRAJECTORY_STATE_COMPLETED,
+            "state": common_pb.TRAJECTORY_STATE_COMPLETED,
             "samples": [make_sample(query, 0, trajectory)],
             "query_id": query,
             "trajectory_id": trajectory,
@@ -66,7 +66,7 @@ class Client:
             "claimant": "trainer",
             "claim_ids": claims,
             "outcome": store_pb.STEP_OUTCOME_APPLIED,
-            "weights": pb.WeightsRef(job_id=self.job, policy="solver", version=1),
+            "weights": common_pb.WeightsRef(job_id=self.job, policy="solver", version=1),
             "metrics": {"loss/policy": 0.25},
         }
         return store_pb.CommitStepRequest(

@@ -23,20 +23,22 @@ from troupe import states
 from troupe.job import parse_job
 from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
-from troupe.v1 import common_pb2, reward_pb2, reward_pb2_grpc
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
-S = common_pb2.JobState
+S = common_pb.JobState
 
 
-class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer):
+class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.OrchestratorServicer):
     """Keeps jobs and their event logs in memory; `calls` lists (method, request)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs: dict[str, pb.Job] = {}
-        self.logs: dict[str, list[pb.JobEvent]] = {}
+        self.jobs: dict[str, orchestrator_pb.Job] = {}
+        self.logs: dict[str, list[orchestrator_pb.JobEvent]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.metadata: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
@@ -49,7 +51,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         self.away = 0
         # Break a watch after so many events, once.
         self.break_after: int | None = None
-        self.generated: pb.GeneratePolicyResponse | None = None
+        self.generated: orchestrator_pb.GeneratePolicyResponse | None = None
         self._grown = asyncio.Condition()
 
     # --- what a test does -------------------------------------------------------------------
@@ -60,7 +62,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
             job = self.jobs[job_id]
             states.check(states.JOB, job.state, target)
             job.state = target  # type: ignore[assignment]
-            event = pb.JobEvent()
+            event = orchestrator_pb.JobEvent()
             event.state.state = target  # type: ignore[assignment]
             if problem is not None:
                 job.problem.CopyFrom(problem.to_problem())
@@ -72,9 +74,14 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         named = {name.replace("__", "/"): value for name, value in values.items()}
         self.jobs[job_id].step = step
         self.jobs[job_id].metrics.update(named)
-        await self.log(job_id, pb.JobEvent(metrics=pb.MetricsLogged(step=step, values=named)))
+        await self.log(
+            job_id,
+            orchestrator_pb.JobEvent(
+                metrics=orchestrator_pb.MetricsLogged(step=step, values=named)
+            ),
+        )
 
-    async def log(self, job_id: str, event: pb.JobEvent) -> None:
+    async def log(self, job_id: str, event: orchestrator_pb.JobEvent) -> None:
         """Append an event; activities get no id and are not kept by a real one."""
         event.at.GetCurrentTime()
         async with self._grown:
@@ -90,15 +97,17 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
 
     # --- the service ------------------------------------------------------------------------
 
-    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
+    async def SubmitJob(
+        self, request: orchestrator_pb.SubmitJobRequest, context: Any
+    ) -> orchestrator_pb.SubmitJobResponse:
         await self._note("SubmitJob", request, context)
         spec = parse_job(request.spec)
         job_id = request.job_id or f"{spec.name}-{request.request_id[-4:]}"
         if job_id not in self.jobs:
-            job = pb.Job(
+            job = orchestrator_pb.Job(
                 job_id=job_id,
                 name=spec.name,
-                mode=common_pb2.PIPELINE_MODE_MICRO_BATCH,
+                mode=common_pb.PIPELINE_MODE_MICRO_BATCH,
                 total_steps=spec.pipeline.steps,
                 spec_json=spec.model_dump_json(),
                 directory=f"/data/{job_id}",
@@ -107,36 +116,40 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
             job.created_at.GetCurrentTime()
             self.jobs[job_id] = job
             self.logs[job_id] = []
-            event = pb.JobEvent()
+            event = orchestrator_pb.JobEvent()
             event.state.state = S.JOB_STATE_SUBMITTED
             await self.log(job_id, event)
-        return pb.SubmitJobResponse(job=self.jobs[job_id])
+        return orchestrator_pb.SubmitJobResponse(job=self.jobs[job_id])
 
-    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+    async def GetJob(
+        self, request: orchestrator_pb.GetJobRequest, context: Any
+    ) -> orchestrator_pb.GetJobResponse:
         await self._note("GetJob", request, context)
-        return pb.GetJobResponse(job=await self._job(request.job_id, context))
+        return orchestrator_pb.GetJobResponse(job=await self._job(request.job_id, context))
 
     async def GetJobProfile(
-        self, request: pb.GetJobProfileRequest, context: Any
-    ) -> pb.GetJobProfileResponse:
+        self, request: orchestrator_pb.GetJobProfileRequest, context: Any
+    ) -> orchestrator_pb.GetJobProfileResponse:
         await self._note("GetJobProfile", request, context)
         await self._job(request.job_id, context)
         if request.job_id not in self.profiles:
             await self._fail(context, FailedPrecondition("nothing is measured yet"))
-        return pb.GetJobProfileResponse(profile_json=self.profiles[request.job_id])
+        return orchestrator_pb.GetJobProfileResponse(profile_json=self.profiles[request.job_id])
 
-    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+    async def ListJobs(
+        self, request: orchestrator_pb.ListJobsRequest, context: Any
+    ) -> orchestrator_pb.ListJobsResponse:
         await self._note("ListJobs", request, context)
         wanted = request.state if request.HasField("state") else None
         jobs = [job for job in self.jobs.values() if wanted in (None, job.state)][::-1]
         start = int(request.page_token or 0)
         end = start + (request.page_size or 50)
         token = str(end) if end < len(jobs) else ""
-        return pb.ListJobsResponse(jobs=jobs[start:end], next_page_token=token)
+        return orchestrator_pb.ListJobsResponse(jobs=jobs[start:end], next_page_token=token)
 
     async def WatchJob(
-        self, request: pb.WatchJobRequest, context: Any
-    ) -> AsyncIterator[pb.JobEvent]:
+        self, request: orchestrator_pb.WatchJobRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.JobEvent]:
         await self._note("WatchJob", request, context)
         job = await self._job(request.job_id, context)
         log = self.logs[request.job_id]
@@ -165,62 +178,70 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
                 if at >= len(log):
                     await self._grown.wait()
 
-    async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+    async def PauseJob(
+        self, request: orchestrator_pb.PauseJobRequest, context: Any
+    ) -> orchestrator_pb.PauseJobResponse:
         await self._note("PauseJob", request, context)
         await self._move(request.job_id, context, S.JOB_STATE_PAUSING, S.JOB_STATE_PAUSED)
-        return pb.PauseJobResponse(job=self.jobs[request.job_id])
+        return orchestrator_pb.PauseJobResponse(job=self.jobs[request.job_id])
 
-    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+    async def ResumeJob(
+        self, request: orchestrator_pb.ResumeJobRequest, context: Any
+    ) -> orchestrator_pb.ResumeJobResponse:
         await self._note("ResumeJob", request, context)
         await self._move(request.job_id, context, S.JOB_STATE_SUBMITTED)
-        return pb.ResumeJobResponse(job=self.jobs[request.job_id])
+        return orchestrator_pb.ResumeJobResponse(job=self.jobs[request.job_id])
 
-    async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
+    async def CancelJob(
+        self, request: orchestrator_pb.CancelJobRequest, context: Any
+    ) -> orchestrator_pb.CancelJobResponse:
         await self._note("CancelJob", request, context)
         await self._move(request.job_id, context, S.JOB_STATE_CANCELLING, S.JOB_STATE_CANCELLED)
-        return pb.CancelJobResponse(job=self.jobs[request.job_id])
+        return orchestrator_pb.CancelJobResponse(job=self.jobs[request.job_id])
 
     async def ListVersions(
-        self, request: pb.ListVersionsRequest, context: Any
-    ) -> pb.ListVersionsResponse:
+        self, request: orchestrator_pb.ListVersionsRequest, context: Any
+    ) -> orchestrator_pb.ListVersionsResponse:
         await self._note("ListVersions", request, context)
-        weights = common_pb2.WeightsRef(policy=request.policy, version=3, checksum="abc")
-        return pb.ListVersionsResponse(
-            versions=[pb.PolicyVersion(weights=weights, step=2, outcome=1)]  # type: ignore[arg-type]
+        weights = common_pb.WeightsRef(policy=request.policy, version=3, checksum="abc")
+        return orchestrator_pb.ListVersionsResponse(
+            versions=[orchestrator_pb.PolicyVersion(weights=weights, step=2, outcome=1)]  # type: ignore[arg-type]
         )
 
     async def ListCheckpoints(
-        self, request: pb.ListCheckpointsRequest, context: Any
-    ) -> pb.ListCheckpointsResponse:
+        self, request: orchestrator_pb.ListCheckpointsRequest, context: Any
+    ) -> orchestrator_pb.ListCheckpointsResponse:
         await self._note("ListCheckpoints", request, context)
         path = f"/data/{request.job_id}/checkpoints/solver/v3"
-        return pb.ListCheckpointsResponse(
-            checkpoints=[pb.Checkpoint(policy="solver", version=3, path=path, num_bytes=7)]
+        return orchestrator_pb.ListCheckpointsResponse(
+            checkpoints=[
+                orchestrator_pb.Checkpoint(policy="solver", version=3, path=path, num_bytes=7)
+            ]
         )
 
     async def ExportCheckpoint(
-        self, request: pb.ExportCheckpointRequest, context: Any
-    ) -> AsyncIterator[pb.ExportCheckpointResponse]:
+        self, request: orchestrator_pb.ExportCheckpointRequest, context: Any
+    ) -> AsyncIterator[orchestrator_pb.ExportCheckpointResponse]:
         await self._note("ExportCheckpoint", request, context)
         for path, content in self.files.items():
             half = len(content) // 2
-            yield pb.ExportCheckpointResponse(path=path, data=content[:half])
+            yield orchestrator_pb.ExportCheckpointResponse(path=path, data=content[:half])
             if self.cut_export:
                 return
             checksum = xxhash.xxh3_64_intdigest(content) ^ self.wrong_checksum
-            yield pb.ExportCheckpointResponse(
+            yield orchestrator_pb.ExportCheckpointResponse(
                 path=path, data=content[half:], end_of_file=True, checksum=checksum
             )
 
     async def ListMetrics(
-        self, request: pb.ListMetricsRequest, context: Any
-    ) -> pb.ListMetricsResponse:
+        self, request: orchestrator_pb.ListMetricsRequest, context: Any
+    ) -> orchestrator_pb.ListMetricsResponse:
         await self._note("ListMetrics", request, context)
         rows = [e.metrics for e in self.logs[request.job_id] if e.HasField("metrics")]
         end = int(request.page_token or len(rows))
         start = max(0, end - request.page_size) if request.page_size else 0
         names = set(request.names)
-        reply = pb.ListMetricsResponse(next_page_token=str(start) if start else "")
+        reply = orchestrator_pb.ListMetricsResponse(next_page_token=str(start) if start else "")
         for row in rows[start:end]:
             values = {k: v for k, v in row.values.items() if not names or k in names}
             if row.step > request.after_step and values:
@@ -228,24 +249,24 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         return reply
 
     async def ListTrajectories(
-        self, request: pb.ListTrajectoriesRequest, context: Any
-    ) -> pb.ListTrajectoriesResponse:
+        self, request: orchestrator_pb.ListTrajectoriesRequest, context: Any
+    ) -> orchestrator_pb.ListTrajectoriesResponse:
         await self._note("ListTrajectories", request, context)
         fits = [i for i in range(250) if not request.text or request.text == f"sum {i}"]
         first = int(request.page_token or 0)
         found = fits[first : first + request.page_size]
         end = first + len(found)
-        return pb.ListTrajectoriesResponse(
+        return orchestrator_pb.ListTrajectoriesResponse(
             trajectories=[_trajectory(i) for i in found],
             next_page_token=str(end) if end < len(fits) else "",
         )
 
     async def GetTrajectory(
-        self, request: pb.GetTrajectoryRequest, context: Any
-    ) -> pb.GetTrajectoryResponse:
+        self, request: orchestrator_pb.GetTrajectoryRequest, context: Any
+    ) -> orchestrator_pb.GetTrajectoryResponse:
         await self._note("GetTrajectory", request, context)
         number = int(request.trajectory_id.rpartition("t")[2])
-        reply = pb.GetTrajectoryResponse(summary=_trajectory(number))
+        reply = orchestrator_pb.GetTrajectoryResponse(summary=_trajectory(number))
         turn = reply.turns.add(agent="solver", policy="solver", turn=0, response="4", reward=0.5)
         turn.messages.add(role="user", content="2+2")
         if request.tokens and self.reply_tokens and number == 1:
@@ -261,25 +282,29 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
             turn.tokens.ratios.extend([1.5] * count)
         return reply
 
-    async def JoinNode(self, request: pb.JoinNodeRequest, context: Any) -> pb.JoinNodeResponse:
-        return pb.JoinNodeResponse(next_seconds=1)
+    async def JoinNode(
+        self, request: orchestrator_pb.JoinNodeRequest, context: Any
+    ) -> orchestrator_pb.JoinNodeResponse:
+        return orchestrator_pb.JoinNodeResponse(next_seconds=1)
 
     async def GetCluster(
-        self, request: pb.GetClusterRequest, context: Any
-    ) -> pb.GetClusterResponse:
+        self, request: orchestrator_pb.GetClusterRequest, context: Any
+    ) -> orchestrator_pb.GetClusterResponse:
         await self._note("GetCluster", request, context)
-        reply = pb.GetClusterResponse(in_flight={"job": 5})
-        reply.workers.add(worker_id="r0", kind=pb.WORKER_KIND_ROLLOUT, alive=True, doing="rolls")
-        reply.engines.add(engine_id="e0", policy="solver", state=common_pb2.ENGINE_STATE_HEALTHY)
-        reply.bindings.add(policy="solver", state=common_pb2.BINDING_STATE_IDLE)
+        reply = orchestrator_pb.GetClusterResponse(in_flight={"job": 5})
+        reply.workers.add(
+            worker_id="r0", kind=orchestrator_pb.WORKER_KIND_ROLLOUT, alive=True, doing="rolls"
+        )
+        reply.engines.add(engine_id="e0", policy="solver", state=common_pb.ENGINE_STATE_HEALTHY)
+        reply.bindings.add(policy="solver", state=common_pb.BINDING_STATE_IDLE)
         reply.services.add(name="reward", serving=True)
         return reply
 
     async def GeneratePolicy(
-        self, request: pb.GeneratePolicyRequest, context: Any
-    ) -> pb.GeneratePolicyResponse:
+        self, request: orchestrator_pb.GeneratePolicyRequest, context: Any
+    ) -> orchestrator_pb.GeneratePolicyResponse:
         await self._note("GeneratePolicy", request, context)
-        reply = pb.GeneratePolicyResponse()
+        reply = orchestrator_pb.GeneratePolicyResponse()
         reply.result.text = "four"
         reply.result.output_ids.extend([7, 8])
         reply.result.logprobs.extend([-0.5, -0.25])
@@ -296,7 +321,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
             self.away -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the test is away")
 
-    async def _job(self, job_id: str, context: Any) -> pb.Job:
+    async def _job(self, job_id: str, context: Any) -> orchestrator_pb.Job:
         if job_id not in self.jobs:
             await self._fail(
                 context,
@@ -325,24 +350,24 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         await context.abort_with_status(rpc_status.to_status(status))
 
 
-def _trajectory(index: int) -> pb.TrajectorySummary:
-    return pb.TrajectorySummary(
+def _trajectory(index: int) -> orchestrator_pb.TrajectorySummary:
+    return orchestrator_pb.TrajectorySummary(
         trajectory_id=f"t{index}",
         query_id="q0",
-        state=common_pb2.TRAJECTORY_STATE_COMPLETED,
+        state=common_pb.TRAJECTORY_STATE_COMPLETED,
         rewards={"solver": 1.0},
     )
 
 
-class FakeFunctions(reward_pb2_grpc.RewardServicer):
+class FakeFunctions(reward_grpc.RewardServicer):
     """The door to functions: there is one, which gains from cores."""
 
     async def ListFunctions(
-        self, request: reward_pb2.ListFunctionsRequest, context: Any
-    ) -> reward_pb2.ListFunctionsResponse:
-        spec = reward_pb2.FunctionSpec(name="mine/tools/run_tests", version="1", max_cores=4)
+        self, request: reward_pb.ListFunctionsRequest, context: Any
+    ) -> reward_pb.ListFunctionsResponse:
+        spec = reward_pb.FunctionSpec(name="mine/tools/run_tests", version="1", max_cores=4)
         spec.kind = "tool"
-        one = reward_pb2.FunctionStatus(
+        one = reward_pb.FunctionStatus(
             function=spec,
             invocations=7,
             errors=1,
@@ -354,8 +379,8 @@ class FakeFunctions(reward_pb2_grpc.RewardServicer):
             cold_start_p99_seconds=0.02,
             cores_held=3,
         )
-        pool = reward_pb2.PoolStatus(workers=2, busy=1, max_workers=4)
-        return reward_pb2.ListFunctionsResponse(functions=[one], pool=pool)
+        pool = reward_pb.PoolStatus(workers=2, busy=1, max_workers=4)
+        return reward_pb.ListFunctionsResponse(functions=[one], pool=pool)
 
 
 @asynccontextmanager
@@ -364,8 +389,8 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Serve on loopback; yields the address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    pb_grpc.add_OrchestratorServicer_to_server(servicer, server)
-    reward_pb2_grpc.add_RewardServicer_to_server(FakeFunctions(), server)  # type: ignore[no-untyped-call]
+    orchestrator_grpc.add_OrchestratorServicer_to_server(servicer, server)
+    reward_grpc.add_RewardServicer_to_server(FakeFunctions(), server)  # type: ignore[no-untyped-call]
     bound = server.add_insecure_port(join_address(host, port))
     await server.start()
     try:

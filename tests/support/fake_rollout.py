@@ -18,11 +18,11 @@ from tests.support.experience import make_sample
 from tests.support.fake_worker import FakeWorker
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
-from troupe.v1 import rollout_pb2_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 
 
 @dataclass
@@ -31,21 +31,24 @@ class RolloutScript:
 
     seconds: float = 0.002
     # Besides.
-    slow: Callable[[ro.Ticket], float] = lambda ticket: 0.0
-    reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
-    metrics: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {}
+    slow: Callable[[rollout_pb.Ticket], float] = lambda ticket: 0.0
+    reward: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {
+        "solver": 1.0,
+        "team": 1.0,
+    }
+    metrics: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {}
     # What a trajectory of an evaluation votes for.
-    answer: Callable[[ro.Ticket], str | None] = lambda ticket: None
+    answer: Callable[[rollout_pb.Ticket], str | None] = lambda ticket: None
     # What is told of data sets: notes, and by evaluation how many items its tasks have.
     notes: tuple[str, ...] = ()
     items: dict[str, int] = field(default_factory=dict)
     # Items of each source of the training tasks, and whether a trajectory solves its task.
     task_items: tuple[int, ...] = ()
-    solved: Callable[[ro.Ticket], bool] = lambda ticket: False
+    solved: Callable[[rollout_pb.Ticket], bool] = lambda ticket: False
     # How it ended is told so long after the store knows.
-    late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
+    late: Callable[[rollout_pb.Ticket], float] = lambda ticket: 0.0
     # A reason, or a fault of the job's own code: the trajectory fails with it.
-    fail: Callable[[ro.Ticket], str | pb.Problem | None] = lambda ticket: None
+    fail: Callable[[rollout_pb.Ticket], str | common_pb.Problem | None] = lambda ticket: None
     # By trajectory: so often it is aborted, for nobody's fault.
     abort: dict[str, int] = field(default_factory=dict)
     # Streams end so long after their last trajectory.
@@ -54,7 +57,7 @@ class RolloutScript:
     update_errors: list[TroupeError] = field(default_factory=list)
     sleep_error: TroupeError | None = None
     # Those of the worker, as heartbeats report them.
-    devices: list[orch.GivenDevice] = field(default_factory=list)
+    devices: list[orchestrator_pb.GivenDevice] = field(default_factory=list)
     wake_errors: list[TroupeError] = field(default_factory=list)
     # Called when engines come onto their devices.
     on_devices: Callable[[], None] = lambda: None
@@ -70,7 +73,7 @@ class RolloutScript:
     # The game that is described, and what a prompt's continuations are likely to be by the version
     # of the member that a slot serves.
     workflow: Any = None
-    score: Callable[[int, ro.ScorePrompt], list[float]] | None = None
+    score: Callable[[int, rollout_pb.ScorePrompt], list[float]] | None = None
     score_seconds: float = 0.0
     # End trajectories in the store but say nothing about them before the break.
     silent: bool = False
@@ -78,10 +81,10 @@ class RolloutScript:
     keep_states: int = 0
 
 
-class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
+class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
     """Ends trajectories after `script.seconds` with one sample per agent."""
 
-    kind = orch.WORKER_KIND_ROLLOUT
+    kind = orchestrator_pb.WORKER_KIND_ROLLOUT
     name = "troupe.v1.Rollout"
 
     def __init__(self, settings: ServiceSettings, script: RolloutScript | None = None) -> None:
@@ -100,7 +103,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         # Jobs of which everything in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.ran: list[str] = []
-        self.tickets: list[ro.Ticket] = []
+        self.tickets: list[rollout_pb.Ticket] = []
         # By policy: where the weights are that it serves.
         self.keys: dict[str, str] = {}
         # Trajectories whose streams were cancelled, and those that somebody asked to abort.
@@ -108,7 +111,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         # Trajectories of each call that began some ahead of their step, and those that wait now.
         self.ahead: list[set[str]] = []
         self.begun_ahead: set[str] = set()
-        self.abort_calls: list[ro.AbortTrajectoriesRequest] = []
+        self.abort_calls: list[rollout_pb.AbortTrajectoriesRequest] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._storing: set[asyncio.Task[Any] | None] = set()
         # Steps in which trajectories run or ran at the same time.
@@ -116,28 +119,30 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self._steps: Counter[int] = Counter()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
+        rollout_grpc.add_RolloutServicer_to_server(self, server)
 
-    def message(self) -> orch.HeartbeatRequest:
+    def message(self) -> orchestrator_pb.HeartbeatRequest:
         engines = [
-            ro.EngineStatus(
+            rollout_pb.EngineStatus(
                 engine_id=engine_id,
                 job_id=job,
                 policy=policy,
-                state=pb.ENGINE_STATE_DRAINING
+                state=common_pb.ENGINE_STATE_DRAINING
                 if engine_id in self.leaving
-                else pb.ENGINE_STATE_HEALTHY,
+                else common_pb.ENGINE_STATE_HEALTHY,
                 version=versions[policy],
             )
             for job, versions in self.versions.items()
             for engine_id, policy in self.places[job].items()
         ]
         loads = [
-            ro.PolicyLoad(job_id=job, policy=policy, waiting=self.script.waiting.get(policy, 0))
+            rollout_pb.PolicyLoad(
+                job_id=job, policy=policy, waiting=self.script.waiting.get(policy, 0)
+            )
             for job, versions in self.versions.items()
             for policy in versions
         ]
-        return orch.HeartbeatRequest(
+        return orchestrator_pb.HeartbeatRequest(
             kind=self.kind,
             engines=engines,
             loads=loads,
@@ -146,8 +151,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         )
 
     async def PrepareJob(
-        self, request: ro.PrepareJobRequest, context: Any
-    ) -> ro.PrepareJobResponse:
+        self, request: rollout_pb.PrepareJobRequest, context: Any
+    ) -> rollout_pb.PrepareJobResponse:
         self.calls["PrepareJob"] += 1
         if self.script.die_preparing:
             raise self.die()
@@ -165,47 +170,47 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.script.on_devices()
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
         self.keys.update((one.policy, one.key) for one in request.weights)
-        return ro.PrepareJobResponse(
+        return rollout_pb.PrepareJobResponse(
             notes=self.script.notes,
             evaluation_items=self.script.items,
             task_items=self.script.task_items,
         )
 
     async def UpdateWeights(
-        self, request: ro.UpdateWeightsRequest, context: Any
-    ) -> ro.UpdateWeightsResponse:
+        self, request: rollout_pb.UpdateWeightsRequest, context: Any
+    ) -> rollout_pb.UpdateWeightsResponse:
         self.calls["UpdateWeights"] += 1
         if self.script.update_errors:
             raise self.script.update_errors.pop()
         weights = request.weights
         self._job(weights.job_id)[weights.policy] = weights.version
         self.keys[weights.policy] = weights.key
-        return ro.UpdateWeightsResponse()
+        return rollout_pb.UpdateWeightsResponse()
 
     async def SleepEngines(
-        self, request: ro.SleepEnginesRequest, context: Any
-    ) -> ro.SleepEnginesResponse:
+        self, request: rollout_pb.SleepEnginesRequest, context: Any
+    ) -> rollout_pb.SleepEnginesResponse:
         self.calls["SleepEngines"] += 1
         self._job(request.job_id)
         if self.script.sleep_error is not None:
             raise self.script.sleep_error
         self.asleep.setdefault(request.job_id, set()).update(request.policies)
-        return ro.SleepEnginesResponse()
+        return rollout_pb.SleepEnginesResponse()
 
     async def WakeEngines(
-        self, request: ro.WakeEnginesRequest, context: Any
-    ) -> ro.WakeEnginesResponse:
+        self, request: rollout_pb.WakeEnginesRequest, context: Any
+    ) -> rollout_pb.WakeEnginesResponse:
         self.calls["WakeEngines"] += 1
         self._job(request.job_id)
         self.script.on_devices()
         if self.script.wake_errors:
             raise self.script.wake_errors.pop()
         self.asleep.setdefault(request.job_id, set()).difference_update(request.policies)
-        return ro.WakeEnginesResponse()
+        return rollout_pb.WakeEnginesResponse()
 
     async def MoveEngine(
-        self, request: ro.MoveEngineRequest, context: Any
-    ) -> ro.MoveEngineResponse:
+        self, request: rollout_pb.MoveEngineRequest, context: Any
+    ) -> rollout_pb.MoveEngineResponse:
         self.calls["MoveEngine"] += 1
         self.leaving.add(request.engine_id)
         await asyncio.sleep(self.script.move_seconds)
@@ -215,11 +220,11 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         places = self.places[request.job_id]
         source, places[request.engine_id] = places[request.engine_id], request.policy
         self.moves.append((source, request.policy))
-        return ro.MoveEngineResponse(source=source, seconds=self.script.move_seconds)
+        return rollout_pb.MoveEngineResponse(source=source, seconds=self.script.move_seconds)
 
     async def ReleaseJob(
-        self, request: ro.ReleaseJobRequest, context: Any
-    ) -> ro.ReleaseJobResponse:
+        self, request: rollout_pb.ReleaseJobRequest, context: Any
+    ) -> rollout_pb.ReleaseJobResponse:
         if request.delete_states:
             if self.script.keep_states:
                 self.script.keep_states -= 1
@@ -228,28 +233,32 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         else:
             self.calls["ReleaseJob"] += 1
         self.versions.pop(request.job_id, None)
-        return ro.ReleaseJobResponse()
+        return rollout_pb.ReleaseJobResponse()
 
     async def AbortTrajectories(
-        self, request: ro.AbortTrajectoriesRequest, context: Any
-    ) -> ro.AbortTrajectoriesResponse:
+        self, request: rollout_pb.AbortTrajectoriesRequest, context: Any
+    ) -> rollout_pb.AbortTrajectoriesResponse:
         self.abort_calls.append(request)
         found = [one for one in request.trajectory_ids if one in self._tasks]
         for trajectory_id in found:
             # What is on its way to the store is told as the store has it.
             if (task := self._tasks[trajectory_id]) not in self._storing:
                 task.cancel(request.reason)
-        return ro.AbortTrajectoriesResponse(aborted_trajectory_ids=found)
+        return rollout_pb.AbortTrajectoriesResponse(aborted_trajectory_ids=found)
 
-    async def Generate(self, request: ro.GenerateRequest, context: Any) -> ro.GenerateResponse:
+    async def Generate(
+        self, request: rollout_pb.GenerateRequest, context: Any
+    ) -> rollout_pb.GenerateResponse:
         version = self._job(request.job_id)[request.policy]
-        return ro.GenerateResponse(text=f"{request.policy}@{version}")
+        return rollout_pb.GenerateResponse(text=f"{request.policy}@{version}")
 
-    async def Score(self, request: ro.ScoreRequest, context: Any) -> ro.ScoreResponse:
+    async def Score(
+        self, request: rollout_pb.ScoreRequest, context: Any
+    ) -> rollout_pb.ScoreResponse:
         self.calls["Score"] += 1
         version = self._job(request.job_id)[request.policy]
         await asyncio.sleep(self.script.score_seconds)
-        answer = ro.ScoreResponse(version=version)
+        answer = rollout_pb.ScoreResponse(version=version)
         if (say := self.script.score) is not None:
             # A key of members: ".../members/{version}@0".
             member = int(self.keys[request.policy].rpartition("/")[2].partition("@")[0])
@@ -257,32 +266,32 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 chances = zip(prompt.continuations, say(member, prompt), strict=True)
                 logs = [math.log(p) if p > 0 else -math.inf for _, p in chances]
                 answer.prompts.add(
-                    continuations=[ro.ScoredContinuation(logprob=one) for one in logs]
+                    continuations=[rollout_pb.ScoredContinuation(logprob=one) for one in logs]
                 )
         return answer
 
     async def DescribeGame(
-        self, request: ro.DescribeGameRequest, context: Any
-    ) -> ro.DescribeGameResponse:
+        self, request: rollout_pb.DescribeGameRequest, context: Any
+    ) -> rollout_pb.DescribeGameResponse:
         self.calls["DescribeGame"] += 1
         spec = self.specs[request.job_id]
         return await asyncio.to_thread(describe, self.script.workflow, spec, request.game)
 
     async def ListEngines(
-        self, request: ro.ListEnginesRequest, context: Any
-    ) -> ro.ListEnginesResponse:
-        return ro.ListEnginesResponse(engines=self.message().engines)
+        self, request: rollout_pb.ListEnginesRequest, context: Any
+    ) -> rollout_pb.ListEnginesResponse:
+        return rollout_pb.ListEnginesResponse(engines=self.message().engines)
 
     async def RunQueries(
-        self, request: ro.RunQueriesRequest, context: Any
-    ) -> AsyncIterator[ro.TrajectoryEvent]:
+        self, request: rollout_pb.RunQueriesRequest, context: Any
+    ) -> AsyncIterator[rollout_pb.TrajectoryEvent]:
         self.calls["RunQueries"] += 1
         self._job(request.job_id)
         assert not self.asleep.get(request.job_id), "queries for engines that sleep"
         if request.ahead:
             await self._begin_ahead(request)
             return
-        events: asyncio.Queue[ro.TrajectoryEvent] = asyncio.Queue()
+        events: asyncio.Queue[rollout_pb.TrajectoryEvent] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._tracked(request, ticket, events))
             for ticket in request.tickets
@@ -291,10 +300,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         try:
             while ended < len(tasks):
                 event = await events.get()
-                ended += event.state != pb.TRAJECTORY_STATE_RUNNING
+                ended += event.state != common_pb.TRAJECTORY_STATE_RUNNING
                 while request.together and self.script.break_after is None and not events.empty():
                     other = events.get_nowait()
-                    ended += other.state != pb.TRAJECTORY_STATE_RUNNING
+                    ended += other.state != common_pb.TRAJECTORY_STATE_RUNNING
                     event.together.append(other)
                 if not (self.script.silent and self.script.break_after is not None):
                     yield event
@@ -308,7 +317,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _begin_ahead(self, request: ro.RunQueriesRequest) -> None:
+    async def _begin_ahead(self, request: rollout_pb.RunQueriesRequest) -> None:
         """Until the caller gives up, or until these have ended as somebody else's."""
         ids = {ticket.trajectory_id for ticket in request.tickets}
         self.ahead.append(ids)
@@ -321,9 +330,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
 
     async def _tracked(
         self,
-        request: ro.RunQueriesRequest,
-        ticket: ro.Ticket,
-        events: asyncio.Queue[ro.TrajectoryEvent],
+        request: rollout_pb.RunQueriesRequest,
+        ticket: rollout_pb.Ticket,
+        events: asyncio.Queue[rollout_pb.TrajectoryEvent],
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -337,10 +346,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         except asyncio.CancelledError as cancelled:
             if not cancelled.args or not cancelled.args[0]:
                 raise
-            event = ro.TrajectoryEvent(
+            event = rollout_pb.TrajectoryEvent(
                 query_id=ticket.query_id,
                 trajectory_id=ticket.trajectory_id,
-                state=pb.TRAJECTORY_STATE_ABORTED,
+                state=common_pb.TRAJECTORY_STATE_ABORTED,
                 reason=cancelled.args[0],
                 seconds=time.monotonic() - began,
             )
@@ -354,39 +363,41 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
 
     async def _run(
         self,
-        request: ro.RunQueriesRequest,
-        ticket: ro.Ticket,
-        events: asyncio.Queue[ro.TrajectoryEvent],
+        request: rollout_pb.RunQueriesRequest,
+        ticket: rollout_pb.Ticket,
+        events: asyncio.Queue[rollout_pb.TrajectoryEvent],
     ) -> None:
         self.ran.append(ticket.trajectory_id)
         self.tickets.append(ticket)
         script, spec = self.script, self.specs[request.job_id]
-        event = ro.TrajectoryEvent(query_id=ticket.query_id, trajectory_id=ticket.trajectory_id)
-        event.state = pb.TRAJECTORY_STATE_RUNNING
+        event = rollout_pb.TrajectoryEvent(
+            query_id=ticket.query_id, trajectory_id=ticket.trajectory_id
+        )
+        event.state = common_pb.TRAJECTORY_STATE_RUNNING
         # Those that it starts with; engines may be brought further while it runs.
         versions = dict(self.versions.get(request.job_id, {}))
         event.start_versions.update(versions)
         events.put_nowait(event)
         await asyncio.sleep(script.seconds + script.slow(ticket))
-        event = ro.TrajectoryEvent(
+        event = rollout_pb.TrajectoryEvent(
             query_id=ticket.query_id, trajectory_id=ticket.trajectory_id, seconds=script.seconds
         )
         reason = script.fail(ticket)
-        if isinstance(reason, pb.Problem):
+        if isinstance(reason, common_pb.Problem):
             event.problem.CopyFrom(reason)
             reason = f"{reason.kind}: {reason.message}"
         aborted = script.abort.get(ticket.trajectory_id, 0)
         if aborted:
             script.abort[ticket.trajectory_id] = aborted - 1
-            event.state, event.reason = pb.TRAJECTORY_STATE_ABORTED, "the worker is drained"
+            event.state, event.reason = common_pb.TRAJECTORY_STATE_ABORTED, "the worker is drained"
         elif reason is None:
-            event.state = pb.TRAJECTORY_STATE_COMPLETED
+            event.state = common_pb.TRAJECTORY_STATE_COMPLETED
             event.rewards.update(script.reward(ticket))
             event.metrics.update(script.metrics(ticket))
             if (answer := script.answer(ticket)) is not None:
                 event.answer = answer
         else:
-            event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
+            event.state, event.reason = common_pb.TRAJECTORY_STATE_FAILED, reason
         samples = []
         for turn, (agent, agent_spec) in enumerate(spec.agents.items()):
             policy = ticket.cast.get(agent, agent_spec.policy)
@@ -394,12 +405,12 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 agent=agent,
                 policy=policy,
                 turn=turn,
-                messages=[pb.ChatMessage(role="user", content="2+2?")],
+                messages=[common_pb.ChatMessage(role="user", content="2+2?")],
                 response="4",
                 prompt_tokens=4,
                 response_tokens=2,
                 generate_seconds=script.seconds,
-                versions=[pb.VersionSpan(version=versions.get(policy, 0), start=0, end=2)],
+                versions=[common_pb.VersionSpan(version=versions.get(policy, 0), start=0, end=2)],
             )
             learns = not ticket.learners or policy in ticket.learners
             if spec.policies[policy].trainable and learns and reason is None:
@@ -409,10 +420,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 sample.versions[0].version = versions.get(policy, 0)
                 sample.reward = event.rewards.get(agent, 1.0)
                 samples.append(sample)
-        if ticket.purpose == ro.Ticket.PURPOSE_TRAIN:
+        if ticket.purpose == rollout_pb.Ticket.PURPOSE_TRAIN:
             self._storing.add(asyncio.current_task())
             ended = await self.store.AppendTrajectory(
-                es.AppendTrajectoryRequest(
+                store_pb.AppendTrajectoryRequest(
                     request_id=new_id("append"),
                     job_id=request.job_id,
                     step=request.step,
@@ -426,7 +437,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             )
             event.group_complete = ended.group_complete
             if ended.drop_reason:
-                event.state, event.reason = pb.TRAJECTORY_STATE_ABORTED, ended.drop_reason
+                event.state, event.reason = common_pb.TRAJECTORY_STATE_ABORTED, ended.drop_reason
         asyncio.get_running_loop().call_later(script.late(ticket), events.put_nowait, event)
 
     def _job(self, job_id: str) -> dict[str, int]:

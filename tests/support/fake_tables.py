@@ -8,16 +8,16 @@ import numpy as np
 
 from troupe import tensors
 from troupe.rpc import NotFound
-from troupe.v1 import common_pb2
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 PAGE = 2
 
 
-def sample(number: int) -> es.Sample:
+def sample(number: int) -> store_pb.Sample:
     """Even ones are trained and freed, odd ones ready with their payload."""
-    row = es.Sample(
+    row = store_pb.Sample(
         sample_id=f"q{number}_0_t0",
         policy="solver",
         query_id=f"q{number}",
@@ -25,11 +25,11 @@ def sample(number: int) -> es.Sample:
         agent="solver",
         group_id=f"q{number}/solver",
         reward=number / 4,
-        state=common_pb2.SAMPLE_STATE_TRAINED,
+        state=common_pb.SAMPLE_STATE_TRAINED,
         uses=1,
     )
     if number % 2:
-        row.state, row.uses = common_pb2.SAMPLE_STATE_READY, 0
+        row.state, row.uses = common_pb.SAMPLE_STATE_READY, 0
         row.prompt_ids.CopyFrom(tensors.to_proto(np.array([1, 2, 3], np.int32)))
         row.response_ids.CopyFrom(tensors.to_proto(np.array([4, 5], np.int32)))
         row.logprobs.CopyFrom(tensors.to_proto(np.array([-0.5, -0.25], np.float32)))
@@ -47,26 +47,26 @@ class FakeTables:
         self.freed = False
 
     async def ListSamples(
-        self, request: es.ListSamplesRequest, context: Any
-    ) -> es.ListSamplesResponse:
+        self, request: store_pb.ListSamplesRequest, context: Any
+    ) -> store_pb.ListSamplesResponse:
         await self._note("ListSamples", request, context)
         wanted = request.state if request.HasField("state") else None
         rows = [row for row in map(sample, range(5)) if wanted in (None, row.state)]
         first = int(request.page_token or 0)
         size = request.page_size or PAGE
         more = first + size < len(rows)
-        return es.ListSamplesResponse(
+        return store_pb.ListSamplesResponse(
             samples=rows[first : first + size], next_page_token=str(first + size) if more else ""
         )
 
     async def DescribeTables(
-        self, request: es.DescribeTablesRequest, context: Any
-    ) -> es.DescribeTablesResponse:
+        self, request: store_pb.DescribeTablesRequest, context: Any
+    ) -> store_pb.DescribeTablesResponse:
         await self._note("DescribeTables", request, context)
         if self.freed:
             remedy = "`troupe jobs audit` tells what became of them."
             await self._fail(context, NotFound("its rows are freed", remedy=remedy))
-        reply = es.DescribeTablesResponse(
+        reply = store_pb.DescribeTablesResponse(
             payload_bytes=3 << 20, high_water_bytes=4 << 20, redis_bytes=5 << 20
         )
         reply.tables.add(
@@ -85,9 +85,11 @@ class FakeTables:
         )
         return reply
 
-    async def AuditJob(self, request: pb.AuditJobRequest, context: Any) -> pb.AuditJobResponse:
+    async def AuditJob(
+        self, request: orchestrator_pb.AuditJobRequest, context: Any
+    ) -> orchestrator_pb.AuditJobResponse:
         await self._note("AuditJob", request, context)
-        reply = pb.AuditJobResponse(violations=self.violations)
+        reply = orchestrator_pb.AuditJobResponse(violations=self.violations)
         reply.tables.steps, reply.tables.trajectories_admitted = 3, 24
         reply.tables.trajectories_ended = 24
         reply.tables.trajectories_by_state.update({"completed": 23, "failed": 1})
@@ -101,15 +103,17 @@ class FakeTables:
             version=3,
             lost=len(self.violations),
         )
-        weights = common_pb2.WeightsRef(policy="solver", version=3, checksum="abc")
+        weights = common_pb.WeightsRef(policy="solver", version=3, checksum="abc")
         reply.versions.add(weights=weights, step=3)
         return reply
 
-    async def ForgetJob(self, request: pb.ForgetJobRequest, context: Any) -> pb.ForgetJobResponse:
+    async def ForgetJob(
+        self, request: orchestrator_pb.ForgetJobRequest, context: Any
+    ) -> orchestrator_pb.ForgetJobResponse:
         await self._note("ForgetJob", request, context)
-        return pb.ForgetJobResponse(job=await self._job(request.job_id, context))
+        return orchestrator_pb.ForgetJobResponse(job=await self._job(request.job_id, context))
 
-    async def _job(self, job_id: str, context: Any) -> pb.Job:
+    async def _job(self, job_id: str, context: Any) -> orchestrator_pb.Job:
         raise NotImplementedError
 
     async def _note(self, method: str, request: Any, context: Any) -> None:

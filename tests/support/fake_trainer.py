@@ -25,11 +25,11 @@ from troupe.rpc import (
     Unavailable,
     new_id,
 )
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
-from troupe.v1 import trainer_pb2_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TrainerScript:
     # TROUPE_TRAINER_FORWARD_TOKENS.
     forward_tokens: int = 0
     # What it says of settings that jobs leave open.
-    resolved: tuple[pb.ResolvedSetting, ...] = ()
+    resolved: tuple[common_pb.ResolvedSetting, ...] = ()
     # Ranks that it can run, of gangs that others lead, too; 0: it does not say.
     ranks: int = 0
     # Steps whose update is skipped (a NaN).
@@ -75,21 +75,21 @@ class TrainerScript:
     on_device: Callable[[], None] = lambda: None
 
 
-class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
+class FakeTrainer(FakeWorker, trainer_grpc.TrainerServicer):
     """Claims and commits; its weights are a name and a checksum."""
 
-    kind = orch.WORKER_KIND_TRAINER
+    kind = orchestrator_pb.WORKER_KIND_TRAINER
     name = "troupe.v1.Trainer"
 
     def __init__(self, settings: ServiceSettings, script: TrainerScript | None = None) -> None:
         super().__init__(settings)
         self.script = script or TrainerScript()
-        self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
+        self.bound: dict[tuple[str, str], common_pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
         # Jobs of which everything in the host's memory was to be deleted.
         self.deleted: list[str] = []
-        self.requests: list[tr.RunStepRequest] = []
-        self.binds: list[tr.BindRequest] = []
+        self.requests: list[trainer_pb.RunStepRequest] = []
+        self.binds: list[trainer_pb.BindRequest] = []
         # Keys of members in the transfer layer.
         self.published: set[str] = set()
         # The most policies that were bound at once, but for those that were told to leave.
@@ -101,28 +101,31 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         # Those of which a state was fetched ahead.
         self.fetched: set[tuple[str, str]] = set()
         self._leaving: set[tuple[str, str]] = set()
-        self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
+        self._steps: dict[tuple[str, str, int], asyncio.Task[store_pb.StepCommit]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
+        trainer_grpc.add_TrainerServicer_to_server(self, server)
 
-    def message(self) -> orch.HeartbeatRequest:
+    def message(self) -> orchestrator_pb.HeartbeatRequest:
         bindings = [
-            tr.BindingStatus(
-                job_id=job, policy=policy, state=pb.BINDING_STATE_IDLE, version=weights.version
+            trainer_pb.BindingStatus(
+                job_id=job,
+                policy=policy,
+                state=common_pb.BINDING_STATE_IDLE,
+                version=weights.version,
             )
             for (job, policy), weights in self.bound.items()
         ]
         bindings += [
-            tr.BindingStatus(
-                job_id=job, policy=policy, state=pb.BINDING_STATE_RELEASED, prefetched=True
+            trainer_pb.BindingStatus(
+                job_id=job, policy=policy, state=common_pb.BINDING_STATE_RELEASED, prefetched=True
             )
             for job, policy in self.fetched - self.bound.keys()
         ]
-        return orch.HeartbeatRequest(
+        return orchestrator_pb.HeartbeatRequest(
             kind=self.kind,
             bindings=bindings,
-            trainer=orch.TrainerDevice(
+            trainer=orchestrator_pb.TrainerDevice(
                 slots=self.script.slots,
                 device=self.script.device,
                 memory_bytes=self.script.memory,
@@ -137,7 +140,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             task.cancel()
         await super().down()
 
-    async def Bind(self, request: tr.BindRequest, context: Any) -> tr.BindResponse:
+    async def Bind(self, request: trainer_pb.BindRequest, context: Any) -> trainer_pb.BindResponse:
         self.calls["Bind"] += 1
         self.binds.append(request)
         if self.script.bind_error is not None:
@@ -145,16 +148,18 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
         resolved = self.script.resolved
-        return tr.BindResponse(weights=weights, num_parameters=1, resolved=resolved)
+        return trainer_pb.BindResponse(weights=weights, num_parameters=1, resolved=resolved)
 
-    def _weights(self, job_id: str, policy: str, version: int) -> pb.WeightsRef:
+    def _weights(self, job_id: str, policy: str, version: int) -> common_pb.WeightsRef:
         """Of a version that may have the content of the first one again."""
         weights = weights_of(job_id, policy, version)
         if (self.settings.data_dir / job_id / "restarted" / policy / str(version)).exists():
             weights.checksum = weights_of(job_id, policy, 0).checksum
         return weights
 
-    async def Restart(self, request: tr.RestartRequest, context: Any) -> tr.BindResponse:
+    async def Restart(
+        self, request: trainer_pb.RestartRequest, context: Any
+    ) -> trainer_pb.BindResponse:
         self.calls["Restart"] += 1
         key = (request.job_id, request.policy)
         if key not in self.bound:
@@ -170,16 +175,22 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.bound[key] = self._weights(*key, request.version + 1)
         assert self.bound[key].checksum == request.checksum
         await self._maybe_die("restarted")
-        return tr.BindResponse(weights=self.bound[key], num_parameters=1)
+        return trainer_pb.BindResponse(weights=self.bound[key], num_parameters=1)
 
-    def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
+    def _bound(
+        self,
+        request: trainer_pb.BindRequest | trainer_pb.ResumeRequest,
+        weights: common_pb.WeightsRef,
+    ) -> None:
         self.script.on_device()
         self.bound[request.job_id, request.policy] = weights
         self.traces.add((request.job_id, request.policy))
         self.fetched.discard((request.job_id, request.policy))
         self.most = max(self.most, len(self.bound.keys() - self._leaving))
 
-    async def Suspend(self, request: tr.SuspendRequest, context: Any) -> tr.SuspendResponse:
+    async def Suspend(
+        self, request: trainer_pb.SuspendRequest, context: Any
+    ) -> trainer_pb.SuspendResponse:
         """Between two steps: one that runs is finished first."""
         self.calls["Suspend"] += 1
         key = (request.job_id, request.policy)
@@ -196,33 +207,37 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         if self.script.lose_gang:
             self.script.lose_gang = False
             raise Aborted("a rank ended during 'suspend'", kind="gang_lost")
-        state = tr.SuspendedState(
+        state = trainer_pb.SuspendedState(
             key=f"{request.job_id}/{request.policy}/training@{version}",
             checksum="1",
             version=version,
             lease_seconds=30,
             seconds=0.25,
         )
-        return tr.SuspendResponse(state=state)
+        return trainer_pb.SuspendResponse(state=state)
 
-    async def Resume(self, request: tr.ResumeRequest, context: Any) -> tr.BindResponse:
+    async def Resume(
+        self, request: trainer_pb.ResumeRequest, context: Any
+    ) -> trainer_pb.BindResponse:
         self.calls["Resume"] += 1
         if self.script.lose_suspended:
             self.script.lose_suspended = False
             raise NotFound("it is gone", kind="suspended_state_gone", field="state.key")
         weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
-        return tr.BindResponse(weights=weights, num_parameters=1, seconds=0.25)
+        return trainer_pb.BindResponse(weights=weights, num_parameters=1, seconds=0.25)
 
-    async def Prefetch(self, request: tr.PrefetchRequest, context: Any) -> tr.PrefetchResponse:
+    async def Prefetch(
+        self, request: trainer_pb.PrefetchRequest, context: Any
+    ) -> trainer_pb.PrefetchResponse:
         self.calls["Prefetch"] += 1
         self.traces.add((request.job_id, request.policy))
         self.fetched.add((request.job_id, request.policy))
-        return tr.PrefetchResponse()
+        return trainer_pb.PrefetchResponse()
 
     async def RunStep(
-        self, request: tr.RunStepRequest, context: Any
-    ) -> AsyncIterator[tr.StepEvent]:
+        self, request: trainer_pb.RunStepRequest, context: Any
+    ) -> AsyncIterator[trainer_pb.StepEvent]:
         self.calls["RunStep"] += 1
         self.requests.append(request)
         bound = self.bound.get((request.job_id, request.policy))
@@ -231,16 +246,16 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         key = (request.job_id, request.policy, request.step)
         if key not in self._steps or self._steps[key].done():
             self._steps[key] = asyncio.create_task(self._step(request))
-        yield tr.StepEvent(state=pb.BINDING_STATE_ACCUMULATING)
+        yield trainer_pb.StepEvent(state=common_pb.BINDING_STATE_ACCUMULATING)
         if self.script.break_stream:
             self.script.break_stream = False
             raise Unavailable("the stream broke")
         commit = await asyncio.shield(self._steps[key])
-        yield tr.StepEvent(state=pb.BINDING_STATE_IDLE, commit=commit)
+        yield trainer_pb.StepEvent(state=common_pb.BINDING_STATE_IDLE, commit=commit)
 
     async def SaveCheckpoint(
-        self, request: tr.SaveCheckpointRequest, context: Any
-    ) -> tr.SaveCheckpointResponse:
+        self, request: trainer_pb.SaveCheckpointRequest, context: Any
+    ) -> trainer_pb.SaveCheckpointResponse:
         if self.script.disk_full:
             raise ResourceExhausted(
                 "no space left on device",
@@ -253,22 +268,22 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         path.mkdir(parents=True, exist_ok=True)
         (path / "model.safetensors").write_bytes(b"weights" * 300_000)
         (path / "config.json").write_text("{}")
-        return tr.SaveCheckpointResponse(path=str(path), num_bytes=1)
+        return trainer_pb.SaveCheckpointResponse(path=str(path), num_bytes=1)
 
     async def KeepMember(
-        self, request: tr.KeepMemberRequest, context: Any
-    ) -> tr.KeepMemberResponse:
+        self, request: trainer_pb.KeepMemberRequest, context: Any
+    ) -> trainer_pb.KeepMemberResponse:
         self.calls["KeepMember"] += 1
         if self.bound[request.job_id, request.policy].version != request.version:
             raise FailedPrecondition("it is gone", kind="version_not_kept")
         folder = self._member(request)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_text(request.checksum)
-        return tr.KeepMemberResponse(path=str(folder), num_bytes=len(request.checksum))
+        return trainer_pb.KeepMemberResponse(path=str(folder), num_bytes=len(request.checksum))
 
     async def PublishMember(
-        self, request: tr.PublishMemberRequest, context: Any
-    ) -> tr.PublishMemberResponse:
+        self, request: trainer_pb.PublishMemberRequest, context: Any
+    ) -> trainer_pb.PublishMemberResponse:
         self.calls["PublishMember"] += 1
         if not self._member(request).is_dir():
             raise NotFound(
@@ -280,26 +295,28 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         weights = weights_of(request.job_id, request.policy, request.version)
         weights.key = f"{request.job_id}/{request.policy}/members/{request.version}@0"
         self.published.add(weights.key)
-        return tr.PublishMemberResponse(weights=weights)
+        return trainer_pb.PublishMemberResponse(weights=weights)
 
     async def DropMember(
-        self, request: tr.DropMemberRequest, context: Any
-    ) -> tr.DropMemberResponse:
+        self, request: trainer_pb.DropMemberRequest, context: Any
+    ) -> trainer_pb.DropMemberResponse:
         self.calls["DropMember"] += 1
         key = f"{request.job_id}/{request.policy}/members/{request.version}@0"
         self.published.discard(key)
         if request.files:
             shutil.rmtree(self._member(request), ignore_errors=True)
-        return tr.DropMemberResponse()
+        return trainer_pb.DropMemberResponse()
 
     def _member(self, request: Any) -> Path:
         job = self.settings.data_dir / request.job_id
         return Path(job / "members" / request.policy / f"v{request.version}")
 
-    async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
+    async def Release(
+        self, request: trainer_pb.ReleaseRequest, context: Any
+    ) -> trainer_pb.ReleaseResponse:
         if request.delete_states:
             self.deleted.append(request.job_id)
-            return tr.ReleaseResponse()
+            return trainer_pb.ReleaseResponse()
         self.calls["Release"] += 1
         if self.script.deaf_releases:
             self.script.deaf_releases -= 1
@@ -308,28 +325,28 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.bound.pop(key, None)
         self.traces.discard(key)
         self.fetched.discard(key)
-        return tr.ReleaseResponse()
+        return trainer_pb.ReleaseResponse()
 
     async def ListBindings(
-        self, request: tr.ListBindingsRequest, context: Any
-    ) -> tr.ListBindingsResponse:
-        return tr.ListBindingsResponse(bindings=self.message().bindings)
+        self, request: trainer_pb.ListBindingsRequest, context: Any
+    ) -> trainer_pb.ListBindingsResponse:
+        return trainer_pb.ListBindingsResponse(bindings=self.message().bindings)
 
-    async def _step(self, request: tr.RunStepRequest) -> es.StepCommit:
+    async def _step(self, request: trainer_pb.RunStepRequest) -> store_pb.StepCommit:
         common: dict[str, Any] = {
             "job_id": request.job_id,
             "policy": request.policy,
             "step": request.step,
         }
         status = await self.store.GetStep(
-            es.GetStepRequest(job_id=request.job_id, step=request.step)
+            store_pb.GetStepRequest(job_id=request.job_id, step=request.step)
         )
         for commit in status.commits:
             if commit.policy == request.policy:
                 return commit
         claimant = f"{self.worker_id}/{new_id()}"
         await self.store.ReleaseClaims(
-            es.ReleaseClaimsRequest(request_id=new_id("release"), **common)
+            store_pb.ReleaseClaimsRequest(request_id=new_id("release"), **common)
         )
         claims: list[str] = []
         # How many versions older than ours each claimed sample was begun with.
@@ -337,7 +354,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         digest = 0
         while True:
             claim = await self.store.ClaimMicroBatch(
-                es.ClaimMicroBatchRequest(
+                store_pb.ClaimMicroBatchRequest(
                     request_id=new_id("claim"),
                     claimant=claimant,
                     max_samples=8,
@@ -347,9 +364,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                     **common,
                 )
             )
-            if claim.outcome == es.ClaimMicroBatchResponse.OUTCOME_EXHAUSTED:
+            if claim.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_EXHAUSTED:
                 break
-            if claim.outcome == es.ClaimMicroBatchResponse.OUTCOME_CLAIMED:
+            if claim.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_CLAIMED:
                 claims.append(claim.claim_id)
                 ids = [one.sample.sample_id.encode() for one in claim.samples]
                 digest = (digest + sum(map(xxhash.xxh3_64_intdigest, ids))) % 2**64
@@ -361,11 +378,11 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.computing.add(request.policy)
         await asyncio.sleep(self.script.seconds + self.script.slow.get(request.policy, 0.0))
         self.computing.discard(request.policy)
-        outcome, version = es.STEP_OUTCOME_APPLIED, request.version + 1
+        outcome, version = store_pb.STEP_OUTCOME_APPLIED, request.version + 1
         if request.step in self.script.skip:
-            outcome, version = es.STEP_OUTCOME_SKIPPED, request.version
+            outcome, version = store_pb.STEP_OUTCOME_SKIPPED, request.version
         elif not claims:
-            outcome, version = es.STEP_OUTCOME_EMPTY, request.version
+            outcome, version = store_pb.STEP_OUTCOME_EMPTY, request.version
         weights = self._weights(request.job_id, request.policy, version)
         metrics = {"loss/policy": 0.5, "grad_norm": float("nan")}
         if request.step in self.script.flat.get(request.policy, ()):
@@ -373,15 +390,15 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         if stale:
             metrics |= {"staleness/mean": sum(stale) / len(stale), "staleness/max": max(stale)}
         committed = await self.store.CommitStep(
-            es.CommitStepRequest(
+            store_pb.CommitStepRequest(
                 request_id=new_id("commit"),
                 claimant=claimant,
                 claim_ids=claims,
                 outcome=outcome,
-                reason="the loss is NaN" if outcome == es.STEP_OUTCOME_SKIPPED else "",
+                reason="the loss is NaN" if outcome == store_pb.STEP_OUTCOME_SKIPPED else "",
                 weights=weights,
                 metrics=metrics,
-                samples_digest=digest if outcome == es.STEP_OUTCOME_APPLIED else None,
+                samples_digest=digest if outcome == store_pb.STEP_OUTCOME_APPLIED else None,
                 **common,
             )
         )
@@ -395,9 +412,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             raise self.die()
 
 
-def weights_of(job_id: str, policy: str, version: int) -> pb.WeightsRef:
+def weights_of(job_id: str, policy: str, version: int) -> common_pb.WeightsRef:
     """The weights of a version: equal versions have equal content, whoever makes them."""
-    return pb.WeightsRef(
+    return common_pb.WeightsRef(
         job_id=job_id,
         policy=policy,
         version=version,

@@ -15,14 +15,14 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.settings import ServiceSettings
 from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable, connect
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
 
 
 class FakeWorker:
     """A worker process: a server, a heartbeat, and a death without a word."""
 
-    kind = orch.WORKER_KIND_UNSPECIFIED
+    kind = orchestrator_pb.WORKER_KIND_UNSPECIFIED
     name = ""
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -39,9 +39,9 @@ class FakeWorker:
         """Its id."""
         return self.settings.worker_id
 
-    def message(self) -> orch.HeartbeatRequest:
+    def message(self) -> orchestrator_pb.HeartbeatRequest:
         """The heartbeat."""
-        return orch.HeartbeatRequest(kind=self.kind)
+        return orchestrator_pb.HeartbeatRequest(kind=self.kind)
 
     async def start(self) -> None:
         """Called by the chassis."""

@@ -19,8 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.support.fake_orchestrator import FakeOrchestrator, S
 from troupe.rpc.errors import InvalidArgument
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 TICK = 0.08
 
@@ -37,29 +37,38 @@ class PlayingOrchestrator(FakeOrchestrator):
     def load(self) -> None:
         """Take up the jobs of an earlier life."""
         for path in self._home.glob("*.job"):
-            job = pb.Job.FromString(path.read_bytes())
+            job = orchestrator_pb.Job.FromString(path.read_bytes())
             self.jobs[job.job_id] = job
-            log = pb.ListMetricsResponse.FromString(path.with_suffix(".log").read_bytes())
+            log = orchestrator_pb.ListMetricsResponse.FromString(
+                path.with_suffix(".log").read_bytes()
+            )
             self.logs[job.job_id] = [
-                pb.JobEvent(event_id=f"{i + 1}-0", metrics=row) for i, row in enumerate(log.rows)
+                orchestrator_pb.JobEvent(event_id=f"{i + 1}-0", metrics=row)
+                for i, row in enumerate(log.rows)
             ]
             self._play(job.job_id)
 
-    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
+    async def SubmitJob(
+        self, request: orchestrator_pb.SubmitJobRequest, context: Any
+    ) -> orchestrator_pb.SubmitJobResponse:
         reply = await super().SubmitJob(request, context)
         self.jobs[reply.job.job_id].directory = f"{self._home.parent}/{reply.job.job_id}"
         self._play(reply.job.job_id)
         return reply
 
-    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+    async def ResumeJob(
+        self, request: orchestrator_pb.ResumeJobRequest, context: Any
+    ) -> orchestrator_pb.ResumeJobResponse:
         reply = await super().ResumeJob(request, context)
         self._play(request.job_id)
         return reply
 
-    async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+    async def PauseJob(
+        self, request: orchestrator_pb.PauseJobRequest, context: Any
+    ) -> orchestrator_pb.PauseJobResponse:
         await self._note("PauseJob", request, context)
         await self._move(request.job_id, context, S.JOB_STATE_PAUSING)
-        return pb.PauseJobResponse(job=self.jobs[request.job_id])
+        return orchestrator_pb.PauseJobResponse(job=self.jobs[request.job_id])
 
     def _play(self, job_id: str) -> None:
         self._playing[job_id] = asyncio.create_task(self._run(job_id))
@@ -73,7 +82,12 @@ class PlayingOrchestrator(FakeOrchestrator):
             await self.step(job_id, 0, evaluation__team__mean=0.25)
         while job.state == S.JOB_STATE_RUNNING and job.step < job.total_steps:
             text = f"step {job.step + 1}: 3 of 8 trajectories"
-            await self.log(job_id, pb.JobEvent(activity=pb.Activity(text=text, done=3, total=8)))
+            await self.log(
+                job_id,
+                orchestrator_pb.JobEvent(
+                    activity=orchestrator_pb.Activity(text=text, done=3, total=8)
+                ),
+            )
             await asyncio.sleep(TICK)
             if job.name == "doomed" and job.step == 1:
                 problem = InvalidArgument(
@@ -97,14 +111,16 @@ class PlayingOrchestrator(FakeOrchestrator):
             job.after["team_success"] = 0.875
             await self._go(job, S.JOB_STATE_SUCCEEDED)
 
-    async def _go(self, job: pb.Job, *targets: int) -> None:
+    async def _go(self, job: orchestrator_pb.Job, *targets: int) -> None:
         await self.move(job.job_id, *targets)
         self._save(job)
 
-    def _save(self, job: pb.Job) -> None:
+    def _save(self, job: orchestrator_pb.Job) -> None:
         rows = [e.metrics for e in self.logs[job.job_id] if e.HasField("metrics")]
         path = self._home / f"{job.job_id}.job"
-        path.with_suffix(".log").write_bytes(pb.ListMetricsResponse(rows=rows).SerializeToString())
+        path.with_suffix(".log").write_bytes(
+            orchestrator_pb.ListMetricsResponse(rows=rows).SerializeToString()
+        )
         path.with_suffix(".new").write_bytes(job.SerializeToString())
         path.with_suffix(".new").replace(path)
 
@@ -113,7 +129,7 @@ async def main() -> None:
     """Serve on TROUPE_PORT until SIGTERM."""
     double = PlayingOrchestrator(Path(os.environ["TROUPE_DATA_DIR"]))
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    pb_grpc.add_OrchestratorServicer_to_server(double, server)
+    orchestrator_grpc.add_OrchestratorServicer_to_server(double, server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     server.add_insecure_port(f"127.0.0.1:{os.environ['TROUPE_PORT']}")

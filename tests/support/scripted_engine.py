@@ -11,7 +11,7 @@ from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 VOCABULARY = 128
 
@@ -46,7 +46,7 @@ class ScriptedEngine(ServingEngine):
         self.vocabulary, self.max_context = VOCABULARY, self._context
         self.eos_ids = frozenset({2})
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         return self.state
 
     async def abort(self, request_id: str) -> None:
@@ -73,9 +73,9 @@ class ScriptedEngine(ServingEngine):
 
     def _fail_turns(self, error: Exception) -> None: ...
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None: ...
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None: ...
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         return 0.0
 
     async def _release(self, tags: Any) -> None: ...

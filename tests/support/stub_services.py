@@ -47,11 +47,12 @@ _STUB = textwrap.dedent(
             servicer = health.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
             if name == "orchestrator":
-                from troupe.v1 import orchestrator_pb2 as pb, orchestrator_pb2_grpc as rpc
-                class Nodes(rpc.OrchestratorServicer):
+                from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+                from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+                class Nodes(orchestrator_grpc.OrchestratorServicer):
                     def JoinNode(self, request, context):
-                        return pb.JoinNodeResponse(next_seconds=1)
-                rpc.add_OrchestratorServicer_to_server(Nodes(), server)
+                        return orchestrator_pb.JoinNodeResponse(next_seconds=1)
+                orchestrator_grpc.add_OrchestratorServicer_to_server(Nodes(), server)
             server.add_insecure_port(f"127.0.0.1:{port}")
             server.start()
             servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -60,7 +61,7 @@ _STUB = textwrap.dedent(
             pass
         with (data_dir / "stopped.txt").open("a") as file:
             file.write(name + chr(10))
-    '''
+'''
 )
 
 NAMES = ("experience_store", "reward", "orchestrator", "rollout", "trainer", "control_panel")

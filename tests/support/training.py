@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from troupe import tensors
 from troupe.job import JobSpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 VOCABULARY = 64
@@ -130,7 +130,7 @@ def make_rollout(
         prompt_ids=tensors.to_proto(np.array(prompt, np.int32)),
         response_ids=tensors.to_proto(np.array(response, np.int32)),
         logprobs=tensors.to_proto(np.array(scores, np.float32)),
-        versions=[pb.VersionSpan(version=version, start=0, end=len(response))],
+        versions=[common_pb.VersionSpan(version=version, start=0, end=len(response))],
         reward=reward,
         finish_reason="stop",
     )

@@ -17,9 +17,11 @@ from tests.support.waiting import PATIENCE
 from troupe.job import JobSpec
 from troupe.rpc import DeadlineExceeded, new_id
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 PROMPTS = {"q0": (5, 6, 7, 8), "q1": (9, 10, 11), "q2": (12, 13)}
 
@@ -29,7 +31,7 @@ class Trainer:
 
     def __init__(self, server: Any, channel: Any, job_id: str) -> None:
         self.server, self.channel = server, channel
-        self.stub = trainer_pb2_grpc.TrainerStub(channel)
+        self.stub = trainer_grpc.TrainerStub(channel)
         self._job = job_id
 
     @property
@@ -43,9 +45,9 @@ class Trainer:
         policy: str = "solver",
         version: int = 0,
         checksum: str = "",
-        hosts: trainer_pb2.GangHosts | None = None,
-    ) -> pb.WeightsRef:
-        request = trainer_pb2.BindRequest(
+        hosts: trainer_pb.GangHosts | None = None,
+    ) -> common_pb.WeightsRef:
+        request = trainer_pb.BindRequest(
             request_id=new_id(),
             job_id=self._job,
             policy=policy,
@@ -54,10 +56,10 @@ class Trainer:
             checksum=checksum,
             hosts=hosts,
         )
-        weights: pb.WeightsRef = (await self.stub.Bind(request)).weights
+        weights: common_pb.WeightsRef = (await self.stub.Bind(request)).weights
         return weights
 
-    async def bind_again(self, spec: JobSpec, **version: Any) -> pb.WeightsRef:
+    async def bind_again(self, spec: JobSpec, **version: Any) -> common_pb.WeightsRef:
         """Bind as the orchestrator does: again, where it takes longer than a call's deadline."""
         for _ in range(4):
             with contextlib.suppress(DeadlineExceeded):
@@ -66,8 +68,8 @@ class Trainer:
 
     async def events(
         self, step: int, version: int, policy: str = "solver", oldest_version: int | None = None
-    ) -> list[trainer_pb2.StepEvent]:
-        request = trainer_pb2.RunStepRequest(
+    ) -> list[trainer_pb.StepEvent]:
+        request = trainer_pb.RunStepRequest(
             request_id=new_id(),
             job_id=self._job,
             policy=policy,
@@ -90,25 +92,25 @@ class Trainer:
                 await asyncio.sleep(0.01)
 
     async def checkpoint(self, version: int, policy: str = "solver") -> Path:
-        request = trainer_pb2.SaveCheckpointRequest(
+        request = trainer_pb.SaveCheckpointRequest(
             request_id=new_id(), job_id=self._job, policy=policy, version=version
         )
         return Path((await self.stub.SaveCheckpoint(request)).path)
 
-    async def suspend(self, policy: str = "solver") -> trainer_pb2.SuspendedState:
-        request = trainer_pb2.SuspendRequest(request_id=new_id(), job_id=self._job, policy=policy)
-        state: trainer_pb2.SuspendedState = (await self.stub.Suspend(request)).state
+    async def suspend(self, policy: str = "solver") -> trainer_pb.SuspendedState:
+        request = trainer_pb.SuspendRequest(request_id=new_id(), job_id=self._job, policy=policy)
+        state: trainer_pb.SuspendedState = (await self.stub.Suspend(request)).state
         return state
 
     async def resume(
         self,
         spec: JobSpec,
-        state: trainer_pb2.SuspendedState,
+        state: trainer_pb.SuspendedState,
         checksum: str = "",
         policy: str = "solver",
         version: int | None = None,
-    ) -> pb.WeightsRef:
-        request = trainer_pb2.ResumeRequest(
+    ) -> common_pb.WeightsRef:
+        request = trainer_pb.ResumeRequest(
             request_id=new_id(),
             job_id=self._job,
             policy=policy,
@@ -117,13 +119,13 @@ class Trainer:
             checksum=checksum,
             state=state,
         )
-        weights: pb.WeightsRef = (await self.stub.Resume(request, timeout=PATIENCE)).weights
+        weights: common_pb.WeightsRef = (await self.stub.Resume(request, timeout=PATIENCE)).weights
         return weights
 
     async def prefetch(
-        self, spec: JobSpec, state: trainer_pb2.SuspendedState, policy: str = "solver"
+        self, spec: JobSpec, state: trainer_pb.SuspendedState, policy: str = "solver"
     ) -> None:
-        request = trainer_pb2.PrefetchRequest(
+        request = trainer_pb.PrefetchRequest(
             request_id=new_id(),
             job_id=self._job,
             policy=policy,
@@ -134,11 +136,11 @@ class Trainer:
 
     async def release(self, policy: str = "solver") -> None:
         await self.stub.Release(
-            trainer_pb2.ReleaseRequest(request_id=new_id(), job_id=self._job, policy=policy)
+            trainer_pb.ReleaseRequest(request_id=new_id(), job_id=self._job, policy=policy)
         )
 
-    async def statuses(self) -> list[trainer_pb2.BindingStatus]:
-        response = await self.stub.ListBindings(trainer_pb2.ListBindingsRequest())
+    async def statuses(self) -> list[trainer_pb.BindingStatus]:
+        response = await self.stub.ListBindings(trainer_pb.ListBindingsRequest())
         return list(response.bindings)
 
 
@@ -156,7 +158,7 @@ class TrainingStage:
         self.job_id = job_id
         self.tokenizer = tokenizer
         self.root = root
-        self.store = experience_store_pb2_grpc.ExperienceStoreStub(store_channel)
+        self.store = store_grpc.ExperienceStoreStub(store_channel)
         self.transfer = Transfer(root / "transfer")
         self._channel, self._start = store_channel, start
 
@@ -204,7 +206,9 @@ class TrainingStage:
         self, query: str, trajectory: str, samples: Sequence[store_pb.Sample], step: int = 0
     ) -> None:
         """End a trajectory: COMPLETED with samples, FAILED without."""
-        state = pb.TRAJECTORY_STATE_COMPLETED if samples else pb.TRAJECTORY_STATE_FAILED
+        state = (
+            common_pb.TRAJECTORY_STATE_COMPLETED if samples else common_pb.TRAJECTORY_STATE_FAILED
+        )
         await self.store.AppendTrajectory(
             store_pb.AppendTrajectoryRequest(
                 request_id=new_id(),
@@ -265,7 +269,7 @@ class TrainingStage:
         """The model at version 0."""
         return load_model(policy, spec.policies[policy], spec.seed)
 
-    def weights(self, ref: pb.WeightsRef) -> dict[str, torch.Tensor]:
+    def weights(self, ref: common_pb.WeightsRef) -> dict[str, torch.Tensor]:
         """Published weights, verified."""
         found: dict[str, torch.Tensor] = self.transfer.get(ref.key, expected_checksum=ref.checksum)[
             0

@@ -7,7 +7,7 @@ import pytest
 from services.trainer.claims import StepClaims, is_lost
 from tests.trainer.stage import TrainingStage
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -23,14 +23,14 @@ async def _claimed(stage: TrainingStage) -> StepClaims:
 async def test_a_renewal_that_meets_our_own_commit_is_no_loss(stage: TrainingStage) -> None:
     # A renewal that was sent while the commit was under way: there is nothing left to renew.
     claims = await _claimed(stage)
-    weights = pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
+    weights = common_pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
     await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {})
     await claims.renew()
 
 
 async def test_the_store_refuses_other_samples_than_it_handed_out(stage: TrainingStage) -> None:
     claims = await _claimed(stage)
-    weights = pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
+    weights = common_pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
     with pytest.raises(FailedPrecondition) as refused:
         await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {}, 12345)
     assert refused.value.kind == "digest_mismatch"

@@ -18,7 +18,7 @@ from tests.trainer.batches import full_batch_gradient, relative_error
 from tests.trainer.stage import TrainingStage
 from troupe import tensors
 from troupe.rpc import DataLoss, FailedPrecondition
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -176,7 +176,7 @@ async def test_state_of_other_samples_than_the_commit_says_is_refused(
     with pytest.raises(DataLoss) as caught:
         await two.run(1, 1)
     assert caught.value.kind == "state_mismatch"
-    assert (await two.statuses())[0].state == pb.BINDING_STATE_IDLE
+    assert (await two.statuses())[0].state == common_pb.BINDING_STATE_IDLE
     # Mended, it goes on.
     commit = (
         await stage.store.GetStep(store_pb.GetStepRequest(job_id=stage.job_id, step=0))

@@ -25,7 +25,7 @@ from troupe.client.cli.app import main
 from troupe.job import JobSpec, ModelSpec, PolicySpec
 from troupe.rpc import InvalidArgument
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 PROMPTS = ([5, 6], [17], [9, 3, 9, 3, 9])
 TOKENS = 12
@@ -59,7 +59,7 @@ def spec_of(stage: TrainingStage, kind: str) -> JobSpec:
     return JobSpec.model_validate(values)
 
 
-async def trained(stage: TrainingStage, spec: JobSpec) -> tuple[pb.WeightsRef, Any]:
+async def trained(stage: TrainingStage, spec: JobSpec) -> tuple[common_pb.WeightsRef, Any]:
     """Version 1 as published, and the trainer's own model."""
     trainer = await stage.trainer()
     await trainer.bind(spec)
@@ -115,7 +115,7 @@ class Judge:
 
 
 async def engine_says(
-    policy: PolicySpec, ref: pb.WeightsRef, transfer: Transfer
+    policy: PolicySpec, ref: common_pb.WeightsRef, transfer: Transfer
 ) -> list[list[int]]:
     engine = EmbeddedEngine("e0", "solver", policy)
     await engine.start()

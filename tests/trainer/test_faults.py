@@ -26,7 +26,7 @@ from troupe.rpc import (
     Unavailable,
     connect,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -48,7 +48,7 @@ async def test_a_full_disk_fails_the_step_and_not_the_policy(
     assert not checkpoint_path(small_disk, stage.job_id, "solver", 0).exists()
     binding = trainer.worker.bindings.bound[(stage.job_id, "solver")]
     assert all(torch.equal(before[n], t.cpu()) for n, t in binding.learner.weights().items())
-    assert (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+    assert (await trainer.statuses())[0].state == common_pb.BINDING_STATE_IDLE
     # With room again the same step succeeds, and every sample counts once.
     ballast.unlink()
     commit = await trainer.run(0, 0)
@@ -111,7 +111,7 @@ async def test_a_step_that_never_fills_up_ends(stage: TrainingStage) -> None:
     with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s") as caught:
         await trainer.run(0, 0)
     assert caught.value.field == "limits.step_seconds"
-    assert (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+    assert (await trainer.statuses())[0].state == common_pb.BINDING_STATE_IDLE
 
 
 async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> None:
@@ -127,7 +127,7 @@ async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> N
     watching.cancel()
 
     async def idle() -> bool:
-        return (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+        return (await trainer.statuses())[0].state == common_pb.BINDING_STATE_IDLE
 
     await until(idle)
     # A claim that was under way is given back when it is answered.
@@ -173,7 +173,7 @@ async def test_another_binding_ends_the_step(stage: TrainingStage, other: str) -
     await stage.open()
     await trainer.bind(spec)
     running = asyncio.create_task(trainer.events(0, 0))
-    while (await trainer.statuses())[0].state != pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
+    while (await trainer.statuses())[0].state != common_pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     if other == "specification":
         await trainer.bind(stage.spec(optimizer={"lr": 1e-3}))

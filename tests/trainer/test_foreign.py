@@ -13,7 +13,7 @@ import torch
 
 from services.trainer.state.training_state import Snapshot, TrainingState
 from services.trainer.versions import RemoteStates
-from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 WEIGHTS = {"w": torch.ones(2)}
 
@@ -77,11 +77,15 @@ class Trainer(RemoteStates):
         self._hosts, self.states = hosts, self.store("job", "player")
         hosts[name] = self
 
-    def KeepState(self, request: pb.KeepStateRequest, timeout: float) -> pb.KeepStateResponse:
+    def KeepState(
+        self, request: trainer_pb.KeepStateRequest, timeout: float
+    ) -> trainer_pb.KeepStateResponse:
         self._hosts.asked.append(("KeepState", timeout))
         return self.keep(request.job_id, request.policy, request.version, request.offer)
 
-    def OfferState(self, request: pb.OfferStateRequest, timeout: float) -> pb.OfferStateResponse:
+    def OfferState(
+        self, request: trainer_pb.OfferStateRequest, timeout: float
+    ) -> trainer_pb.OfferStateResponse:
         self._hosts.asked.append(("OfferState", timeout))
         return self.offer(request.job_id, request.policy, request.version, request.checksum)
 

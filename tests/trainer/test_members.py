@@ -15,25 +15,27 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.transfer import checksum_of
 from troupe.transfer.blob import stem_of
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
-def of(kind: Any, ref: pb.WeightsRef, **more: Any) -> Any:
+def of(kind: Any, ref: common_pb.WeightsRef, **more: Any) -> Any:
     named = {"job_id": ref.job_id, "policy": ref.policy, "version": ref.version}
     return kind(request_id=new_id(), **named, **more)
 
 
-async def keep(trainer: Trainer, ref: pb.WeightsRef) -> Path:
-    request = of(trainer_pb2.KeepMemberRequest, ref, checksum=ref.checksum)
+async def keep(trainer: Trainer, ref: common_pb.WeightsRef) -> Path:
+    request = of(trainer_pb.KeepMemberRequest, ref, checksum=ref.checksum)
     kept = await trainer.stub.KeepMember(request, timeout=PATIENCE)
     assert kept.num_bytes > ref.num_bytes
     return Path(kept.path)
 
 
-async def publish(trainer: Trainer, ref: pb.WeightsRef) -> pb.WeightsRef:
-    request = of(trainer_pb2.PublishMemberRequest, ref, checksum=ref.checksum)
-    published: pb.WeightsRef = (await trainer.stub.PublishMember(request, timeout=PATIENCE)).weights
+async def publish(trainer: Trainer, ref: common_pb.WeightsRef) -> common_pb.WeightsRef:
+    request = of(trainer_pb.PublishMemberRequest, ref, checksum=ref.checksum)
+    published: common_pb.WeightsRef = (
+        await trainer.stub.PublishMember(request, timeout=PATIENCE)
+    ).weights
     return published
 
 
@@ -56,9 +58,9 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
     assert checksum_of(stage.weights(ref)) == ref.checksum == first.checksum
     assert ref.num_bytes == first.num_bytes
     # Out of memory, but not gone.
-    await other.stub.DropMember(of(trainer_pb2.DropMemberRequest, ref), timeout=PATIENCE)
+    await other.stub.DropMember(of(trainer_pb.DropMemberRequest, ref), timeout=PATIENCE)
     await publish(other, first)
-    request = of(trainer_pb2.DropMemberRequest, ref, files=True)
+    request = of(trainer_pb.DropMemberRequest, ref, files=True)
     await other.stub.DropMember(request, timeout=PATIENCE)
     with pytest.raises(NotFound) as caught:
         await publish(other, first)
@@ -69,10 +71,10 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
 async def test_names_lead_nowhere_else(stage: TrainingStage) -> None:
     stub = (await stage.trainer()).stub
     for job, policy in (("job", "../../other"), ("..", "solver"), ("a/b", "solver")):
-        drop = trainer_pb2.DropMemberRequest(job_id=job, policy=policy, files=True)
+        drop = trainer_pb.DropMemberRequest(job_id=job, policy=policy, files=True)
         with pytest.raises(InvalidArgument):
             await stub.DropMember(drop, timeout=PATIENCE)
-        publish = trainer_pb2.PublishMemberRequest(job_id=job, policy=policy, checksum="a")
+        publish = trainer_pb.PublishMemberRequest(job_id=job, policy=policy, checksum="a")
         with pytest.raises(InvalidArgument):
             await stub.PublishMember(publish, timeout=PATIENCE)
 
@@ -93,7 +95,9 @@ async def test_a_member_that_was_changed_is_not_published(stage: TrainingStage) 
     with pytest.raises(FailedPrecondition) as refused:
         await keep(
             trainer,
-            pb.WeightsRef(job_id=first.job_id, policy="solver", version=3, checksum="0" * 32),
+            common_pb.WeightsRef(
+                job_id=first.job_id, policy="solver", version=3, checksum="0" * 32
+            ),
         )
     assert refused.value.kind == "version_not_kept"
 

@@ -12,8 +12,8 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
 from troupe.transfer import checksum_of
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 def population(stage: TrainingStage) -> JobSpec:
@@ -25,8 +25,10 @@ def population(stage: TrainingStage) -> JobSpec:
     return JobSpec.model_validate(raw)
 
 
-async def restart(trainer: Trainer, first: pb.WeightsRef, left: int, checksum: str = "") -> Any:
-    request = trainer_pb2.RestartRequest(
+async def restart(
+    trainer: Trainer, first: common_pb.WeightsRef, left: int, checksum: str = ""
+) -> Any:
+    request = trainer_pb.RestartRequest(
         request_id=new_id(),
         job_id=first.job_id,
         policy="solver",

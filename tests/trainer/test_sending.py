@@ -29,8 +29,8 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer.flat_buckets import flat_buckets
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ async def test_a_trainer_that_moved_on_or_is_gone(stage: TrainingStage, fake: Fa
         await served.update_weights(second, stage.transfer)
         assert served.last_update is not None
         assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
-        gone = pb.WeightsRef()
+        gone = common_pb.WeightsRef()
         gone.CopyFrom(third)
         gone.trained_on.trainer = "127.0.0.1:1"
         await served.update_weights(gone, stage.transfer)
@@ -179,10 +179,10 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         assert loader.chosen(weights) is None
 
 
-def sending_weights(ref: pb.WeightsRef) -> Any:
+def sending_weights(ref: common_pb.WeightsRef) -> Any:
     from services.rollout.engines.sglang.update import NewWeights
 
-    mine = pb.WeightsRef()
+    mine = common_pb.WeightsRef()
     mine.CopyFrom(ref)
     return NewWeights({}, mine)
 
@@ -191,14 +191,14 @@ async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
     spec, trainer = stage.spec(), await stage.trainer()
     first = await trainer.bind(spec)
 
-    async def events(**wanted: Any) -> list[trainer_pb2.SendWeightsEvent]:
-        message = trainer_pb2.WantedWeights(
+    async def events(**wanted: Any) -> list[trainer_pb.SendWeightsEvent]:
+        message = trainer_pb.WantedWeights(
             job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
         )
-        message.MergeFrom(trainer_pb2.WantedWeights(**wanted))
+        message.MergeFrom(trainer_pb.WantedWeights(**wanted))
 
-        async def messages() -> AsyncIterator[trainer_pb2.SendWeightsRequest]:
-            yield trainer_pb2.SendWeightsRequest(wanted=message)
+        async def messages() -> AsyncIterator[trainer_pb.SendWeightsRequest]:
+            yield trainer_pb.SendWeightsRequest(wanted=message)
             await asyncio.sleep(60)
 
         return [event async for event in trainer.stub.SendWeights(messages(), timeout=PATIENCE)]
@@ -216,12 +216,12 @@ async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
 async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> None:
     spec, trainer = stage.spec(), await stage.trainer()
     first = await trainer.bind(spec)
-    wanted = trainer_pb2.WantedWeights(
+    wanted = trainer_pb.WantedWeights(
         job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
     )
 
-    async def messages() -> AsyncIterator[trainer_pb2.SendWeightsRequest]:
-        yield trainer_pb2.SendWeightsRequest(wanted=wanted)
+    async def messages() -> AsyncIterator[trainer_pb.SendWeightsRequest]:
+        yield trainer_pb.SendWeightsRequest(wanted=wanted)
         await asyncio.sleep(60)
 
     stream = trainer.stub.SendWeights(messages(), timeout=PATIENCE)
@@ -251,7 +251,7 @@ def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
     members: list[subprocess.Popen[bytes]] = []
 
     class Caller:
-        def tell(self, event: trainer_pb2.SendWeightsEvent) -> None:
+        def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
             group = event.group
             command = [sys.executable, "-c", _MEMBER, str(group.port), group.name]
             members.append(subprocess.Popen(command, cwd=ROOT))
@@ -261,7 +261,7 @@ def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
 
     groups = sending.UpdateGroups("127.0.0.1", torch.device("cpu"))
     try:
-        name = groups.of(trainer_pb2.WantedWeights(ranks=1), Caller())
+        name = groups.of(trainer_pb.WantedWeights(ranks=1), Caller())
         work = groups.broadcast(name, torch.zeros(20_000_000))
         assert not work.is_completed()
         dropped = threading.Thread(target=groups.drop, args=(name,), daemon=True)

@@ -18,7 +18,7 @@ from tests.trainer.stage import PROMPTS, TrainingStage
 from troupe import tensors
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer import checksum_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -39,7 +39,7 @@ async def test_a_step_from_rollout_to_commit(stage: TrainingStage) -> None:
     assert (commit.weights.version, commit.num_samples) == (1, 8)
     after = stage.weights(commit.weights)
     assert checksum_of(after) == commit.weights.checksum != first.checksum
-    assert (events[-1].samples, events[-1].state) == (8, pb.BINDING_STATE_IDLE)
+    assert (events[-1].samples, events[-1].state) == (8, common_pb.BINDING_STATE_IDLE)
 
     metrics = commit.metrics
     assert metrics["importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
@@ -52,7 +52,7 @@ async def test_a_step_from_rollout_to_commit(stage: TrainingStage) -> None:
     assert metrics["staleness/mean"] == metrics["clip_fraction"] == 0.0
 
     (status,) = await trainer.statuses()
-    assert (status.version, status.state) == (1, pb.BINDING_STATE_IDLE)
+    assert (status.version, status.state) == (1, common_pb.BINDING_STATE_IDLE)
 
 
 async def test_a_repeated_step_returns_its_commit(stage: TrainingStage) -> None:
@@ -129,7 +129,7 @@ async def test_samples_that_come_late_are_waited_for(stage: TrainingStage) -> No
     rollouts = stage.rollouts(stage.first_model(spec))
 
     async def waits() -> bool:
-        return (await trainer.statuses())[0].state == pb.BINDING_STATE_ACCUMULATING
+        return (await trainer.statuses())[0].state == common_pb.BINDING_STATE_ACCUMULATING
 
     await until(waits)
     for query, trajectory, samples in rollouts:
@@ -139,7 +139,7 @@ async def test_samples_that_come_late_are_waited_for(stage: TrainingStage) -> No
     assert events[-1].commit.num_samples == 8
     assert events[-1].commit.metrics["train/wait_seconds"] > 0
     states = [event.state for event in events]
-    assert states[0] in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_ACCUMULATING)
+    assert states[0] in (common_pb.BINDING_STATE_IDLE, common_pb.BINDING_STATE_ACCUMULATING)
     assert events[-1].micro_batches >= 2
 
 

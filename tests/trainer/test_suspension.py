@@ -19,11 +19,11 @@ from troupe.rpc import (
     ResourceExhausted,
     TroupeError,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 
-Events = asyncio.Task[list[trainer_pb2.StepEvent]]
+Events = asyncio.Task[list[trainer_pb.StepEvent]]
 
 
 def spec_of(stage: TrainingStage, **pipeline: Any) -> JobSpec:
@@ -78,7 +78,7 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     assert stopped.value.kind == "step_suspended"
     # Nobody needs its device: it is told what is there, and where.
     (status,) = await here.statuses()
-    assert status.state == pb.BINDING_STATE_SUSPENDED
+    assert status.state == common_pb.BINDING_STATE_SUSPENDED
     assert (state.version, state.step, state.samples) == (0, 0, 4 if deterministic else 3)
     assert state.num_bytes == stage.transfer.manifest(state.key).num_bytes
     assert await here.suspend() == state, "repeated"
@@ -205,16 +205,16 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
     await trainer.bind(spec)
     await stage.open()
     await stage.play(stage.first_model(spec))
-    suspension: list[asyncio.Task[trainer_pb2.SuspendedState]] = []
+    suspension: list[asyncio.Task[trainer_pb.SuspendedState]] = []
     (binding,) = trainer.worker.bindings.bound.values()
     persist, loop = binding.versions.persist, asyncio.get_running_loop()
 
-    def suspended_meanwhile(*args: Any, **how: Any) -> pb.WeightsRef:
+    def suspended_meanwhile(*args: Any, **how: Any) -> common_pb.WeightsRef:
         def ask() -> None:
             suspension.append(asyncio.create_task(trainer.suspend()))
 
         loop.call_soon_threadsafe(ask)
-        weights: pb.WeightsRef = persist(*args, **how)
+        weights: common_pb.WeightsRef = persist(*args, **how)
         return weights
 
     monkeypatch.setattr(binding.versions, "persist", suspended_meanwhile)
@@ -261,7 +261,7 @@ async def test_a_step_that_another_has_begun_meanwhile_is_not_counted_twice(
 @pytest.fixture
 async def suspended(
     stage: TrainingStage,
-) -> tuple[Trainer, JobSpec, trainer_pb2.SuspendedState]:
+) -> tuple[Trainer, JobSpec, trainer_pb.SuspendedState]:
     spec = spec_of(stage)
     trainer = await stage.trainer()
     running = await half_a_step(stage, trainer, spec)
@@ -270,7 +270,7 @@ async def suspended(
     return trainer, spec, state
 
 
-Suspended = tuple[Trainer, JobSpec, trainer_pb2.SuspendedState]
+Suspended = tuple[Trainer, JobSpec, trainer_pb.SuspendedState]
 
 
 async def test_a_state_of_another_version_is_refused_and_kept(suspended: Suspended) -> None:

@@ -11,7 +11,7 @@ import torch
 from troupe.transfer import Transfer
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote import serving
-from troupe.v1 import transfer_pb2 as pb
+from troupe.v1 import transfer_pb2 as transfer_pb
 
 KEY = "job/solver/weights@3"
 
@@ -41,7 +41,7 @@ def corrupting(
     # Chunks of one message each.
     monkeypatch.setattr(serving, "MESSAGE_BYTES", PIECE_BYTES)
 
-    def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
+    def message(chunk: int, offset: int, view: memoryview) -> transfer_pb.StateChunk:
         sent.append(chunk)
         made = real(chunk, offset, view)
         data = bytearray(made.data)

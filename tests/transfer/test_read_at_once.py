@@ -19,8 +19,8 @@ from tests.transfer.test_remote_ucx import READER, SETTINGS, host
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Choice, KeyNotFound, Transfer, checksum_of
 from troupe.transfer.remote import Peer, TransferOwner, lane, reading
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +33,7 @@ MIB = 40
 class Counting:
     """A stub whose calls are counted by name."""
 
-    def __init__(self, stub: rpc.TransferOwnerStub) -> None:
+    def __init__(self, stub: transfer_grpc.TransferOwnerStub) -> None:
         self._stub, self.calls = stub, list[str]()
 
     def __getattr__(self, name: str) -> Any:
@@ -156,8 +156,12 @@ def test_who_is_named_another_source_takes_nothing_from_the_owner(tmp_path: Path
     there.set(KEY, state(MIB + 8))
     with connect_sync(owner.address, SETTINGS) as channel:
         # Another host asks before: this one is told to read from it, which never gets it.
-        asked = pb.DescribeStateRequest(key=KEY, reader=second.address)
-        assert not rpc.TransferOwnerStub(channel).DescribeState(asked, timeout=PATIENCE).source
+        asked = transfer_pb.DescribeStateRequest(key=KEY, reader=second.address)
+        assert (
+            not transfer_grpc.TransferOwnerStub(channel)
+            .DescribeState(asked, timeout=PATIENCE)
+            .source
+        )
     here.delete(KEY)
     got, manifest = here.get(KEY, timeout=PATIENCE)
     assert checksum_of(got) == manifest.checksum == checksum_of(state(MIB + 8))

@@ -30,8 +30,8 @@ from troupe.transfer import segments as room_module
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote import Peer, TransferOwner
 from troupe.transfer.remote import owner as owner_module
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 
 def test_a_state_of_another_host(
@@ -206,10 +206,13 @@ def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.Monke
         ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"chunk_bytes": PIECE_BYTES + 1}, "chunk_bytes"),
         ({"chunks": [0, 1]}, "chunks"),
-        ({"lanes": [pb.UcxLane()] * 3}, "lanes"),
-        ({"lanes": [pb.UcxLane(message_bytes=1)]}, "message_bytes"),
-        ({"lanes": [pb.UcxLane(message_bytes=PIECE_BYTES - 1)]}, "message_bytes"),
-        ({"lanes": [pb.UcxLane(message_bytes=PIECE_BYTES), pb.UcxLane()]}, "message_bytes"),
+        ({"lanes": [transfer_pb.UcxLane()] * 3}, "lanes"),
+        ({"lanes": [transfer_pb.UcxLane(message_bytes=1)]}, "message_bytes"),
+        ({"lanes": [transfer_pb.UcxLane(message_bytes=PIECE_BYTES - 1)]}, "message_bytes"),
+        (
+            {"lanes": [transfer_pb.UcxLane(message_bytes=PIECE_BYTES), transfer_pb.UcxLane()]},
+            "message_bytes",
+        ),
         ({"checksum": "0" * 32}, "checksum"),
         ({"key": "../../etc/passwd"}, "key"),
         ({"key": ""}, "key"),
@@ -221,9 +224,9 @@ def test_requests_that_make_no_sense(
     manifest = there.set(KEY, state())
     fields = {"key": KEY, "checksum": manifest.checksum, "chunk_bytes": PIECE_BYTES, "chunks": [0]}
     with connect_sync(owner.address, SETTINGS) as channel:
-        stub = rpc.TransferOwnerStub(channel)
+        stub = transfer_grpc.TransferOwnerStub(channel)
         with pytest.raises(TroupeError) as caught:
-            list(stub.ReadState(pb.ReadStateRequest(**fields | change), timeout=PATIENCE))
+            list(stub.ReadState(transfer_pb.ReadStateRequest(**fields | change), timeout=PATIENCE))
     assert caught.value.field == field
 
 

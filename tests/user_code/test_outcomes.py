@@ -37,7 +37,7 @@ from troupe.outcomes import (
     type_name,
     utf8_text,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.messages import as_template_takes, parse_messages, parse_tools
 
 
@@ -46,7 +46,10 @@ def _check_text(text: str, limit: int) -> None:
     assert len(text) <= limit
     assert "\0" not in text
     # As protobuf, JSON and Redis carry it.
-    assert pb.Problem.FromString(pb.Problem(message=text).SerializeToString()).message == text
+    assert (
+        common_pb.Problem.FromString(common_pb.Problem(message=text).SerializeToString()).message
+        == text
+    )
     assert json.loads(json.dumps(text, ensure_ascii=False).encode()) == text
 
 

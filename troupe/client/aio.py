@@ -20,9 +20,9 @@ from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.rpc.ids import new_id
 from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import is_loopback_address, local_token, read_token
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
-from troupe.v1 import reward_pb2_grpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 ADDRESS_VARIABLE = "TROUPE_ORCHESTRATOR_ADDRESS"
 DATA_DIR_VARIABLE = "TROUPE_DATA_DIR"
@@ -125,10 +125,12 @@ class AsyncClient:
             settings = settings.model_copy(update={"token": SecretStr(token)})
         self._settings = settings
         self._channel = connect(self.address, settings)
-        self._reward: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
+        self._reward: reward_grpc.RewardAsyncStub = reward_grpc.RewardStub(self._channel)
         self.functions = AsyncFunctions(self._reward)
         """Rewards and tools of the cluster."""
-        self._stub: pb_grpc.OrchestratorAsyncStub = pb_grpc.OrchestratorStub(self._channel)
+        self._stub: orchestrator_grpc.OrchestratorAsyncStub = orchestrator_grpc.OrchestratorStub(
+            self._channel
+        )
 
     async def submit(self, spec: Spec, job_id: str | None = None) -> AsyncJobHandle:
         """Submit a job: a path, YAML or JSON text, or a `JobSpec`; returns when it is durable.
@@ -138,7 +140,7 @@ class AsyncClient:
         specification.
         """
         job = await with_code(self._reward, read_spec(spec))
-        request = pb.SubmitJobRequest(
+        request = orchestrator_pb.SubmitJobRequest(
             request_id=new_id("submit"),
             spec=job.model_dump_json(),
             job_id=job_id or "",
@@ -150,7 +152,7 @@ class AsyncClient:
         """All jobs, or those in `state`, oldest first; with `limit` only the newest so many."""
 
         async def fetch(size: int, token: str) -> tuple[list[Job], str]:
-            request = pb.ListJobsRequest(page_size=size, page_token=token)
+            request = orchestrator_pb.ListJobsRequest(page_size=size, page_token=token)
             if state is not None:
                 request.state = state.number  # type: ignore[assignment]
             reply = await self._stub.ListJobs(request)
@@ -164,7 +166,7 @@ class AsyncClient:
 
     async def cluster(self) -> Cluster:
         """The current state of every worker, engine and service."""
-        return Cluster.of(await self._stub.GetCluster(pb.GetClusterRequest()))
+        return Cluster.of(await self._stub.GetCluster(orchestrator_pb.GetClusterRequest()))
 
     async def close(self) -> None:
         """Close the connection; watches in progress end with an error."""

@@ -23,7 +23,7 @@ from troupe.job.loading import FieldProblem, explained
 from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument, NotFound
 from troupe.rpc.ids import new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -69,15 +69,15 @@ class AsyncFunctions:
         )
         sha256 = ""
         if files:
-            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
+            upload = reward_pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
             sha256 = (await self._stub.UploadSource(upload)).sha256
         deployed = []
         for spec in functions:
             spec.source_sha256 = sha256
             await self._stub.RegisterFunction(
-                pb.RegisterFunctionRequest(request_id=new_id("deploy"), function=spec)
+                reward_pb.RegisterFunctionRequest(request_id=new_id("deploy"), function=spec)
             )
-            deployed.append(Function.of(pb.FunctionStatus(function=spec)))
+            deployed.append(Function.of(reward_pb.FunctionStatus(function=spec)))
         return deployed
 
     async def get(self, name: str, version: str | None = None) -> Function:
@@ -130,20 +130,20 @@ class AsyncFunctions:
     ) -> list[Invocation]:
         """Call a function once for each of `calls` (its arguments); the outcomes in their order."""
         ids = [new_id("invoke") for _ in calls]
-        request = pb.InvokeBatchRequest(
+        request = reward_pb.InvokeBatchRequest(
             name=name,
             version=version or "",
             calls=[
-                pb.BatchCall(invocation_id=one, arguments_json=_json(arguments))
+                reward_pb.BatchCall(invocation_id=one, arguments_json=_json(arguments))
                 for one, arguments in zip(ids, calls, strict=True)
             ],
         )
         reply = await self._stub.InvokeBatch(request, timeout=timeout)
         responses = list(reply.responses)
         for i, (call, response) in enumerate(zip(request.calls, responses, strict=True)):
-            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+            if response.error.kind == reward_pb.InvocationError.KIND_RESULT_TOO_LARGE:
                 # The call has ended; its result alone fits into a reply of its own.
-                alone = pb.InvokeRequest(
+                alone = reward_pb.InvokeRequest(
                     invocation_id=call.invocation_id,
                     name=name,
                     version=request.version,
@@ -176,7 +176,7 @@ class AsyncFunctions:
 
     async def cancel(self, invocation_id: str) -> bool:
         """Cancel a call that is queued or runs. False: it has ended, or is unknown."""
-        request = pb.CancelInvocationRequest(invocation_id=invocation_id)
+        request = reward_pb.CancelInvocationRequest(invocation_id=invocation_id)
         return (await self._stub.CancelInvocation(request)).cancelled
 
     async def logs(
@@ -192,7 +192,7 @@ class AsyncFunctions:
         """The last `lines` that calls of the function printed (0: all that are kept); with `follow`
         also what they print from now on, until the iterator is closed."""
         call = self._stub.ReadLogs(
-            pb.ReadLogsRequest(
+            reward_pb.ReadLogsRequest(
                 name=name,
                 version=version or "",
                 job_id=job_id,
@@ -209,13 +209,15 @@ class AsyncFunctions:
 
     async def delete(self, name: str, version: str) -> bool:
         """Delete a deployed function; its calls are cancelled. False: there was none."""
-        request = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
+        request = reward_pb.DeleteFunctionRequest(
+            request_id=new_id("delete"), name=name, version=version
+        )
         return (await self._stub.DeleteFunction(request)).deleted
 
     # The last method: after it, `list` in this class is not the type.
     async def list(self) -> list[Function]:
         """All functions of the reward service, those of jobs included."""
-        reply = await self._stub.ListFunctions(pb.ListFunctionsRequest())
+        reply = await self._stub.ListFunctions(reward_pb.ListFunctionsRequest())
         return [Function.of(status) for status in reply.functions]
 
 
@@ -226,7 +228,7 @@ async def with_code(stub: RewardAsyncStub, job: JobSpec) -> JobSpec:
     if code is None or code.sha256 is not None:
         return job
     files = await asyncio.to_thread(collect, Path(code.root), code.include, code.exclude)
-    upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
+    upload = reward_pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
     sha256 = (await stub.UploadSource(upload)).sha256
     return job.model_copy(update={"code": code.model_copy(update={"sha256": sha256})})
 
@@ -237,8 +239,8 @@ def _request(
     version: str | None,
     trajectory_id: str,
     invocation_id: str | None,
-) -> pb.InvokeRequest:
-    return pb.InvokeRequest(
+) -> reward_pb.InvokeRequest:
+    return reward_pb.InvokeRequest(
         invocation_id=invocation_id or new_id("invoke"),
         name=name,
         version=version or "",
@@ -260,7 +262,7 @@ def _json(arguments: Mapping[str, Any]) -> str:
 
 
 def _event(
-    name: str, invocation_id: str, event: pb.InvocationEvent
+    name: str, invocation_id: str, event: reward_pb.InvocationEvent
 ) -> InvocationProgress | Invocation:
     match event.WhichOneof("event"):
         case "outcome":
@@ -280,7 +282,7 @@ def prepare(
     name: str | None,
     version: str | None,
     costs: Mapping[str, Any],
-) -> tuple[tuple[pb.SourceFile, ...], list[pb.FunctionSpec]]:
+) -> tuple[tuple[reward_pb.SourceFile, ...], list[reward_pb.FunctionSpec]]:
     """The source files of `source`, none where the cluster has the code installed, and its
     functions to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
     target, folder, files = _read(str(source), entrypoint)
@@ -342,7 +344,9 @@ def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _read(source: str, entrypoint: str | None) -> tuple[str, str | None, tuple[pb.SourceFile, ...]]:
+def _read(
+    source: str, entrypoint: str | None
+) -> tuple[str, str | None, tuple[reward_pb.SourceFile, ...]]:
     """The entrypoint to import, the directory to import it from, and the files to upload."""
     path, attribute = source, entrypoint or ""
     if not Path(source).exists() and ":" in source:
@@ -353,7 +357,7 @@ def _read(source: str, entrypoint: str | None) -> tuple[str, str | None, tuple[p
             raise InvalidArgument(
                 "is no name of a module", field="source", value=place.name, remedy="Rename it."
             )
-        file = pb.SourceFile(path=place.name, content=place.read_bytes())
+        file = reward_pb.SourceFile(path=place.name, content=place.read_bytes())
         _, _, attribute = attribute.rpartition(":")
         return _joined(place.stem, attribute), str(place.resolve().parent), (file,)
     if place.is_dir():
@@ -380,7 +384,7 @@ def _joined(module: str, attribute: str) -> str:
     return f"{module}:{attribute}" if attribute else module
 
 
-def _files(folder: Path) -> Iterator[pb.SourceFile]:
+def _files(folder: Path) -> Iterator[reward_pb.SourceFile]:
     """The text files of a folder, without hidden files and byte code. Raises `InvalidArgument`."""
     try:
         yield from _readable_files(folder)
@@ -393,7 +397,7 @@ def _files(folder: Path) -> Iterator[pb.SourceFile]:
         ) from error
 
 
-def _readable_files(folder: Path) -> Iterator[pb.SourceFile]:
+def _readable_files(folder: Path) -> Iterator[reward_pb.SourceFile]:
     size = 0
     for count, path in enumerate(walk(folder)):
         size += path.stat().st_size
@@ -409,4 +413,4 @@ def _readable_files(folder: Path) -> Iterator[pb.SourceFile]:
             content.decode("utf-8")
         except UnicodeDecodeError:
             continue  # a binary file is not source
-        yield pb.SourceFile(path=path.relative_to(folder).as_posix(), content=content)
+        yield reward_pb.SourceFile(path=path.relative_to(folder).as_posix(), content=content)

@@ -46,10 +46,10 @@ from troupe.rpc.ids import new_id
 from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings
 from troupe.storage import LocalPlace
-from troupe.v1 import common_pb2
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 if TYPE_CHECKING:
     from troupe.twin.profile import JobProfile
@@ -77,7 +77,7 @@ class AsyncJobHandle:
 
     def __init__(
         self,
-        stub: pb_grpc.OrchestratorAsyncStub,
+        stub: orchestrator_grpc.OrchestratorAsyncStub,
         job_id: str,
         settings: ClientSettings,
         reward: RewardAsyncStub,
@@ -93,7 +93,7 @@ class AsyncJobHandle:
 
     async def info(self) -> Job:
         """The job as it is now."""
-        reply = await self._stub.GetJob(pb.GetJobRequest(job_id=self.id))
+        reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=self.id))
         return Job.of(reply.job)
 
     async def watch(self, after: str = "") -> AsyncIterator[Event]:
@@ -132,7 +132,7 @@ class AsyncJobHandle:
 
     async def pause(self) -> Job:
         """Admit no new query; what is in flight finishes. Returns at once."""
-        request = pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
+        request = orchestrator_pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
         return Job.of((await self._stub.PauseJob(request)).job)
 
     async def resume(self, spec: Spec | None = None) -> Job:
@@ -142,7 +142,7 @@ class AsyncJobHandle:
         limits, ...); otherwise `FailedPrecondition` names what differs.
         """
         job = None if spec is None else await with_code(self._reward, read_spec(spec))
-        request = pb.ResumeJobRequest(
+        request = orchestrator_pb.ResumeJobRequest(
             request_id=new_id("resume"),
             job_id=self.id,
             spec="" if job is None else job.model_dump_json(),
@@ -151,25 +151,31 @@ class AsyncJobHandle:
 
     async def cancel(self, reason: str = "") -> Job:
         """End the job without waiting for what is in flight. Returns at once."""
-        request = pb.CancelJobRequest(request_id=new_id("cancel"), job_id=self.id, reason=reason)
+        request = orchestrator_pb.CancelJobRequest(
+            request_id=new_id("cancel"), job_id=self.id, reason=reason
+        )
         return Job.of((await self._stub.CancelJob(request)).job)
 
     async def forget(self) -> Job:
         """Delete what the cluster's memory holds of the job, which has ended: its record, log,
         metrics, trajectories, rows and weights. What is in its directory stays, as checkpoints do.
         Returns what the job was."""
-        request = pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
+        request = orchestrator_pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
         return Job.of((await self._stub.ForgetJob(request)).job)
 
     async def versions(self, policy: str) -> list[Version]:
         """Published weight versions of a policy, given by its name or that of an agent which it
         plays; so in all calls that name a policy."""
-        reply = await self._stub.ListVersions(pb.ListVersionsRequest(job_id=self.id, policy=policy))
+        reply = await self._stub.ListVersions(
+            orchestrator_pb.ListVersionsRequest(job_id=self.id, policy=policy)
+        )
         return [Version.of(version) for version in reply.versions]
 
     async def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints on the trainer's disk."""
-        reply = await self._stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=self.id))
+        reply = await self._stub.ListCheckpoints(
+            orchestrator_pb.ListCheckpointsRequest(job_id=self.id)
+        )
         return [Checkpoint.of(checkpoint) for checkpoint in reply.checkpoints]
 
     async def export(
@@ -185,12 +191,16 @@ class AsyncJobHandle:
         The directory appears only when every file has arrived with the right checksum. `progress`
         is told the bytes that have arrived, as they do.
         """
-        request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy, version=version)
+        request = orchestrator_pb.ExportCheckpointRequest(
+            job_id=self.id, policy=policy, version=version
+        )
         return await receive(self._stub.ExportCheckpoint(request), to, progress)
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
         """Metrics per step; `names` empty: all of them."""
-        request = pb.ListMetricsRequest(job_id=self.id, names=names, after_step=after_step)
+        request = orchestrator_pb.ListMetricsRequest(
+            job_id=self.id, names=names, after_step=after_step
+        )
         request.page_size = _ROWS
         pages: list[list[MetricsRow]] = []
         while not pages or request.page_token:
@@ -206,7 +216,9 @@ class AsyncJobHandle:
 
         async def fetch(size: int, token: str) -> tuple[list[Trajectory], str]:
             reply = await self._stub.ListTrajectories(
-                pb.ListTrajectoriesRequest(job_id=self.id, page_size=size, page_token=token)
+                orchestrator_pb.ListTrajectoriesRequest(
+                    job_id=self.id, page_size=size, page_token=token
+                )
             )
             return [Trajectory.of(one) for one in reply.trajectories], reply.next_page_token
 
@@ -215,7 +227,7 @@ class AsyncJobHandle:
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
         reply = await self._stub.GetTrajectory(
-            pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
+            orchestrator_pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
         )
         turns = tuple(Turn.of(turn) for turn in reply.turns)
         return Trajectory.of(reply.summary, conversation=turns)
@@ -248,12 +260,12 @@ class AsyncJobHandle:
         Raises `FailedPrecondition` before the end of its first step."""
         from troupe.twin.profile import JobProfile  # with numpy: not at the start of a command
 
-        reply = await self._stub.GetJobProfile(pb.GetJobProfileRequest(job_id=self.id))
+        reply = await self._stub.GetJobProfile(orchestrator_pb.GetJobProfileRequest(job_id=self.id))
         return JobProfile.of_json(reply.profile_json)
 
     async def population(self) -> Population:
         """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
-        reply = await self._stub.GetPopulation(pb.GetPopulationRequest(job_id=self.id))
+        reply = await self._stub.GetPopulation(orchestrator_pb.GetPopulationRequest(job_id=self.id))
         return Population.of(reply.population)
 
     async def matches(self, member: str = "", limit: int = _PAGE) -> list[Match]:
@@ -265,7 +277,7 @@ class AsyncJobHandle:
 
         async def fetch(size: int, token: str) -> tuple[list[Match], str]:
             reply = await self._stub.ListMatches(
-                pb.ListMatchesRequest(
+                orchestrator_pb.ListMatchesRequest(
                     job_id=self.id, member_id=member, page_size=size, page_token=token
                 )
             )
@@ -278,12 +290,12 @@ class AsyncJobHandle:
 
         Raises `NotFound` for an unknown member, or one whose weights are not kept.
         """
-        request = pb.ExportMemberRequest(job_id=self.id, member_id=member)
+        request = orchestrator_pb.ExportMemberRequest(job_id=self.id, member_id=member)
         return await receive(self._stub.ExportMember(request), to)
 
     async def tables(self) -> Tables:
         """Counts of the job's samples in the experience store, by policy and state."""
-        request = es.DescribeTablesRequest(job_id=self.id)
+        request = store_pb.DescribeTablesRequest(job_id=self.id)
         return Tables.of(await self._stub.DescribeTables(request))
 
     async def samples(
@@ -296,7 +308,9 @@ class AsyncJobHandle:
         """
         wanted = None if state is None else sample_state(state)
         policy = policy_of((await self.info()).spec, policy)
-        request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step, state=wanted)
+        request = store_pb.ListSamplesRequest(
+            job_id=self.id, policy=policy, step=step, state=wanted
+        )
         while True:
             reply = await self._stub.ListSamples(request)
             for sample in reply.samples:
@@ -308,7 +322,7 @@ class AsyncJobHandle:
     async def audit(self, timeout: float = 300.0) -> Audit:
         """Check from the store's log that every sample was trained once or dropped with a reason,
         and that the published versions agree with it."""
-        request = pb.AuditJobRequest(job_id=self.id)
+        request = orchestrator_pb.AuditJobRequest(job_id=self.id)
         return Audit.of(await self._stub.AuditJob(request, timeout=timeout))
 
     async def generate(
@@ -333,14 +347,14 @@ class AsyncJobHandle:
         """
         if (messages is None) == (input_ids is None):
             raise InvalidArgument("give exactly one of messages and input_ids.", field="messages")
-        request = pb.GeneratePolicyRequest(
+        request = orchestrator_pb.GeneratePolicyRequest(
             request_id=new_id("generate"),
             job_id=self.id,
             policy=policy,
             messages=[] if messages is None else chat_messages(messages),
             input_ids=input_ids or [],
             # What is None stays unset: absent and zero differ.
-            sampling=common_pb2.SamplingParams(
+            sampling=common_pb.SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
@@ -390,9 +404,9 @@ async def paged(
     return found[:limit]
 
 
-def sample_state(name: str) -> common_pb2.SampleState.ValueType:
+def sample_state(name: str) -> common_pb.SampleState.ValueType:
     """The enum value of a sample state's name. Raises `InvalidArgument`."""
-    states = numbers_by_word(common_pb2.SampleState.DESCRIPTOR)
+    states = numbers_by_word(common_pb.SampleState.DESCRIPTOR)
     if name not in states:
         raise InvalidArgument(
             "is not a state of samples",
@@ -400,10 +414,10 @@ def sample_state(name: str) -> common_pb2.SampleState.ValueType:
             value=name,
             remedy=f"Use one of: {', '.join(states)}.",
         )
-    return common_pb2.SampleState.ValueType(states[name])
+    return common_pb.SampleState.ValueType(states[name])
 
 
-def chat_messages(messages: Messages) -> list[common_pb2.ChatMessage]:
+def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
     """Chat messages for the wire; a text is one user message. Raises `InvalidArgument`."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -415,14 +429,14 @@ def chat_messages(messages: Messages) -> list[common_pb2.ChatMessage]:
                 field=f"messages.{index}",
                 value=message,
             )
-        chat.append(common_pb2.ChatMessage(role=message["role"], content=message["content"]))
+        chat.append(common_pb.ChatMessage(role=message["role"], content=message["content"]))
     if not chat:
         raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
     return chat
 
 
 async def watch(
-    stub: pb_grpc.OrchestratorAsyncStub,
+    stub: orchestrator_grpc.OrchestratorAsyncStub,
     job_id: str,
     *,
     after: str = "",
@@ -442,15 +456,17 @@ async def watch(
         broken, reached = TroupeError("the stream ended"), False
         try:
             # A stream may be silent for hours: only this tells that the server is there again.
-            await stub.GetJob(pb.GetJobRequest(job_id=job_id), timeout=away_seconds)
+            await stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id), timeout=away_seconds)
             reached = True
-            async for message in stub.WatchJob(pb.WatchJobRequest(job_id=job_id, after=after)):
+            async for message in stub.WatchJob(
+                orchestrator_pb.WatchJobRequest(job_id=job_id, after=after)
+            ):
                 after = message.event_id or after
                 failures = 0
                 if (event := event_of(message)) is not None:
                     yield event
             # A server that shuts down may end the stream before the job ends.
-            reply = await stub.GetJob(pb.GetJobRequest(job_id=job_id))
+            reply = await stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
             if Job.of(reply.job).state.ended:
                 return
         except TroupeError as error:
@@ -463,7 +479,7 @@ async def watch(
 
 
 async def receive(
-    chunks: AsyncIterable[pb.ExportCheckpointResponse],
+    chunks: AsyncIterable[orchestrator_pb.ExportCheckpointResponse],
     to: str | Path,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
@@ -481,7 +497,7 @@ async def receive(
 
 
 async def _receive_into(
-    chunks: AsyncIterable[pb.ExportCheckpointResponse],
+    chunks: AsyncIterable[orchestrator_pb.ExportCheckpointResponse],
     directory: Path,
     progress: Callable[[int], None],
 ) -> None:

@@ -16,9 +16,9 @@ from troupe.contracts.metric_names import (
 from troupe.functions.costs import costs_of, schema_of
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc.errors import FailedPrecondition, TroupeError
-from troupe.v1 import common_pb2
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import reward_pb2 as reward_pb
 
 
@@ -39,7 +39,7 @@ class JobState(StrEnum):
     @property
     def number(self) -> int:
         """The wire's number."""
-        return int(common_pb2.JobState.Value(f"JOB_STATE_{self.upper()}"))
+        return int(common_pb.JobState.Value(f"JOB_STATE_{self.upper()}"))
 
     @property
     def ended(self) -> bool:
@@ -49,7 +49,7 @@ class JobState(StrEnum):
     @property
     def resumable(self) -> bool:
         """Whether the orchestrator would accept a resume."""
-        return states.allowed(states.JOB, self.number, common_pb2.JOB_STATE_SUBMITTED)
+        return states.allowed(states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED)
 
 
 @dataclass(frozen=True)
@@ -559,7 +559,7 @@ class Sample(Record, id_from="sample_id"):
     columns: dict[str, Any]
 
     @classmethod
-    def of(cls, message: es.Sample, **given: Any) -> Self:
+    def of(cls, message: store_pb.Sample, **given: Any) -> Self:
         """From the wire. Raises `ChecksumError` for a damaged tensor."""
         there = message.HasField("response_ids")
         for name in ("prompt_ids", "response_ids", "logprobs"):
@@ -658,7 +658,7 @@ class Audit(Record, part="tables"):
         return sum(one.duplicated for one in self.policies)
 
 
-def _column(column: es.Column) -> Any:
+def _column(column: store_pb.Column) -> Any:
     match column.WhichOneof("value"):
         case "tensor":
             return tensors.from_proto(column.tensor).tolist()
@@ -698,7 +698,7 @@ class Notice(Record):
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        severity = word(pb.Notice.Severity.DESCRIPTOR, message.severity) or "info"
+        severity = word(orchestrator_pb.Notice.Severity.DESCRIPTOR, message.severity) or "info"
         return super().of(message, severity=severity, **given)
 
 
@@ -717,7 +717,7 @@ class Activity(Record):
 Event = StateChanged | MetricsLogged | Notice | Activity
 
 
-def event_of(message: pb.JobEvent) -> Event | None:
+def event_of(message: orchestrator_pb.JobEvent) -> Event | None:
     """The record of an event; None for a kind that this version does not know (a newer server)."""
     at = when(message.at)
     match message.WhichOneof("event"):

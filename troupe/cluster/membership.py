@@ -19,8 +19,8 @@ from troupe.devices import NODE_PROTOCOL, Device, device_use
 from troupe.rpc import NO_RETRY, ClientSettings, connect
 from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.errors import DeadlineExceeded, TroupeError, Unavailable
-from troupe.v1 import orchestrator_pb2 as pb
-from troupe.v1 import orchestrator_pb2_grpc as rpc
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ class NodeMembership:
         client = ClientSettings.of_environment().model_copy(update=update)
         self._orchestrator = orchestrator
         self._channel = connect(orchestrator, client)
-        self._stub: rpc.OrchestratorAsyncStub = rpc.OrchestratorStub(self._channel)
+        self._stub: orchestrator_grpc.OrchestratorAsyncStub = orchestrator_grpc.OrchestratorStub(
+            self._channel
+        )
         self._name = settings.name
         self._host = settings.reachable_host
         self._instance = secrets.token_hex(8)
@@ -111,7 +113,7 @@ class NodeMembership:
 
     async def demand(self) -> TrainerDemand:
         """The demand for trainers now. Raises `TroupeError`."""
-        reply = await self._stub.GetCluster(pb.GetClusterRequest())
+        reply = await self._stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
 
     async def leave(self) -> None:
@@ -119,7 +121,7 @@ class NodeMembership:
         self.stop_reporting()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        request = pb.JoinNodeRequest(
+        request = orchestrator_pb.JoinNodeRequest(
             name=self._name, instance=self._instance, protocol=NODE_PROTOCOL, leaving=True
         )
         try:
@@ -143,9 +145,9 @@ class NodeMembership:
                 self._tell("the head takes this node's reports again")
             away, pause = False, max(0.1, answer.next_seconds)
 
-    async def _request(self) -> pb.JoinNodeRequest:
+    async def _request(self) -> orchestrator_pb.JoinNodeRequest:
         use = await asyncio.to_thread(device_use, self._devices)
-        request = pb.JoinNodeRequest(
+        request = orchestrator_pb.JoinNodeRequest(
             name=self._name, instance=self._instance, protocol=NODE_PROTOCOL, host=self._host
         )
         for one in self._devices:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from troupe.outcomes import NotJsonError, json_text, parse_json
 from troupe.rpc.errors import InvalidArgument
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -34,9 +34,9 @@ def to_spec(
     kind: str = "",
     description: str = "",
     parameters: Mapping[str, Any] | None = None,
-) -> pb.FunctionSpec:
+) -> reward_pb.FunctionSpec:
     """The message that registers a function; `costs` override what it `declared`."""
-    return pb.FunctionSpec(
+    return reward_pb.FunctionSpec(
         name=name,
         version=version,
         entrypoint=entrypoint,
@@ -58,7 +58,7 @@ def _schema(parameters: Mapping[str, Any]) -> str:
         ) from error
 
 
-def schema_of(spec: pb.FunctionSpec) -> dict[str, Any]:
+def schema_of(spec: reward_pb.FunctionSpec) -> dict[str, Any]:
     """The JSON schema of a function's arguments; empty where the registered text is none."""
     try:
         found = parse_json(spec.parameters_json or "{}")
@@ -67,7 +67,7 @@ def schema_of(spec: pb.FunctionSpec) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def costs_of(spec: pb.FunctionSpec) -> dict[str, Any]:
+def costs_of(spec: reward_pb.FunctionSpec) -> dict[str, Any]:
     """The costs that are set in a message, by name."""
     own = ("name", "version", "entrypoint", "kind", "description", "parameters_json")
     return {

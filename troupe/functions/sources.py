@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final
 from troupe.contracts import kinds
 from troupe.disks import Scratch
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
-from troupe.v1 import orchestrator_pb2, reward_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 if TYPE_CHECKING:
     from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
@@ -53,7 +54,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
 def collect(
     root: Path, include: Sequence[str], exclude: Sequence[str] = ()
-) -> list[reward_pb2.SourceFile]:
+) -> list[reward_pb.SourceFile]:
     """The files of a job's `code:`: those below `root` that `include` names and `exclude` does not.
 
     A name of `include` is that of a file, a folder or a pattern (`conf/*.yaml`). Hidden files and
@@ -84,10 +85,10 @@ def collect(
     if not found:
         raise _refused("include", list(include), "names no file", "Include the job's modules.")
     _check_size({name: path.stat().st_size for name, path in found.items()})
-    files: list[reward_pb2.SourceFile] = []
+    files: list[reward_pb.SourceFile] = []
     for name, path in sorted(found.items()):
         with _scanning(name):
-            files.append(reward_pb2.SourceFile(path=name, content=path.read_bytes()))
+            files.append(reward_pb.SourceFile(path=name, content=path.read_bytes()))
     return files
 
 
@@ -163,7 +164,7 @@ class SourceStore:
         self._root = root
         self._own: Scratch | None = None
 
-    def put(self, files: Sequence[reward_pb2.SourceFile]) -> str:
+    def put(self, files: Sequence[reward_pb.SourceFile]) -> str:
         """Keep `files`; returns their hash. Raises `InvalidArgument`."""
         check_files(files)
         name = digest(files)
@@ -199,11 +200,11 @@ class SourceStore:
             )
         return path
 
-    def files(self, sha256: str) -> list[reward_pb2.SourceFile]:
+    def files(self, sha256: str) -> list[reward_pb.SourceFile]:
         """The files of a source, to be sent to other hosts. Raises `NotFound`."""
         root = self.find(sha256)
         return [
-            reward_pb2.SourceFile(path=path.relative_to(root).as_posix(), content=path.read_bytes())
+            reward_pb.SourceFile(path=path.relative_to(root).as_posix(), content=path.read_bytes())
             for path in sorted(root.rglob("*"))
             if path.is_file() and "__pycache__" not in path.parts
         ]
@@ -215,7 +216,7 @@ class SourceStore:
         """
         with suppress(NotFound):
             return self.find(sha256)
-        request = orchestrator_pb2.ReadCodeRequest(sha256=sha256)
+        request = orchestrator_pb.ReadCodeRequest(sha256=sha256)
         files = (await orchestrator.ReadCode(request, timeout=_READ_SECONDS)).files
         if await asyncio.to_thread(digest, files) != sha256:
             raise DataLoss(
@@ -241,7 +242,7 @@ class SourceStore:
         return self._root
 
 
-def digest(files: Sequence[reward_pb2.SourceFile]) -> str:
+def digest(files: Sequence[reward_pb.SourceFile]) -> str:
     """SHA-256 over path and content of each file by path; each preceded by its length (8 bytes)."""
     sha = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.path):
@@ -251,7 +252,7 @@ def digest(files: Sequence[reward_pb2.SourceFile]) -> str:
     return sha.hexdigest()
 
 
-def check_files(files: Sequence[reward_pb2.SourceFile]) -> None:
+def check_files(files: Sequence[reward_pb.SourceFile]) -> None:
     """Raise `InvalidArgument` for files that cannot be kept below one folder, or are too many."""
 
     def refuse(value: object, message: str, remedy: str) -> None:

@@ -19,8 +19,8 @@ from typing import Any, Final, cast
 
 from troupe.populations.games import Array
 from troupe.populations.tree import SequenceForm, load_sequential
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 from troupe.workflow.environments.episode import PlayRules
 from troupe.workflow.environments.interface import IllegalRule, Properties
@@ -228,24 +228,26 @@ def score_request(
     *,
     ends: bool = False,
     version: int | None = None,
-) -> pb.ScoreRequest:
+) -> rollout_pb.ScoreRequest:
     """A request for the log-probs of all moves' names in all questions.
 
     With `ends` a name is scored with the end of the answer, for answers that may be longer than a
     move (`sampling.max_new_tokens`).
     """
     prompts = [
-        pb.ScorePrompt(
-            messages=[common.ChatMessage(**message) for message in question.messages],
-            continuations=[pb.ScoreContinuation(text=name, ends=ends) for name in question.moves],
+        rollout_pb.ScorePrompt(
+            messages=[common_pb.ChatMessage(**message) for message in question.messages],
+            continuations=[
+                rollout_pb.ScoreContinuation(text=name, ends=ends) for name in question.moves
+            ],
         )
         for question in questions
     ]
-    return pb.ScoreRequest(job_id=job_id, policy=policy, prompts=prompts, version=version)
+    return rollout_pb.ScoreRequest(job_id=job_id, policy=policy, prompts=prompts, version=version)
 
 
 def probabilities(
-    questions: Sequence[Question], answer: pb.ScoreResponse
+    questions: Sequence[Question], answer: rollout_pb.ScoreResponse
 ) -> list[dict[int, float]]:
     """The probabilities of moves' names, by question and action, for `Enumeration.behaviours`."""
     return [

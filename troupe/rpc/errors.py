@@ -23,7 +23,7 @@ from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from troupe.contracts import kinds
 from troupe.outcomes import safe_text
 from troupe.rpc.addresses import without_secrets
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 HEALTH_PROBLEM_KEY: Final = "troupe-problem-bin"
@@ -90,13 +90,13 @@ class TroupeError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.to_problem().SerializeToString()))
 
-    def to_problem(self) -> pb.Problem:
+    def to_problem(self) -> common_pb.Problem:
         """The message that describes this error in gRPC calls, job records and events."""
 
         def clip(text: str | None, limit: int = _FIELD_LIMIT) -> str | None:
             return None if text is None else _clip_bytes(text, limit)
 
-        return pb.Problem(
+        return common_pb.Problem(
             kind=self.kind,
             message=_clip_bytes(self.message, _MESSAGE_LIMIT),
             field=clip(self.field),
@@ -106,7 +106,9 @@ class TroupeError(Exception):
         )
 
     @staticmethod
-    def from_problem(problem: pb.Problem, code: grpc.StatusCode | None = None) -> TroupeError:
+    def from_problem(
+        problem: common_pb.Problem, code: grpc.StatusCode | None = None
+    ) -> TroupeError:
         """The error that `problem` describes; its class is given by `code`, else by the kind."""
         if code is not None:
             cls = _BY_CODE.get(code, TroupeError)
@@ -302,7 +304,7 @@ def port_error(
     )
 
 
-def _problem_of(error: grpc.RpcError) -> pb.Problem | None:
+def _problem_of(error: grpc.RpcError) -> common_pb.Problem | None:
     for key, value in _call(error, "trailing_metadata", ()) or ():
         if key != DETAILS_KEY:
             continue
@@ -313,9 +315,9 @@ def _problem_of(error: grpc.RpcError) -> pb.Problem | None:
     return None
 
 
-def _problem_in(status: Any) -> pb.Problem | None:
+def _problem_in(status: Any) -> common_pb.Problem | None:
     for detail in status.details:
-        problem = pb.Problem()
+        problem = common_pb.Problem()
         if detail.Unpack(problem):
             return problem
     return None
@@ -349,6 +351,6 @@ def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = s
 
 
 def _rebuild(cls: type[TroupeError], problem: bytes) -> TroupeError:
-    error = TroupeError.from_problem(pb.Problem.FromString(problem), cls.code)
+    error = TroupeError.from_problem(common_pb.Problem.FromString(problem), cls.code)
     error.__class__ = cls
     return error

@@ -21,8 +21,8 @@ from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
 from troupe.checkpoints.retention import BEST, none_such, prune, remove, versions_of_all
 from troupe.rpc import Aborted, ResourceExhausted
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # What the best checkpoint is of: a manifest, with the metric and its value.
 _BEST_FILE: Final = "best.json"
@@ -31,10 +31,10 @@ _BEST_FILE: Final = "best.json"
 async def copy_to_job_directory(
     job: JobContext,
     worker: WorkerHandle,
-    request: tr.SaveCheckpointRequest,
-    saved: tr.SaveCheckpointResponse,
+    request: trainer_pb.SaveCheckpointRequest,
+    saved: trainer_pb.SaveCheckpointResponse,
     seconds: float,
-) -> tr.SaveCheckpointResponse:
+) -> trainer_pb.SaveCheckpointResponse:
     """Copies a checkpoint that a trainer on another host saved into the job's directory here.
 
     Raises `TroupeError`: what the worker raises, or `ResourceExhausted` of kind "storage_full"
@@ -43,7 +43,7 @@ async def copy_to_job_directory(
     target = job.directory / "checkpoints" / request.policy / f"v{request.version}"
     if await asyncio.to_thread(target.is_dir):
         return saved
-    read = tr.ReadCheckpointRequest(
+    read = trainer_pb.ReadCheckpointRequest(
         job_id=request.job_id, policy=request.policy, version=request.version
     )
     try:
@@ -57,17 +57,17 @@ async def copy_to_job_directory(
             remedy="Free space on the orchestrator's host, or set TROUPE_DATA_DIR elsewhere.",
         ) from error
     await asyncio.to_thread(prune, target.parent, job.spec.checkpoint.keep)
-    return tr.SaveCheckpointResponse(path=str(target), num_bytes=size)
+    return trainer_pb.SaveCheckpointResponse(path=str(target), num_bytes=size)
 
 
-def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
+def list_checkpoints(directory: Path) -> list[orchestrator_pb.Checkpoint]:
     """The checkpoints in a job's directory, by policy, oldest version first."""
     found = []
     for policy, versions in versions_of_all(directory).items():
         for version, path in versions:
             with suppress(FileNotFoundError):  # older ones are removed at any time
                 found.append(
-                    orch.Checkpoint(
+                    orchestrator_pb.Checkpoint(
                         policy=policy,
                         version=version,
                         path=str(path),
@@ -78,7 +78,9 @@ def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
     return found
 
 
-def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.Checkpoint:
+def find_checkpoint(
+    directory: Path, policy: str, version: int | None
+) -> orchestrator_pb.Checkpoint:
     """A policy's checkpoint of a version, by default the newest. Raises `NotFound`."""
     every = list_checkpoints(directory)
     found = [one for one in every if one.policy == policy and version in (None, one.version)]
@@ -87,13 +89,17 @@ def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.C
     raise none_such(policy, version, [f"{one.policy}@{one.version}" for one in every])
 
 
-async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:
+async def export(
+    checkpoint: orchestrator_pb.Checkpoint,
+) -> AsyncIterator[orchestrator_pb.ExportCheckpointResponse]:
     """The files of a checkpoint in chunks; the last chunk of each file has its xxh3-64 checksum.
 
     Raises `Aborted` when newer checkpoints push it out meanwhile (`checkpoint.keep`).
     """
     try:
-        async for chunk in read_folder(Path(checkpoint.path), orch.ExportCheckpointResponse):
+        async for chunk in read_folder(
+            Path(checkpoint.path), orchestrator_pb.ExportCheckpointResponse
+        ):
             yield chunk
     except FileNotFoundError as error:
         raise Aborted(

@@ -26,8 +26,8 @@ from services.orchestrator.state.redis import NO_STATE
 from troupe.job import JobSpec, JobSpecError, parse_job_in_thread
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
@@ -37,8 +37,16 @@ _RESERVED: Final = frozenset({"logs", "models", "redis", "transfer"})
 _LONGEST_LIST: Final = 2000
 # Seconds between pings of a Redis that is away.
 _RETRY_SECONDS: Final = 2.0
-_RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
-_RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
+_RESUMABLE: Final = (
+    common_pb.JOB_STATE_PAUSED,
+    common_pb.JOB_STATE_FAILED,
+    common_pb.JOB_STATE_CANCELLED,
+)
+_RUNS: Final = (
+    common_pb.JOB_STATE_SUBMITTED,
+    common_pb.JOB_STATE_STARTING,
+    common_pb.JOB_STATE_RUNNING,
+)
 
 
 class Jobs:
@@ -117,9 +125,9 @@ class Jobs:
         """Stops the job after its open steps. Pausing a paused job changes nothing."""
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
-            if record.state == pb.JOB_STATE_PAUSED:
+            if record.state == common_pb.JOB_STATE_PAUSED:
                 return record
-            record = await self._shared.store.move(job_id, pb.JOB_STATE_PAUSING)
+            record = await self._shared.store.move(job_id, common_pb.JOB_STATE_PAUSING)
             if (runner := self._runners.get(job_id)) is not None:
                 runner.pause()
             else:
@@ -156,7 +164,7 @@ class Jobs:
             self._check_turns(job_id, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
-                pb.JOB_STATE_SUBMITTED,
+                common_pb.JOB_STATE_SUBMITTED,
                 sources=_RESUMABLE,
                 spec_json=spec.model_dump_json() if spec is not None and changes else None,
             )
@@ -164,7 +172,7 @@ class Jobs:
                 text = "; ".join(map(str, changes))
                 await self._shared.log.notice(
                     job_id,
-                    orch.Notice.SEVERITY_INFO,
+                    orchestrator_pb.Notice.SEVERITY_INFO,
                     f"goes on under another specification: {text}",
                 )
             await self._last_runner_done(job_id)
@@ -177,12 +185,12 @@ class Jobs:
         """Ends the job now; committed versions and checkpoints stay."""
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
-            if record.state == pb.JOB_STATE_CANCELLED:
+            if record.state == common_pb.JOB_STATE_CANCELLED:
                 return record
-            record = await self._shared.store.move(job_id, pb.JOB_STATE_CANCELLING)
+            record = await self._shared.store.move(job_id, common_pb.JOB_STATE_CANCELLING)
             if reason:
                 await self._shared.log.notice(
-                    job_id, orch.Notice.SEVERITY_INFO, f"cancelled: {reason}"
+                    job_id, orchestrator_pb.Notice.SEVERITY_INFO, f"cancelled: {reason}"
                 )
             if (runner := self._runners.get(job_id)) is not None:
                 runner.cancel()
@@ -237,7 +245,7 @@ class Jobs:
     def _check_turns(self, job_id: str, spec: JobSpec) -> None:
         """Raises `FailedPrecondition` if this job and one that runs would be on the same devices,
         of which one of them takes turns with its own trainers only."""
-        workers = self._shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        workers = self._shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
         if not any(one.beat.devices for one in workers):
             return
         others = [
@@ -294,7 +302,9 @@ class Jobs:
                 remedy="Look into the orchestrator's log for what ended it (a sink such as Weights "
                 "& Biases, too little memory), mend it, then resume the job.",
             )
-            await self._shared.store.move(job_id, pb.JOB_STATE_FAILED, problem=error.to_problem())
+            await self._shared.store.move(
+                job_id, common_pb.JOB_STATE_FAILED, problem=error.to_problem()
+            )
             await self._guard.clear(job_id)
 
     async def stop(self) -> None:
@@ -313,11 +323,13 @@ class Jobs:
                 _log.warning("job taken over", job_id=job_id, error=str(error))
                 text = f"{self._shared.store.instance} stops: {error}"
                 with suppress(TroupeError):
-                    await self._shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, text)
+                    await self._shared.log.notice(
+                        job_id, orchestrator_pb.Notice.SEVERITY_WARNING, text
+                    )
                 return None
             except NO_STATE as error:
                 _log.error("job waits for Redis", job_id=job_id, error=str(error))
-                self._shared.log.show(job_id, orch.Activity(text=f"waiting: {error}"))
+                self._shared.log.show(job_id, orchestrator_pb.Activity(text=f"waiting: {error}"))
                 await self._wait_for_redis()
                 # What the old runner had in memory may be older than what is in Redis.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)
@@ -329,7 +341,7 @@ class Jobs:
 
     def _launch_if_left(self, record: JobRecord) -> None:
         """Launches a job whose submission or resume was cut off before the launch."""
-        if record.state == pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
+        if record.state == common_pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
             self.launch(record.job_id)
 
     async def _wait_for_redis(self) -> None:

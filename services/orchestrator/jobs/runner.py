@@ -54,10 +54,10 @@ from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.twin.hints import split_hint
 from troupe.twin.profile import JobProfile
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
@@ -68,7 +68,7 @@ _log = structlog.get_logger(__name__)
 _EPOCH_SECONDS: Final = 1.0
 # Seconds between reports of how much of a checkpoint is written.
 _PROGRESS_SECONDS: Final = 1.0
-_BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
+_BOTH: Final = (orchestrator_pb.WORKER_KIND_TRAINER, orchestrator_pb.WORKER_KIND_ROLLOUT)
 _MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
@@ -92,7 +92,7 @@ class JobRunner:
         self._record: JobRecord
         self._sinks: Sinks | None = None
         # The metrics that were logged before this runner.
-        self._past: list[orch.MetricsLogged] = []
+        self._past: list[orchestrator_pb.MetricsLogged] = []
         self._tables: TableWatch
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
@@ -148,7 +148,7 @@ class JobRunner:
                     with suppress(TroupeError):
                         await self._job.warn(trouble)
         if self._cancel:
-            await self._end(pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
+            await self._end(common_pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
 
     async def _adopt(self) -> None:
         """Takes the job over from the runner before this one."""
@@ -156,7 +156,7 @@ class JobRunner:
         self._epoch = epoch = await self._shared.store.adopt(self._job_id)
         await self._shared.store.forget_resolved(self._job_id)
         self._record = record = await self._shared.store.get(self._job_id)
-        self._cancel = self._cancel or record.state == pb.JOB_STATE_CANCELLING
+        self._cancel = self._cancel or record.state == common_pb.JOB_STATE_CANCELLING
         self._job = JobContext(
             shared=self._shared,
             job_id=self._job_id,
@@ -165,8 +165,8 @@ class JobRunner:
             spec_json=record.spec_json,
             directory=record.directory,
         )
-        self._was_up = record.state == pb.JOB_STATE_RUNNING or record.step > 0
-        if record.state == pb.JOB_STATE_PAUSING:
+        self._was_up = record.state == common_pb.JOB_STATE_RUNNING or record.step > 0
+        if record.state == common_pb.JOB_STATE_PAUSING:
             # The orchestrator died while the step finished; a resume goes on with the step.
             self._pause.set()
 
@@ -185,7 +185,7 @@ class JobRunner:
         try:
             trainers, progress = await self._run_all_steps()
         except _PauseRequested:
-            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+            return await self._end(common_pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         # Engines stay up until another job needs the memory, so that users can generate.
         await self._unpublish_members()
         await trainers.release(self._shared.settings.cleanup_seconds)
@@ -193,7 +193,7 @@ class JobRunner:
         if shortfall is not None:
             await self._job.error(str(shortfall))
         problem = None if shortfall is None else shortfall.to_problem()
-        await self._move(pb.JOB_STATE_SUCCEEDED, problem)
+        await self._move(common_pb.JOB_STATE_SUCCEEDED, problem)
         if self._job.spec.pipeline.max_uses > 1:
             await free_tables(self._shared, self._job_id)
         return self._shared.log.forget(self._job_id)
@@ -238,10 +238,10 @@ class JobRunner:
     async def _bind(self) -> Trainers:
         """Waits for workers, creates the tables, binds every policy at its committed version."""
         job, shared = self._job, self._shared
-        if self._record.state == pb.JOB_STATE_SUBMITTED:
+        if self._record.state == common_pb.JOB_STATE_SUBMITTED:
             for line in advice(job.spec):
                 await job.warn(line)
-        await self._move(pb.JOB_STATE_STARTING)
+        await self._move(common_pb.JOB_STATE_STARTING)
         await make_directory(job.directory, job.spec)
         self._sinks = Sinks(job.spec, self._job_id, job.directory)
         self._past = await shared.store.metrics(self._job_id)
@@ -250,7 +250,7 @@ class JobRunner:
         await shared.workers.wait_for(_BOTH, self._settings_deadline("workers"))
         await release_ended_jobs(shared, self._job_id)
         job.show("declaring tables")
-        tables = es.CreateTablesRequest(
+        tables = store_pb.CreateTablesRequest(
             request_id=new_id("tables"),
             job_id=self._job_id,
             policies=job.spec.trained_policies,
@@ -260,9 +260,9 @@ class JobRunner:
         )
         await shared.experience.CreateTables(tables)
         # The store is the truth about commits: some may not be recorded here.
-        step, found = self._record.step, es.GetStepResponse(open=True)
+        step, found = self._record.step, store_pb.GetStepResponse(open=True)
         while found.open:
-            request = es.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
+            request = store_pb.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
             found = await shared.experience.GetStep(request)
             for commit in found.commits:
                 await shared.weight_versions.commit(self._job_id, commit)
@@ -276,7 +276,7 @@ class JobRunner:
             job,
             self._trainers,
             self._settings_deadline("bind"),
-            leftovers=self._record.state != pb.JOB_STATE_SUBMITTED,
+            leftovers=self._record.state != common_pb.JOB_STATE_SUBMITTED,
         )
         return self._trainers
 
@@ -289,7 +289,7 @@ class JobRunner:
         )
         return population
 
-    async def _slots(self) -> dict[str, pb.WeightsRef]:
+    async def _slots(self) -> dict[str, common_pb.WeightsRef]:
         """The weights of the population's slots."""
         if self._population is None:
             return {}
@@ -329,29 +329,29 @@ class JobRunner:
             "policies.*.engine.start_timeout_seconds",
         )
         await engines.wait_ready(deadline)
-        await self._move(pb.JOB_STATE_RUNNING)
+        await self._move(common_pb.JOB_STATE_RUNNING)
 
-    async def _end(self, target: pb.JobState.ValueType, doing: str) -> None:
+    async def _end(self, target: common_pb.JobState.ValueType, doing: str) -> None:
         """Has all workers that answer release the job, then moves it to the state `target`."""
         if hasattr(self, "_job"):  # else its specification could not be read
             self._job.show(doing, step=self._record.step)
         await self._release()
-        self._shared.deaths.end(self._job_id, blamed=target == pb.JOB_STATE_CANCELLED)
+        self._shared.deaths.end(self._job_id, blamed=target == common_pb.JOB_STATE_CANCELLED)
         await self._move(target)
         self._shared.log.forget(self._job_id)
 
     async def _end_failed(self, error: TroupeError) -> None:
-        if self._cancel or await self._state() == pb.JOB_STATE_CANCELLING:
+        if self._cancel or await self._state() == common_pb.JOB_STATE_CANCELLING:
             self._cancel = True
             return
         _log.error("job failed", job_id=self._job_id, error=str(error), kind=error.kind)
         await self._release()
         self._shared.deaths.end(self._job_id, blamed=error.kind == kinds.WORKERS_KEEP_DYING)
         try:
-            await self._move(pb.JOB_STATE_FAILED, error.to_problem())
+            await self._move(common_pb.JOB_STATE_FAILED, error.to_problem())
         except FailedPrecondition:
             # Cancelled meanwhile: that is how it ends then.
-            if await self._state() != pb.JOB_STATE_CANCELLING:
+            if await self._state() != common_pb.JOB_STATE_CANCELLING:
                 raise
             self._cancel = True
             return
@@ -396,16 +396,18 @@ class JobRunner:
         except FailedPrecondition as error:
             # The job's state became PAUSING just before `part` moved it.
             refused = error.kind == kinds.ILLEGAL_TRANSITION
-            if refused and await self._state() == pb.JOB_STATE_PAUSING:
+            if refused and await self._state() == common_pb.JOB_STATE_PAUSING:
                 raise _PauseRequested from error
             raise
         finally:
             await cancel_all((task, asked))
 
-    async def _state(self) -> pb.JobState.ValueType:
+    async def _state(self) -> common_pb.JobState.ValueType:
         return (await self._shared.store.get(self._job_id)).state
 
-    async def _move(self, target: pb.JobState.ValueType, problem: pb.Problem | None = None) -> None:
+    async def _move(
+        self, target: common_pb.JobState.ValueType, problem: common_pb.Problem | None = None
+    ) -> None:
         await self._shared.store.move(self._job_id, target, epoch=self._epoch, problem=problem)
 
     def _settings_deadline(self, what: str) -> Deadline:
@@ -431,7 +433,7 @@ class JobProgress:
         context: StepContext,
         record: JobRecord,
         sinks: Sinks,
-        past: Iterable[orch.MetricsLogged] = (),
+        past: Iterable[orchestrator_pb.MetricsLogged] = (),
     ) -> None:
         """`past`: the metrics that were logged before this runner."""
         self._context = context
@@ -485,7 +487,7 @@ class JobProgress:
         await store.keep_profile(self._job.job_id, profile)
         await self._hint(values)
         self._record = replace(self._record, step=step + 1)
-        await self._write_to_sinks(orch.MetricsLogged(step=step + 1, values=values))
+        await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=step + 1, values=values))
 
     async def _hint(self, values: Mapping[str, float]) -> None:
         """Tells the user once of each change that would shorten the steps."""
@@ -572,7 +574,7 @@ class JobProgress:
             record.job_id, self._job.epoch, record.evaluated, record.step, values, fields
         )
         self._record = replace(record, evaluated=record.step)
-        await self._write_to_sinks(orch.MetricsLogged(step=record.step, values=values))
+        await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=record.step, values=values))
 
     async def _keep_best(self, values: Mapping[str, float], versions: Mapping[str, float]) -> None:
         """Keeps the checkpoint of this step if it evaluated better than all before it.
@@ -623,8 +625,8 @@ class JobProgress:
         deadline = Deadline("saving checkpoints", seconds, "limits.step_seconds", job.show)
         async with self._context.turns.of_trainers(deadline):
             results = await self._save(policies)
-        problem: pb.Problem | None = None
-        saved: dict[str, tr.SaveCheckpointResponse] = {}
+        problem: common_pb.Problem | None = None
+        saved: dict[str, trainer_pb.SaveCheckpointResponse] = {}
         for policy, result in zip(policies, results, strict=True):
             what = f"checkpoint of {policy} after step {step}"
             if isinstance(result, TroupeError):
@@ -658,10 +660,10 @@ class JobProgress:
             for task in tasks:
                 task.cancel()
 
-    async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:
+    async def _write_manifest(self, saved: Mapping[str, trainer_pb.SaveCheckpointResponse]) -> None:
         """Writes the manifest. No step is open, so that versions do not move meanwhile."""
         job, step = self._job, self._record.step
-        request = es.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
+        request = store_pb.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
         last = await job.shared.experience.GetStep(request)
         entries = await job.shared.weight_versions.entries(job.job_id)
         weights = {policy: entries[policy].weights for policy in saved}
@@ -673,7 +675,7 @@ class JobProgress:
         except OSError as error:
             await job.error(f"no manifest of the checkpoints after step {step}: {error.strerror}")
 
-    async def _write_to_sinks(self, row: orch.MetricsLogged) -> None:
+    async def _write_to_sinks(self, row: orchestrator_pb.MetricsLogged) -> None:
         for trouble in await self._sinks.write(row):
             await self._job.warn(f"metrics not copied: {trouble}")
 
@@ -682,9 +684,9 @@ def manifest(
     spec: JobSpec,
     directory: Path,
     step: int,
-    last: es.GetStepResponse,
-    weights: Mapping[str, pb.WeightsRef],
-    saved: Mapping[str, tr.SaveCheckpointResponse],
+    last: store_pb.GetStepResponse,
+    weights: Mapping[str, common_pb.WeightsRef],
+    saved: Mapping[str, trainer_pb.SaveCheckpointResponse],
 ) -> dict[str, Any]:
     """The manifest of the checkpoints after `step` steps, as JSON.
 
@@ -719,12 +721,12 @@ def _relative_to(directory: Path, path: str) -> str:
     return path
 
 
-def _frontier(commit: es.StepCommit) -> dict[str, Any]:
+def _frontier(commit: store_pb.StepCommit) -> dict[str, Any]:
     """Counts of trained samples up to a policy's commit, by the store."""
     digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
     return {
         "committed_step": commit.step,
-        "outcome": es.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
+        "outcome": store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
         "samples": commit.num_samples,
         "samples_digest": digest,
     }

@@ -25,7 +25,7 @@ from troupe.job.loading import SPEC_FILE
 from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition
 from troupe.user_code import UserCodeTimeout, call_in_thread
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 # How long a job waits for its sinks before it goes on.
 SINK_WAIT_SECONDS = 10.0
@@ -63,7 +63,7 @@ async def make_directory(directory: Path, spec: JobSpec) -> None:
 class Sink(Protocol):
     """Writes rows in order. Methods block and may raise anything."""
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Writes rows of metrics."""
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Appends a line per row."""
         lines = [json.dumps({"step": row.step, **dict(sorted(row.values.items()))}) for row in rows]
         with self._path.open("a", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ class TensorBoard:
         directory.mkdir(parents=True, exist_ok=True)
         self._writer: Any = Writer(str(directory))
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Writes one scalar per value."""
         for row in rows:
             for name, value in row.values.items():
@@ -134,7 +134,7 @@ class Wandb:
             config=config,
         )
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Logs one row per call."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
@@ -162,7 +162,7 @@ class Trackio:
             auto_log_cpu=False,
         )
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Logs one row per call."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
@@ -197,7 +197,7 @@ class MlFlow:
             for start in range(0, len(params), _MLFLOW_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + _MLFLOW_PARAMS])
 
-    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+    def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
         """Logs one batch per row, under names that MLflow takes: `pass@8` is `pass_8`."""
         now = round(time.time() * 1000)
         for row in rows:
@@ -239,7 +239,7 @@ _feeding: set[asyncio.Task[None]] = set()
 
 
 # Rows for a sink, or None to close it; the future is done once the sink has taken them.
-_Entry: TypeAlias = tuple[Sequence[orch.MetricsLogged] | None, asyncio.Future[None]]
+_Entry: TypeAlias = tuple[Sequence[orchestrator_pb.MetricsLogged] | None, asyncio.Future[None]]
 
 
 class _Feed:
@@ -260,7 +260,7 @@ class _Feed:
         self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    def take(self, rows: Sequence[orch.MetricsLogged] | None) -> asyncio.Future[None]:
+    def take(self, rows: Sequence[orchestrator_pb.MetricsLogged] | None) -> asyncio.Future[None]:
         """Queues rows, or None to close the sink; the future is done once that has happened."""
         done = asyncio.get_running_loop().create_future()
         if self._task is None:
@@ -314,7 +314,7 @@ class Sinks:
         self._lines = JsonLines(directory / "metrics.jsonl")
         self._feeds = [_Feed("JsonLines", lambda: self._lines)]
 
-    async def open(self, rows: Sequence[orch.MetricsLogged]) -> list[str]:
+    async def open(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> list[str]:
         """Opens the sinks and brings them up to `rows`, all that the job has logged.
 
         Returns a text for every sink that could not be opened.
@@ -336,7 +336,7 @@ class Sinks:
             troubles.append(f"metrics.jsonl: {error}")
         return troubles + await self._hand_out(missing)
 
-    async def write(self, row: orch.MetricsLogged) -> list[str]:
+    async def write(self, row: orchestrator_pb.MetricsLogged) -> list[str]:
         """Writes a row to all sinks. Returns texts that say what went wrong."""
         return await self._hand_out([row])
 
@@ -347,7 +347,7 @@ class Sinks:
         self._feeds.clear()
         return troubles
 
-    async def _hand_out(self, rows: Sequence[orch.MetricsLogged] | None) -> list[str]:
+    async def _hand_out(self, rows: Sequence[orchestrator_pb.MetricsLogged] | None) -> list[str]:
         """Gives every sink its entry and waits briefly. Returns what went wrong since last time."""
         given = {feed: feed.take(rows) for feed in self._feeds}
         # Not again for one that is late, until it is closed: every step would wait for it.

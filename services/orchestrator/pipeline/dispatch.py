@@ -34,13 +34,17 @@ from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import admission
 from troupe.scheduling.sharing import CapacityShares
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-Group = list[ro.Ticket]
+Group = list[rollout_pb.Ticket]
 _log = structlog.get_logger(__name__)
 _ENDED: Final = frozenset(
-    {pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED, pb.TRAJECTORY_STATE_ABORTED}
+    {
+        common_pb.TRAJECTORY_STATE_COMPLETED,
+        common_pb.TRAJECTORY_STATE_FAILED,
+        common_pb.TRAJECTORY_STATE_ABORTED,
+    }
 )
 # Groups that `add_in_parts` adds before the event loop does something else.
 _PART_GROUPS: Final = 256
@@ -278,7 +282,7 @@ class Dispatch:
 
     async def _follow(self, worker: WorkerHandle, batch: TicketBatch, tickets: Group) -> None:
         """Runs tickets on one worker to their ends; queues again what is left when that fails."""
-        request = ro.RunQueriesRequest(
+        request = rollout_pb.RunQueriesRequest(
             request_id=new_id("run"),
             job_id=self._job.job_id,
             step=batch.step,
@@ -305,14 +309,14 @@ class Dispatch:
             await self._requeue(worker, left & self._open.keys(), error)
 
     def _handle_events(
-        self, worker: WorkerHandle, events: list[ro.TrajectoryEvent], left: set[str]
+        self, worker: WorkerHandle, events: list[rollout_pb.TrajectoryEvent], left: set[str]
     ) -> None:
         """Handles a message of a stream; removes from `left` what has ended."""
         ended = {event.trajectory_id for event in events if self._handle_event(event)}
         if not ended:
             return
         for event in events:
-            if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+            if event.state == common_pb.TRAJECTORY_STATE_COMPLETED:
                 self._shares.ended(worker.worker_id, event.seconds)
         left -= ended
         if (running := self._running.get(worker)) is not None:
@@ -323,7 +327,7 @@ class Dispatch:
         if worker in self._attempts:
             self._attempts[worker].reset()
 
-    def _handle_event(self, event: ro.TrajectoryEvent) -> bool:
+    def _handle_event(self, event: rollout_pb.TrajectoryEvent) -> bool:
         """Handles one event; whether it ended a trajectory. Only its first ending counts."""
         if event.state in _ENDED and event.trajectory_id in self._draining:
             batch, _ = self._draining.pop(event.trajectory_id)
@@ -406,7 +410,7 @@ class Dispatch:
         return found
 
     async def _abort(self, worker: WorkerHandle, trajectory_ids: list[str], reason: str) -> None:
-        request = ro.AbortTrajectoriesRequest(
+        request = rollout_pb.AbortTrajectoriesRequest(
             request_id=new_id("abort"),
             job_id=self._job.job_id,
             trajectory_ids=trajectory_ids,
@@ -471,7 +475,7 @@ async def add_in_parts(dispatch: Dispatch, batch: TicketBatch, groups: Iterable[
         await asyncio.sleep(0)
 
 
-def _split(first: ro.TrajectoryEvent) -> list[ro.TrajectoryEvent]:
+def _split(first: rollout_pb.TrajectoryEvent) -> list[rollout_pb.TrajectoryEvent]:
     """The events of a message, in order. Clears `together`, so that keeping the first event does
     not keep all of them in memory."""
     events = [first, *first.together]
@@ -493,7 +497,7 @@ class TicketBatch:
         self,
         step: int,
         deadline: Deadline,
-        on_end: Callable[[ro.TrajectoryEvent], None],
+        on_end: Callable[[rollout_pb.TrajectoryEvent], None],
         *,
         floors: Mapping[str, int] | None = None,
         ended: Callable[[], Awaitable[Collection[str]]] | None = None,
@@ -546,7 +550,7 @@ class TicketBatch:
             for policy, version in versions.items():
                 oldest[policy] = min(version, oldest.get(policy, version))
 
-    def end(self, event: ro.TrajectoryEvent) -> None:
+    def end(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Counts the reported end of a trajectory."""
         self.remove((event.trajectory_id,))
         self._report(event)
@@ -560,7 +564,7 @@ class TicketBatch:
         if running and self._completed[query_id] < members:
             self._draining[query_id] = (members, set(running))
 
-    def end_drained(self, event: ro.TrajectoryEvent) -> None:
+    def end_drained(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Counts the reported end of a trajectory that was withdrawn while it ran, since its
         group was complete."""
         self._report(event)
@@ -580,9 +584,9 @@ class TicketBatch:
             del self._draining[query_id]
             self._changed.set()
 
-    def _report(self, event: ro.TrajectoryEvent) -> None:
+    def _report(self, event: rollout_pb.TrajectoryEvent) -> None:
         self.reported += 1
-        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
+        self._completed[event.query_id] += event.state == common_pb.TRAJECTORY_STATE_COMPLETED
         try:
             self._on_end(event)
         except TroupeError as error:
@@ -630,7 +634,7 @@ class OpenTicket:
     """The ticket of a trajectory that has not ended, and its batch."""
 
     batch: TicketBatch
-    ticket: ro.Ticket
+    ticket: rollout_pb.Ticket
 
 
 class EarlyStart:
@@ -648,7 +652,7 @@ class EarlyStart:
         self._begun: dict[str, WorkerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
-    def begin(self, step: int, groups: Sequence[list[ro.Ticket]]) -> None:
+    def begin(self, step: int, groups: Sequence[list[rollout_pb.Ticket]]) -> None:
         """Begins these, each group on one worker; gives up what was begun before."""
         self.close()
         workers = {worker.worker_id: worker for worker in self._engines.ready()}
@@ -656,7 +660,7 @@ class EarlyStart:
             return
         loads = [admission.RolloutWorker(worker_id) for worker_id in workers]
         chosen = admission.spread_queries([len(group) for group in groups], loads, turn=step)
-        together: dict[str, list[ro.Ticket]] = {}
+        together: dict[str, list[rollout_pb.Ticket]] = {}
         for worker_id, group in zip(chosen, groups, strict=True):
             together.setdefault(worker_id, []).extend(group)
         for worker_id, tickets in together.items():
@@ -682,10 +686,12 @@ class EarlyStart:
         self._begun.clear()
         await cancel_all(self._calls)
 
-    async def _hold_ahead(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
+    async def _hold_ahead(
+        self, worker: WorkerHandle, step: int, tickets: list[rollout_pb.Ticket]
+    ) -> None:
         """The call for which the worker keeps early trajectories: until they have ended, if they
         are asked for; for the time limit of both steps at most."""
-        request = ro.RunQueriesRequest(
+        request = rollout_pb.RunQueriesRequest(
             request_id=new_id("ahead"),
             job_id=self._job.job_id,
             step=step,

@@ -33,8 +33,8 @@ from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
 from troupe.job.spec import evaluation_prefix
 from troupe.scheduling import admission
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 # Names of scores whose metrics are not called `<score>/mean`.
 METRICS: Final[Mapping[str, str]] = {TEAM_SCORE: TEAM_MEAN}
@@ -116,7 +116,7 @@ class EvaluationRunner:
             {f"{short}{name}": value for name, value in scores.items()},
         )
 
-    def _on_end(self, event: ro.TrajectoryEvent) -> None:
+    def _on_end(self, event: rollout_pb.TrajectoryEvent) -> None:
         self.tally.add(event)
         self._solved.add(event)
         self._rewards.add(event)
@@ -146,13 +146,13 @@ class SolvedQueries:
         # By query: the answer and the success of each trajectory that ended.
         self._votes: defaultdict[str, list[tuple[str | None, bool]]] = defaultdict(list)
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Counts an ended trajectory; one that failed has not solved its query."""
-        if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+        if event.state == common_pb.TRAJECTORY_STATE_COMPLETED:
             success = success_of(event.rewards, event.metrics, self._spec.success)
             solved = success >= self._spec.threshold
             self._votes[event.query_id].append((event.answer or None, solved))
-        elif event.state == pb.TRAJECTORY_STATE_FAILED:
+        elif event.state == common_pb.TRAJECTORY_STATE_FAILED:
             self._votes[event.query_id].append((None, False))
 
     def values(self) -> dict[str, float]:
@@ -191,9 +191,9 @@ class RewardsByQuery:
         self._rewards: defaultdict[str, defaultdict[str, list[float]]]
         self._rewards = defaultdict(lambda: defaultdict(list))
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Adds an ended trajectory; one that failed has no reward."""
-        if event.state != pb.TRAJECTORY_STATE_COMPLETED:
+        if event.state != common_pb.TRAJECTORY_STATE_COMPLETED:
             return
         for name, reward in event.rewards.items():
             team = name == TEAM and name not in self._agents
@@ -214,16 +214,16 @@ def bounds_of(name: str, bounds: tuple[float, float]) -> dict[str, float]:
     return dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True))
 
 
-def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[ro.Ticket]:
+def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[rollout_pb.Ticket]:
     """The tickets of a query of evaluation `name`."""
     return [
-        ro.Ticket(
+        rollout_pb.Ticket(
             query_id=query.query_id,
             trajectory_id=trajectory_id,
             split="held_out",
             index=query.index,
             seed=seed,
-            purpose=ro.Ticket.PURPOSE_EVALUATE,
+            purpose=rollout_pb.Ticket.PURPOSE_EVALUATE,
             evaluation=name,
         )
         for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)

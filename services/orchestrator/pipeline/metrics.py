@@ -31,10 +31,10 @@ from troupe.job import JobSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.rpc import FailedPrecondition
 from troupe.twin.profile import JobProfile, MeasuredTurn
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 _FAULTS: Final = (kinds.ENVIRONMENT_PREFIX, kinds.TOOL_PREFIX)
 # Metrics of a step by which its job is judged when it ends.
@@ -64,11 +64,11 @@ class Redundancy:
         self._unstarted = 0
         self._failed: Counter[str] = Counter()
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Counts an ended trajectory."""
-        if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+        if event.state == common_pb.TRAJECTORY_STATE_COMPLETED:
             self._kept.add(event)
-        elif event.state == pb.TRAJECTORY_STATE_FAILED:
+        elif event.state == common_pb.TRAJECTORY_STATE_FAILED:
             self._failed[event.query_id] += 1
         elif event.reason.partition(":")[0] == kinds.REDUNDANT:
             if event.seconds > 0:
@@ -105,7 +105,7 @@ class _Lengths:
         self.count = self.tokens = self.turns = 0
         self.seconds = 0.0
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         self.count += 1
         self.tokens += sum(turn.response_tokens for turn in event.turns)
         self.turns += len(event.turns)
@@ -129,7 +129,7 @@ class Tally:
         self.without_turns = 0
         self._reasons: Counter[str] = Counter()
         # Problems of failures by kind, one each; failures without a problem.
-        self._problems: dict[str, pb.Problem] = {}
+        self._problems: dict[str, common_pb.Problem] = {}
         self._unexplained = 0
         # Reasons of trajectories that completed all the same.
         self._remarks: Counter[str] = Counter()
@@ -158,7 +158,7 @@ class Tally:
         return self._reasons.most_common(1)[0][0] if self._reasons else ""
 
     @property
-    def common_problem(self) -> pb.Problem | None:
+    def common_problem(self) -> common_pb.Problem | None:
         """The problem of the job's code or configuration with which every trajectory that ended
         failed; None if one completed, or failed otherwise."""
         if self.completed or self._unexplained or len(self._problems) != 1:
@@ -166,7 +166,7 @@ class Tally:
         [problem] = self._problems.values()
         return problem
 
-    def add(self, event: ro.TrajectoryEvent, *, timed: bool = True) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent, *, timed: bool = True) -> None:
         """Counts an ended trajectory; `timed` if it ended in the seconds that `values` gets."""
         for turn in event.turns:
             self._tokens += turn.response_tokens if timed else 0
@@ -178,17 +178,17 @@ class Tally:
                 self._staleness.add(self._versions[turn.policy] - oldest)
         self._retries += event.metrics.get(ENVIRONMENT_RETRIES, 0.0)
         unused = event.metrics.get(UNUSED_ENDPOINT, 0.0) > 0
-        if event.state == pb.TRAJECTORY_STATE_ABORTED:
+        if event.state == common_pb.TRAJECTORY_STATE_ABORTED:
             self.aborted += 1
             return
-        if event.state != pb.TRAJECTORY_STATE_COMPLETED:
+        if event.state != common_pb.TRAJECTORY_STATE_COMPLETED:
             self.failed += 1
             self._reasons[event.reason or "no reason given"] += 1
             self._faults += event.reason.startswith(_FAULTS)
             if not event.HasField("problem"):
                 self._unexplained += 1
             elif event.problem.kind not in self._problems:
-                copied = pb.Problem()  # a reference would keep the whole event in memory
+                copied = common_pb.Problem()  # a reference would keep the whole event in memory
                 copied.CopyFrom(event.problem)
                 self._problems[copied.kind] = copied
             return
@@ -255,7 +255,7 @@ class Tally:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def add_to_profile(profile: JobProfile, event: ro.TrajectoryEvent, step: int) -> None:
+def add_to_profile(profile: JobProfile, event: rollout_pb.TrajectoryEvent, step: int) -> None:
     """Counts an ended trajectory of training in the job's profile."""
     turns = [
         MeasuredTurn(
@@ -270,11 +270,11 @@ def add_to_profile(profile: JobProfile, event: ro.TrajectoryEvent, step: int) ->
         )
         for turn in event.turns
     ]
-    whole = event.state == pb.TRAJECTORY_STATE_COMPLETED
+    whole = event.state == common_pb.TRAJECTORY_STATE_COMPLETED
     profile.add(event.query_id, step, event.seconds, turns, whole=whole)
 
 
-def without_signal(commit: es.StepCommit, algorithm: AlgorithmSpec) -> bool:
+def without_signal(commit: store_pb.StepCommit, algorithm: AlgorithmSpec) -> bool:
     """Whether a step with samples taught nothing: all advantages are zero, as when all trajectories
     of each group got the same reward.
 
@@ -282,7 +282,7 @@ def without_signal(commit: es.StepCommit, algorithm: AlgorithmSpec) -> bool:
     `algorithm` learns from more than advantages.
     """
     return (
-        commit.outcome == es.STEP_OUTCOME_APPLIED
+        commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         and commit.num_samples > 0
         and commit.metrics.get(ZERO_ADVANTAGES) == 1
         and not (algorithm.learns_without_advantages and commit.metrics.get(GRAD_NORM) != 0)
@@ -295,7 +295,7 @@ class JobTotals:
     They follow from the logged metrics alone, so a runner that takes a job over has them, too.
     """
 
-    def __init__(self, spec: JobSpec, past: Iterable[orch.MetricsLogged]) -> None:
+    def __init__(self, spec: JobSpec, past: Iterable[orchestrator_pb.MetricsLogged]) -> None:
         """`past`: the metrics that were logged so far."""
         self._workflow = spec.workflow
         self._completed = 0.0
@@ -353,7 +353,9 @@ class JobTotals:
         )
 
 
-def commit_metrics(commits: Iterable[es.StepCommit], algorithm: AlgorithmSpec) -> dict[str, float]:
+def commit_metrics(
+    commits: Iterable[store_pb.StepCommit], algorithm: AlgorithmSpec
+) -> dict[str, float]:
     """The trainers' metrics of a step, `<policy>/<name>`."""
     found: dict[str, float] = {}
     for commit in commits:
@@ -362,11 +364,11 @@ def commit_metrics(commits: Iterable[es.StepCommit], algorithm: AlgorithmSpec) -
                 found[f"{commit.policy}/{name}"] = value
         found[f"{commit.policy}/{SAMPLES}"] = float(commit.num_samples)
         found[f"{commit.policy}/{NO_SIGNAL}"] = float(without_signal(commit, algorithm))
-        found[f"{commit.policy}/{SKIPPED}"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
+        found[f"{commit.policy}/{SKIPPED}"] = float(commit.outcome == store_pb.STEP_OUTCOME_SKIPPED)
     return found
 
 
-def staleness(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+def staleness(commits: Iterable[store_pb.StepCommit]) -> dict[str, float]:
     """How many versions older than the trained one the samples of a step were, over all policies:
     mean over samples, and max. Empty when no trainer reports it."""
     metrics = [one for one in commits if one.num_samples and STALENESS_MEAN in one.metrics]

@@ -11,8 +11,8 @@ from troupe.contracts import metric_names
 from troupe.scheduling.defaults import CPU
 from troupe.twin.hints import MOST_STEPS, PolicyUse, StepUse, split_metrics
 from troupe.twin.profile import JobProfile
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 class StepTotals:
@@ -25,7 +25,7 @@ class StepTotals:
         self.read: dict[str, int] = {}
         self.drawn: dict[str, int] = {}
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Counts an ended trajectory."""
         self.trajectories += 1
         self.seconds += event.seconds
@@ -91,7 +91,7 @@ class SplitWatch:
         )
         times = self._profile.policies
         speeds = {name: times[name].engine.speed() for name in policies}
-        workers = shared.workers.usable(orch.WORKER_KIND_TRAINER)
+        workers = shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
         return split_metrics(
             self._steps,
             {name: one for name, one in speeds.items() if one is not None},

@@ -22,7 +22,7 @@ from troupe.scheduling.curriculum import (
     number_of,
     wanted_of,
 )
-from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import experience_store_pb2 as store_pb
 
 # Why a query leaves its step: others were complete first, or it would be too old when trained.
 SURPLUS: Final = "surplus"
@@ -51,7 +51,7 @@ class Cursor:
             return [admission.query_id_of(number) for number in numbers]
         return await self.curriculum.choose(numbers)
 
-    def see(self, found: es.GetStepResponse) -> None:
+    def see(self, found: store_pb.GetStepResponse) -> None:
         """Moves past the items of a step that was opened before."""
         taken = [number_of(query_id) + 1 for query_id in found.query_ids]
         self.at = max(self.at, found.cursor, *taken)
@@ -88,7 +88,7 @@ class StepQueries:
         self.closed = not self.held
         # Trajectories that had ended when this step was opened.
         self.ended: Collection[str] = frozenset()
-        self.commits: dict[str, es.StepCommit] = {}
+        self.commits: dict[str, store_pb.StepCommit] = {}
         self.left = 0
         # Metrics of the pools that the newest of its tasks were chosen from.
         self._pool_sizes: Mapping[str, float] = {}
@@ -99,7 +99,7 @@ class StepQueries:
         return len(self.plans) * (self.group_size + self.redundant)
 
     async def open(
-        self, found: es.GetStepResponse, versions: Mapping[str, int], fresh: int
+        self, found: store_pb.GetStepResponse, versions: Mapping[str, int], fresh: int
     ) -> None:
         """Opens the step in the store with `fresh` queries, or goes on with it as `found`."""
         self.commits = {commit.policy: commit for commit in found.commits}
@@ -128,7 +128,7 @@ class StepQueries:
     async def _open(self) -> None:
         await self._check_epoch()
         response = await self._store.OpenStep(
-            es.OpenStepRequest(
+            store_pb.OpenStepRequest(
                 request_id=new_id("open"),
                 job_id=self._job.job_id,
                 step=self.step,
@@ -144,7 +144,7 @@ class StepQueries:
 
     async def progress(self) -> list[admission.QueryProgress]:
         """The progress of each query, as the store counts it."""
-        request = es.GetStepRequest(
+        request = store_pb.GetStepRequest(
             job_id=self._job.job_id, step=self.step, counts_only=True, with_queries=True
         )
         return [
@@ -160,7 +160,7 @@ class StepQueries:
 
     async def ended_now(self) -> Collection[str]:
         """Trajectories that have ended by now, as the store says."""
-        request = es.GetStepRequest(job_id=self._job.job_id, step=self.step)
+        request = store_pb.GetStepRequest(job_id=self._job.job_id, step=self.step)
         return await self._over((await self._store.GetStep(request)).ended_trajectory_ids)
 
     async def _over(self, ended: Collection[str]) -> Collection[str]:
@@ -243,7 +243,7 @@ class StepQueries:
 
     async def _amend(self, **changes: Any) -> Collection[str]:
         await self._check_epoch()
-        request = es.AmendStepRequest(
+        request = store_pb.AmendStepRequest(
             request_id=new_id("amend"), job_id=self._job.job_id, step=self.step, **changes
         )
         return frozenset((await self._store.AmendStep(request)).complete_query_ids)
@@ -291,7 +291,7 @@ class Curriculum:
         seed = self._job.spec.seed
         low, high = self._spec.band
         found = await self._job.shared.experience.ReadTaskPools(
-            es.ReadTaskPoolsRequest(
+            store_pb.ReadTaskPoolsRequest(
                 request_id=new_id("pools"),
                 job_id=self._job.job_id,
                 before_step=min(self._committed.values()),
@@ -336,7 +336,7 @@ def shares_of(choices: Collection[TaskChoice]) -> dict[str, float]:
     }
 
 
-def _sizes_of(sources: Sequence[es.TaskPools], items: Sequence[int]) -> dict[str, float]:
+def _sizes_of(sources: Sequence[store_pb.TaskPools], items: Sequence[int]) -> dict[str, float]:
     """Metrics of the pools: how many tasks each has, over all sources."""
     found = {
         f"curriculum/tasks/{name}": float(sum(one.pools[pool].size for one in sources))

@@ -65,9 +65,9 @@ from troupe.rpc import DeadlineExceeded, TroupeError
 from troupe.scheduling import admission
 from troupe.states import OFFLINE
 from troupe.twin.profile import JobProfile
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
@@ -84,15 +84,15 @@ _LOOKUP_SECONDS: Final = 5.0
 _EAGER: Final = frozenset({"micro_batch", "async"})
 
 
-async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
+async def warn_of(job: JobContext, step: str, commit: store_pb.StepCommit) -> None:
     """Tells the user of a step that changed no weights, learned nothing, or lost samples.
 
     `step`: "step 3".
     """
     policy = commit.policy
-    if commit.outcome == es.STEP_OUTCOME_SKIPPED:
+    if commit.outcome == store_pb.STEP_OUTCOME_SKIPPED:
         await job.warn(f"{step}: {policy} skipped its update, its weights stay: {commit.reason}")
-    elif commit.outcome == es.STEP_OUTCOME_EMPTY:
+    elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY:
         await job.warn(f"{step}: there was no sample for {policy}")
     flat = without_signal(commit, job.spec.algorithm)
     in_a_row = job.complaints[f"no signal/{policy}"] + 1 if flat else 0
@@ -207,7 +207,7 @@ class StepRunner:
         self._forgiven = 0
         # Trajectories that ended before a restart and are not kept any more.
         self._unseen = 0
-        self._commits: dict[str, es.StepCommit] = {}
+        self._commits: dict[str, store_pb.StepCommit] = {}
         self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
         on_policy = self._mode != "async"
         self._tally = Tally(job.spec.agents, self._queries.versions if on_policy else {})
@@ -218,7 +218,7 @@ class StepRunner:
         self._began = time.monotonic()
         self._ended = 0.0
 
-    async def open(self, found: es.GetStepResponse) -> None:
+    async def open(self, found: store_pb.GetStepResponse) -> None:
         """Takes queries and opens the step in the store, or goes on with the open step `found`."""
         queries, before = self._queries, self._before
         # Queries that the step before may leave over come here, so spare ones are not taken yet.
@@ -333,7 +333,7 @@ class StepRunner:
             parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
         return f"step {self.step + 1}/{total}: {', '.join(parts)}"
 
-    def _on_end(self, event: ro.TrajectoryEvent) -> None:
+    def _on_end(self, event: rollout_pb.TrajectoryEvent) -> None:
         self._tally.add(event)
         self._redundancy.add(event)
         self.recent.add(event)
@@ -376,7 +376,7 @@ class StepRollout:
         context: StepContext,
         queries: StepQueries,
         deadline: Deadline,
-        on_end: Callable[[ro.TrajectoryEvent], None],
+        on_end: Callable[[rollout_pb.TrajectoryEvent], None],
         before: StepRollout | None,
         will_follow: Callable[[], bool],
     ) -> None:
@@ -421,7 +421,7 @@ class StepRollout:
         groups = (group for plan in plans if (group := self._tickets(plan)))
         await add_in_parts(self._context.dispatch, self.batch, groups)
 
-    def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
+    def _tickets(self, plan: admission.QueryPlan) -> list[rollout_pb.Ticket]:
         offline = self._context.job.spec.is_offline(self.queries.step)
         tickets = train_tickets(plan, self.queries.ended, offline=offline)
         if (population := self._context.population) is not None:
@@ -519,20 +519,20 @@ class StepRollout:
 
 def train_tickets(
     query: admission.QueryPlan, ended: Collection[str], *, offline: bool = False
-) -> list[ro.Ticket]:
+) -> list[rollout_pb.Ticket]:
     """Tickets for the trajectories of a query that have not ended; `offline`: it is a row to learn
     from."""
     task = None
     if (choice := query.choice) is not None:
-        task = ro.TaskRef(source=choice.source, item=choice.item)
+        task = rollout_pb.TaskRef(source=choice.source, item=choice.item)
     return [
-        ro.Ticket(
+        rollout_pb.Ticket(
             query_id=query.query_id,
             trajectory_id=trajectory_id,
             split=OFFLINE if offline else "train",
             index=query.index,
             seed=seed,
-            purpose=ro.Ticket.PURPOSE_TRAIN,
+            purpose=rollout_pb.Ticket.PURPOSE_TRAIN,
             task=task,
         )
         for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
@@ -569,11 +569,11 @@ async def _missing_columns(job: JobContext, policy: str, step: int) -> list[str]
     required = job.spec.pipeline.required_columns
     if not required:
         return []
-    request = es.ListSamplesRequest(
+    request = store_pb.ListSamplesRequest(
         job_id=job.job_id,
         policy=policy,
         step=step,
-        state=pb.SAMPLE_STATE_PENDING,
+        state=common_pb.SAMPLE_STATE_PENDING,
         page_size=1,
     )
     with suppress(TroupeError):
@@ -634,7 +634,7 @@ class StepWindow:
             try:
                 while True:
                     while self._may_open():
-                        await self._start(es.GetStepResponse())
+                        await self._start(store_pb.GetStepResponse())
                     if not self._open:
                         return
                     await self._wait()
@@ -690,11 +690,11 @@ class StepWindow:
             await self._start(one)
         self._resumed = True
 
-    async def _get_step(self, step: int) -> es.GetStepResponse:
-        request = es.GetStepRequest(job_id=self._context.job.job_id, step=step)
+    async def _get_step(self, step: int) -> store_pb.GetStepResponse:
+        request = store_pb.GetStepRequest(job_id=self._context.job.job_id, step=step)
         return await self._context.job.shared.experience.GetStep(request)
 
-    async def _start(self, found: es.GetStepResponse) -> None:
+    async def _start(self, found: store_pb.GetStepResponse) -> None:
         step = self._next
         before = self._open[-1][0] if self._open else None
         runner = StepRunner(

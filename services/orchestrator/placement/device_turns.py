@@ -22,7 +22,7 @@ from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 class DeviceTurns:
@@ -114,7 +114,7 @@ async def bind_alone(
                 raise
 
     if policies and leftovers:
-        workers = job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        workers = job.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
         await run_all(*(sleep(worker) for worker in workers))
     await trainers.bind_all(deadline)
     await trainers.offload(policies, deadline)

@@ -19,8 +19,8 @@ from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling import balancing
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 _log = structlog.get_logger(__name__)
 
@@ -140,7 +140,7 @@ class Balancer:
         for engine in worker.beat.engines:
             if engine.job_id != self._job.job_id:
                 continue
-            healthy = engine.state == pb.ENGINE_STATE_HEALTHY
+            healthy = engine.state == common_pb.ENGINE_STATE_HEALTHY
             target = pool.moving.get(engine.engine_id)
             arrived = pool.moved.get(engine.engine_id)
             assignments.append(
@@ -156,7 +156,7 @@ class Balancer:
 
     async def _move(self, worker: WorkerHandle, pool: _Pool, move: balancing.Move) -> None:
         what = f"engine {move.engine_id}"
-        request = ro.MoveEngineRequest(
+        request = rollout_pb.MoveEngineRequest(
             request_id=new_id("move"),
             job_id=self._job.job_id,
             engine_id=move.engine_id,
@@ -187,7 +187,7 @@ class Balancer:
             pool.moving.pop(move.engine_id, None)
 
 
-def _moved_text(what: str, move: balancing.Move, reply: ro.MoveEngineResponse) -> str:
+def _moved_text(what: str, move: balancing.Move, reply: rollout_pb.MoveEngineResponse) -> str:
     text = f"{what} moved from {move.source} to {move.target} in {reply.seconds:.1f} s"
     if reply.rebuilt:
         text += ", made anew"

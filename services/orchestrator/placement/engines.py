@@ -22,16 +22,20 @@ from services.orchestrator.placement.shared_servers import SharedServers
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 # Time for loading weights and the like, beyond the start of the engines themselves.
 _MARGIN_SECONDS: Final = 60.0
 # Workers that are prepared at the same time are ready within such a time of each other.
 _LEAST_GATHERING_SECONDS: Final = 1.0
 # States of engines that serve, or will once they have loaded weights.
-_COUNTED: Final = (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_UPDATING, pb.ENGINE_STATE_STALE)
+_COUNTED: Final = (
+    common_pb.ENGINE_STATE_HEALTHY,
+    common_pb.ENGINE_STATE_UPDATING,
+    common_pb.ENGINE_STATE_STALE,
+)
 
 
 class Engines:
@@ -44,7 +48,7 @@ class Engines:
     def __init__(
         self,
         job: JobContext,
-        weights: dict[str, pb.WeightsRef],
+        weights: dict[str, common_pb.WeightsRef],
         republish: Callable[[str], Awaitable[None]],
     ) -> None:
         self._job = job
@@ -114,7 +118,7 @@ class Engines:
     async def wait_ready(self, deadline: Deadline) -> None:
         """Waits for a ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
         while not self.ready():
-            workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+            workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
             troubles = "; ".join(
                 f"{worker}: {self._troubles[worker]}"
                 for worker in workers
@@ -170,7 +174,9 @@ class Engines:
             async with asyncio.timeout(max(_LEAST_GATHERING_SECONDS, took)):
                 while any(
                     worker not in self._served and worker not in self._troubles
-                    for worker in self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+                    for worker in self._job.shared.workers.usable(
+                        orchestrator_pb.WORKER_KIND_ROLLOUT
+                    )
                 ):
                     await self.change()
         self._gathered = True
@@ -182,7 +188,7 @@ class Engines:
         workers = self._job.shared.workers
         try:
             while True:
-                usable = workers.usable(orch.WORKER_KIND_ROLLOUT)
+                usable = workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
                 self._shared.join(usable)
                 for worker in usable:
                     if worker not in keepers:
@@ -202,7 +208,7 @@ class Engines:
         finally:
             await cancel_all(keepers.values())
 
-    async def update(self, weights: pb.WeightsRef, deadline: Deadline) -> None:
+    async def update(self, weights: common_pb.WeightsRef, deadline: Deadline) -> None:
         """Has every prepared worker load a version, and waits until they serve it.
 
         A worker that is lost meanwhile, or has lost the job, is left to `run`.
@@ -213,7 +219,7 @@ class Engines:
         # Commits may come faster than engines load: versions are loaded in order.
         async with self._loading[weights.policy]:
             workers = list(self._served)
-            swaps: list[ro.UpdateWeightsResponse] = []
+            swaps: list[rollout_pb.UpdateWeightsResponse] = []
             await run_all(*(self._update(worker, weights, deadline, swaps) for worker in workers))
             # Servers are followed to what their keepers have verified.
             await self._shared.tell()
@@ -251,8 +257,10 @@ class Engines:
 
     async def release(self, seconds: float) -> None:
         """Has rollout workers release the job, as far as they answer."""
-        request = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=self._job.job_id)
-        workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        request = rollout_pb.ReleaseJobRequest(
+            request_id=new_id("release"), job_id=self._job.job_id
+        )
+        workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
         self._served.clear()
         await asyncio.gather(
             *(worker.rollout.ReleaseJob(request, timeout=seconds) for worker in workers),
@@ -343,7 +351,7 @@ class Engines:
     async def _call_wake(
         self, worker: WorkerHandle, policies: Collection[str], seconds: float
     ) -> None:
-        request = ro.WakeEnginesRequest(
+        request = rollout_pb.WakeEnginesRequest(
             request_id=new_id("wake"), job_id=self._job.job_id, policies=policies
         )
         await worker.rollout.WakeEngines(request, timeout=seconds)
@@ -351,7 +359,7 @@ class Engines:
     async def _prepare(self, worker: WorkerHandle) -> None:
         """Prepares the job, then loads the versions that were committed meanwhile."""
         wanted = dict(self._wanted)
-        request = ro.PrepareJobRequest(
+        request = rollout_pb.PrepareJobRequest(
             request_id=new_id("prepare"),
             job_id=self._job.job_id,
             spec_json=self._job.spec_json,
@@ -383,7 +391,7 @@ class Engines:
         self._served[worker] = versions
         await self._shared.tell()
 
-    def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
+    def _note(self, policy: str, swaps: list[rollout_pb.UpdateWeightsResponse]) -> None:
         """Adds up an update's metrics: the transfer of the slowest host, since hosts fetch at the
         same time, the sum of the time in which engines did not serve, and the whole update of the
         slowest engine."""
@@ -404,9 +412,9 @@ class Engines:
     async def _update(
         self,
         worker: WorkerHandle,
-        ref: pb.WeightsRef,
+        ref: common_pb.WeightsRef,
         deadline: Deadline,
-        swaps: list[ro.UpdateWeightsResponse],
+        swaps: list[rollout_pb.UpdateWeightsResponse],
     ) -> None:
         """Has one worker load a version; one that cannot be reached is left to `_keep`."""
         attempts = RetryBackoff(deadline)
@@ -431,9 +439,9 @@ class Engines:
                 await attempts.failed(Unavailable(str(error)))
 
     async def _call_update(
-        self, worker: WorkerHandle, ref: pb.WeightsRef, seconds: float
-    ) -> ro.UpdateWeightsResponse:
-        request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
+        self, worker: WorkerHandle, ref: common_pb.WeightsRef, seconds: float
+    ) -> rollout_pb.UpdateWeightsResponse:
+        request = rollout_pb.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
         answer = await worker.rollout.UpdateWeights(request, timeout=seconds)
         self._shared.note(worker, answer.engines)
         return answer
@@ -447,5 +455,7 @@ async def put_to_sleep(
     worker: WorkerHandle, job_id: str, policies: Collection[str], seconds: float
 ) -> None:
     """Takes engines of a job off the devices of a worker. Raises `TroupeError`."""
-    request = ro.SleepEnginesRequest(request_id=new_id("sleep"), job_id=job_id, policies=policies)
+    request = rollout_pb.SleepEnginesRequest(
+        request_id=new_id("sleep"), job_id=job_id, policies=policies
+    )
     await worker.rollout.SleepEngines(request, timeout=seconds)

@@ -17,7 +17,7 @@ from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # When the monotonic clock began. Of two gangs the one that was formed later has the devices: a jump
 # of the wall clock must not change their order.
@@ -68,10 +68,10 @@ class LeasedWorkers:
         return not all(member.alive for member in self._members)
 
     @property
-    def hosts(self) -> tr.GangHosts | None:
+    def hosts(self) -> trainer_pb.GangHosts | None:
         """The members, for the leader; None for a gang of one worker."""
         members = [member.address for member in self._members]
-        return tr.GangHosts(members=members, formed=self._formed) if members else None
+        return trainer_pb.GangHosts(members=members, formed=self._formed) if members else None
 
     @property
     def avoided(self) -> str:

@@ -15,7 +15,7 @@ from troupe.devices import NODE_PROTOCOL
 from troupe.job import JobSpec
 from troupe.job.balancing import engine_count
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _log = structlog.get_logger(__name__)
 # How long lost nodes stay listed.
@@ -32,9 +32,9 @@ class NodeRegistry:
         self._settings = settings
         self._clock = clock
         # By name: the newest report, and when it came.
-        self._nodes: dict[str, tuple[orch.JoinNodeRequest, float]] = {}
+        self._nodes: dict[str, tuple[orchestrator_pb.JoinNodeRequest, float]] = {}
 
-    def join(self, report: orch.JoinNodeRequest) -> orch.JoinNodeResponse:
+    def join(self, report: orchestrator_pb.JoinNodeRequest) -> orchestrator_pb.JoinNodeResponse:
         """Handles a node's report; the response has what its workers need.
 
         Raises `InvalidArgument` for a missing name, `FailedPrecondition` of kind
@@ -75,13 +75,13 @@ class NodeRegistry:
             self._nodes.pop(report.name, None)
         else:
             self._nodes[report.name] = (report, self._clock())
-        return orch.JoinNodeResponse(
+        return orchestrator_pb.JoinNodeResponse(
             next_seconds=self._settings.heartbeat_seconds,
             experience_store_address=self._settings.experience_store_address,
             reward_address=self._settings.reward_address,
         )
 
-    def statuses(self, workers: Iterable[WorkerHandle]) -> list[orch.NodeStatus]:
+    def statuses(self, workers: Iterable[WorkerHandle]) -> list[orchestrator_pb.NodeStatus]:
         """Each node with its devices, and what the living `workers` of it compute on them."""
         now = self._clock()
         self._nodes = {
@@ -95,7 +95,7 @@ class NodeRegistry:
                 holders.setdefault((worker.beat.node, one.index), []).extend(one.holders)
         found = []
         for name, (report, seen) in sorted(self._nodes.items()):
-            status = orch.NodeStatus(
+            status = orchestrator_pb.NodeStatus(
                 name=name,
                 host=report.host,
                 alive=self._alive(seen),

@@ -16,14 +16,16 @@ from troupe.job import ModelSpec, PolicySpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling import binding
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # Scheduling cost of a frozen policy, which is loaded but never computes.
 _FROZEN_COST: Final = 0.25
 # States of a step in which a policy cannot be suspended.
-_UNINTERRUPTED: Final = frozenset({pb.BINDING_STATE_STEPPING, pb.BINDING_STATE_PUBLISHING})
+_UNINTERRUPTED: Final = frozenset(
+    {common_pb.BINDING_STATE_STEPPING, common_pb.BINDING_STATE_PUBLISHING}
+)
 
 
 class PolicyDemand:
@@ -50,7 +52,7 @@ class PolicyDemand:
         self.memory = TrainingMemory(job, policy, touch_scheduler)
         # The open step, and its newest event.
         self._step: int | None = None
-        self.progress: tr.StepEvent | None = None
+        self.progress: trainer_pb.StepEvent | None = None
         # Callers that need it bound for something else than a step, and those that use it now.
         self._needs = self._uses = 0
         self._arrivals = binding.ReadyOrder()
@@ -88,7 +90,7 @@ class PolicyDemand:
             self._step = self.progress = None
             self._mark_idle()
 
-    def note(self, event: tr.StepEvent) -> None:
+    def note(self, event: trainer_pb.StepEvent) -> None:
         """Take an event of the open step."""
         self.progress = event
         self._touch_scheduler()
@@ -98,7 +100,7 @@ class PolicyDemand:
         self._idle_since = time.monotonic()
 
     def view(
-        self, name: str, now: float, *, assigned: bool, suspended: tr.SuspendedState | None
+        self, name: str, now: float, *, assigned: bool, suspended: trainer_pb.SuspendedState | None
     ) -> binding.Policy:
         """The demand for `binding.decide`, without what follows from the policy's workers.
 
@@ -171,7 +173,7 @@ class TrainingMemory:
 
     def needed(self) -> dict[str, Any]:
         """The memory fields of `binding.Policy`."""
-        workers = self._job.shared.workers.usable(orch.WORKER_KIND_TRAINER)
+        workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
         if self._shape is None:
             # A pass may need a quarter of a GPU besides the state.
             gpus = [one for one in workers if one.beat.trainer.device == "cuda"]
@@ -208,7 +210,9 @@ class TrainingMemory:
         trainer["activation_checkpointing"] = False
         return json.dumps(values)
 
-    def resolved(self, settings: Iterable[pb.ResolvedSetting]) -> list[pb.ResolvedSetting]:
+    def resolved(
+        self, settings: Iterable[common_pb.ResolvedSetting]
+    ) -> list[common_pb.ResolvedSetting]:
         """Resolved settings as a trainer reported them, with the memory model as the source of what
         `specification_on` decided, which a trainer cannot tell from what the job says."""
         wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing

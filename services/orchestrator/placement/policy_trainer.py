@@ -20,10 +20,10 @@ from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.weight_versions import VersionEntry
 from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # Kinds of errors of a worker that cannot hold the policy; another one may.
 _TOO_LARGE: Final = (kinds.POLICY_TOO_LARGE, kinds.GANG_TOO_LARGE, kinds.GANG_UNEVEN)
@@ -51,7 +51,7 @@ class Trainers:
             if name not in job.spec.slots
         }
 
-    async def bind_all(self, deadline: Deadline) -> dict[str, pb.WeightsRef]:
+    async def bind_all(self, deadline: Deadline) -> dict[str, common_pb.WeightsRef]:
         """Binds every policy that is not bound; returns the weights of each."""
         trainers = self.policies.values()
         await run_all(*(trainer.bind(deadline) for trainer in trainers))
@@ -128,7 +128,7 @@ class PolicyTrainer:
         )
 
     @property
-    def weights(self) -> pb.WeightsRef:
+    def weights(self) -> common_pb.WeightsRef:
         """The newest committed weights; only after it was bound."""
         assert self._weights is not None, "bound before"
         return self._weights
@@ -139,7 +139,7 @@ class PolicyTrainer:
         return self._workers.leader
 
     @property
-    def progress(self) -> tr.StepEvent | None:
+    def progress(self) -> trainer_pb.StepEvent | None:
         """The newest event of the running step, if there is one."""
         return self._lease.demand.progress
 
@@ -201,7 +201,7 @@ class PolicyTrainer:
         self._publish, self._workers.bound = True, False
         await self.bind(deadline)
 
-    async def run_step(self, step: int, deadline: Deadline) -> es.StepCommit:
+    async def run_step(self, step: int, deadline: Deadline) -> store_pb.StepCommit:
         """Trains a step and returns its commit, on as many workers as it takes."""
         attempts, lease = RetryBackoff(deadline), self._lease
         with lease.demand.training(step):
@@ -211,7 +211,7 @@ class PolicyTrainer:
                         return self.adopt(commit)
                     worker = await self._bind(deadline)
                     commit = await self._follow(worker, step, deadline, attempts)
-                    if commit.outcome == es.STEP_OUTCOME_APPLIED:
+                    if commit.outcome == store_pb.STEP_OUTCOME_APPLIED:
                         self._weights = commit.weights
                     self._crash_guard.clear()
                     return commit
@@ -224,10 +224,10 @@ class PolicyTrainer:
                         await self._job.warn(f"training of {self.policy}, step {step + 1}: {error}")
                     await attempts.failed(error)
 
-    def adopt(self, commit: es.StepCommit) -> es.StepCommit:
+    def adopt(self, commit: store_pb.StepCommit) -> store_pb.StepCommit:
         """Takes over a commit that is in the store and that no worker has reported to this
         process."""
-        applied = commit.outcome == es.STEP_OUTCOME_APPLIED
+        applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         # In mode async the policy may be further already.
         if applied and commit.weights.version > self.weights.version:
             self._weights = commit.weights
@@ -236,7 +236,7 @@ class PolicyTrainer:
             self._lease.suspension.discard()
         return commit
 
-    async def restart(self, left: int, checksum: str, deadline: Deadline) -> pb.WeightsRef:
+    async def restart(self, left: int, checksum: str, deadline: Deadline) -> common_pb.WeightsRef:
         """Makes the first weights (`checksum`) the version after `left`, without a step.
 
         Repeatable; no step may be open.
@@ -251,7 +251,7 @@ class PolicyTrainer:
                     worker = await self._bind(deadline)
                     if self.weights.version != left:
                         return self.weights  # an earlier attempt came so far
-                    request = tr.RestartRequest(
+                    request = trainer_pb.RestartRequest(
                         request_id=f"{self._job.job_id}-{self.policy}-restart-{left}",
                         job_id=self._job.job_id,
                         policy=self.policy,
@@ -270,7 +270,7 @@ class PolicyTrainer:
                 self.unbind_after(error)
                 await attempts.failed(error)
 
-    async def save_checkpoint(self) -> tr.SaveCheckpointResponse:
+    async def save_checkpoint(self) -> trainer_pb.SaveCheckpointResponse:
         """Writes the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
         seconds = _CHECKPOINT_SECONDS + self.weights.num_bytes / _CHECKPOINT_BYTES_PER_SECOND
         deadline = Deadline(f"the checkpoint of {self.policy}", seconds, "checkpoint")
@@ -278,7 +278,7 @@ class PolicyTrainer:
         while True:
             try:
                 worker = await self.bind(deadline)
-                request = tr.SaveCheckpointRequest(
+                request = trainer_pb.SaveCheckpointRequest(
                     request_id=new_id("checkpoint"),
                     job_id=self._job.job_id,
                     policy=self.policy,
@@ -341,7 +341,7 @@ class PolicyTrainer:
                 continue
             if self.shortage:
                 deadline.report(self.shortage)
-            elif registry.usable(orch.WORKER_KIND_TRAINER):
+            elif registry.usable(orchestrator_pb.WORKER_KIND_TRAINER):
                 deadline.report(f"{self.policy} waits for its turn on a trainer worker")
             else:
                 deadline.report(f"waiting for a trainer worker for {self.policy}")
@@ -355,7 +355,7 @@ class PolicyTrainer:
             lease.suspension.discard()
             if resumed and not self._publish:
                 return
-        request = tr.BindRequest(
+        request = trainer_pb.BindRequest(
             request_id=new_id("bind"),
             job_id=self._job.job_id,
             policy=self.policy,
@@ -388,14 +388,14 @@ class PolicyTrainer:
         lease.mark_bound(response.state_bytes)
 
     async def _resume(
-        self, worker: WorkerHandle, state: tr.SuspendedState, deadline: Deadline
+        self, worker: WorkerHandle, state: trainer_pb.SuspendedState, deadline: Deadline
     ) -> bool:
         """Resumes the suspended state on `worker`; False: bind from the published weights instead.
 
         Called once per state: after a call without an answer its owner is unknown. Raises
         `TroupeError` when the worker was lost.
         """
-        request = tr.ResumeRequest(
+        request = trainer_pb.ResumeRequest(
             request_id=new_id("resume"),
             job_id=self._job.job_id,
             policy=self.policy,
@@ -425,8 +425,8 @@ class PolicyTrainer:
 
     async def _follow(
         self, worker: WorkerHandle, step: int, deadline: Deadline, attempts: RetryBackoff
-    ) -> es.StepCommit:
-        request = tr.RunStepRequest(
+    ) -> store_pb.StepCommit:
+        request = trainer_pb.RunStepRequest(
             request_id=f"{self._job.job_id}-{self.policy}-{step}",
             job_id=self._job.job_id,
             policy=self.policy,
@@ -445,9 +445,9 @@ class PolicyTrainer:
                     return event.commit
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
 
-    async def _committed(self, step: int) -> es.StepCommit | None:
+    async def _committed(self, step: int) -> store_pb.StepCommit | None:
         """The step's commit in the store, which is the truth about commits."""
-        request = es.GetStepRequest(job_id=self._job.job_id, step=step, counts_only=True)
+        request = store_pb.GetStepRequest(job_id=self._job.job_id, step=step, counts_only=True)
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
 

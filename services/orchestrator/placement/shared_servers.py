@@ -19,8 +19,8 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling.sharing import keepers
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 _log = structlog.get_logger(__name__)
 # A policy's name, and the number of one of its servers in `engine.urls`.
@@ -55,7 +55,7 @@ class SharedServers:
         self._keepers: dict[ServerKey, str] = {}
         self._verified: dict[ServerKey, tuple[int, str]] = {}
         # What each worker was told last.
-        self._told: dict[str, list[ro.SharedServer]] = {}
+        self._told: dict[str, list[rollout_pb.SharedServer]] = {}
 
     def join(self, workers: Iterable[WorkerHandle]) -> None:
         """Give the servers that nobody keeps to these workers, which are about to be prepared, or
@@ -88,7 +88,7 @@ class SharedServers:
             if any(key[0] == name for key in self._servers)
         )
 
-    def plan(self, worker: WorkerHandle) -> list[ro.SharedServer]:
+    def plan(self, worker: WorkerHandle) -> list[rollout_pb.SharedServer]:
         """The part of a worker, which must have joined, in each server: to keep or to follow it."""
         order = sorted(self._workers)
         found = []
@@ -96,7 +96,7 @@ class SharedServers:
             name, replica = key
             alone = name in self._alone
             kept = self._keepers.get(key) == worker.worker_id
-            server = ro.SharedServer(
+            server = rollout_pb.SharedServer(
                 policy=name,
                 replica=replica,
                 kept=kept,
@@ -108,7 +108,7 @@ class SharedServers:
             found.append(server)
         return found
 
-    def note(self, worker: WorkerHandle, engines: Iterable[ro.EngineStatus]) -> None:
+    def note(self, worker: WorkerHandle, engines: Iterable[rollout_pb.EngineStatus]) -> None:
         """Take a worker's word for the servers that it keeps."""
         for engine in engines:
             name = engine.engine_id.removesuffix(f"@{worker.worker_id}")
@@ -118,12 +118,12 @@ class SharedServers:
             key = (engine.policy, int(name.removeprefix(prefix)))
             if self._keepers.get(key) != worker.worker_id:
                 continue
-            if engine.state == pb.ENGINE_STATE_HEALTHY and engine.HasField("version"):
+            if engine.state == common_pb.ENGINE_STATE_HEALTHY and engine.HasField("version"):
                 self._verified[key] = (engine.version, engine.checksum)
-            elif engine.state != pb.ENGINE_STATE_UPDATING:
+            elif engine.state != common_pb.ENGINE_STATE_UPDATING:
                 self._verified.pop(key, None)
 
-    def told(self, worker: WorkerHandle, plan: Sequence[ro.SharedServer]) -> None:
+    def told(self, worker: WorkerHandle, plan: Sequence[rollout_pb.SharedServer]) -> None:
         """Note what a worker knows since it was prepared."""
         self._told[worker.worker_id] = list(plan)
 
@@ -155,7 +155,7 @@ class SharedServers:
         plan = self.plan(worker)
         if not plan or plan == self._told.get(worker.worker_id):
             return
-        request = ro.ShareServersRequest(
+        request = rollout_pb.ShareServersRequest(
             request_id=new_id("share"), job_id=self._job.job_id, servers=plan
         )
         try:

@@ -11,8 +11,8 @@ import structlog
 
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, new_id
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 if TYPE_CHECKING:
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
@@ -37,7 +37,7 @@ class PolicySuspension:
     ) -> None:
         self._job_id, self._policy = job_id, policy
         self._experience, self._touch_scheduler = experience, touch_scheduler
-        self.state: tr.SuspendedState | None = None
+        self.state: trainer_pb.SuspendedState | None = None
         self._suspended_by: WorkerHandle | None = None
         # Ids of workers that fetch the state, or have it.
         self.prefetched: set[str] = set()
@@ -65,7 +65,7 @@ class PolicySuspension:
 
     async def suspend(self, worker: WorkerHandle, *, empty_cache: bool, seconds: float) -> None:
         """Have `worker` suspend the policy. Raises `TroupeError`."""
-        request = tr.SuspendRequest(
+        request = trainer_pb.SuspendRequest(
             request_id=new_id("lease"),
             job_id=self._job_id,
             policy=self._policy,
@@ -112,13 +112,13 @@ class PolicySuspension:
         self._swaps += 1
         self._swap_seconds += seconds
 
-    async def _renew(self, state: tr.SuspendedState) -> None:
+    async def _renew(self, state: trainer_pb.SuspendedState) -> None:
         """Renew the claims of a suspended step on its samples until it is resumed."""
         if not state.HasField("step"):
             return
         while True:
             await asyncio.sleep(state.lease_seconds / 3)
-            request = es.RenewClaimsRequest(
+            request = store_pb.RenewClaimsRequest(
                 request_id=new_id("renew"),
                 job_id=self._job_id,
                 policy=self._policy,

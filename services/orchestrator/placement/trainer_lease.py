@@ -22,7 +22,7 @@ from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 _log = structlog.get_logger(__name__)
 # Kinds of errors that say that the policy is not bound there; of a lost gang nothing is left.
@@ -171,8 +171,8 @@ class TrainerLease:
                 self.workers.unassign()
             self.workers.notify()
 
-    async def _prefetch(self, worker: WorkerHandle, state: tr.SuspendedState) -> None:
-        request = tr.PrefetchRequest(
+    async def _prefetch(self, worker: WorkerHandle, state: trainer_pb.SuspendedState) -> None:
+        request = trainer_pb.PrefetchRequest(
             request_id=new_id("lease"),
             job_id=self._job.job_id,
             policy=self._policy,
@@ -201,7 +201,7 @@ class TrainerLease:
             raise
 
     async def _ask_release(self, worker: WorkerHandle, seconds: float) -> None:
-        request = tr.ReleaseRequest(
+        request = trainer_pb.ReleaseRequest(
             request_id=new_id("lease"), job_id=self._job.job_id, policy=self._policy
         )
         await worker.trainer.Release(request, timeout=seconds)

@@ -22,8 +22,8 @@ from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRe
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable
 from troupe.scheduling import binding
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 if TYPE_CHECKING:
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
@@ -85,7 +85,7 @@ class TrainerScheduler:
     @property
     def wanted(self) -> int:
         """Trainer workers that policies, or a job that waits for its first one, could use now."""
-        return max(self._planned, int(self._workers.awaited(orch.WORKER_KIND_TRAINER)))
+        return max(self._planned, int(self._workers.awaited(orchestrator_pb.WORKER_KIND_TRAINER)))
 
     def add(self, policy: PolicyLease) -> None:
         """Schedules a policy from now on, in place of an earlier one of the same name."""
@@ -152,7 +152,7 @@ class TrainerScheduler:
 
     def _decide(self) -> float:
         now = time.monotonic()
-        usable = {w.worker_id: w for w in self._workers.usable(orch.WORKER_KIND_TRAINER)}
+        usable = {w.worker_id: w for w in self._workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)}
         workers = [_rank_worker(worker) for worker in usable.values()]
         policies = [self._policy(one, usable, now) for one in self._leases.values()]
         again = math.inf
@@ -250,7 +250,7 @@ def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPreco
 
 
 def ready_work(
-    status: es.TableStatus | None, policy: str, micro_batch: int, accumulated: int
+    status: store_pb.TableStatus | None, policy: str, micro_batch: int, accumulated: int
 ) -> int:
     """Micro-batches of `policy` that could be computed now in the step of `status`.
 
@@ -280,7 +280,7 @@ class TableWatch:
         self._experience = experience
         self._on_status = on_status
         # By step: the status that was pushed last, of the newest steps.
-        self._latest: dict[int, es.TableStatus] = {}
+        self._latest: dict[int, store_pb.TableStatus] = {}
         self._job_id = job_id
         self._changed = asyncio.Event()
         # Whether the stream is broken: then `latest` is empty.
@@ -296,14 +296,14 @@ class TableWatch:
         except TimeoutError:
             return
 
-    def latest(self, step: int) -> es.TableStatus | None:
+    def latest(self, step: int) -> store_pb.TableStatus | None:
         """The newest status of a step."""
         return self._latest.get(step)
 
     async def run(self) -> None:
         """Follows the tables until cancelled."""
         attempts = RetryBackoff(Deadline("watching tables", math.inf, ""))
-        request = es.WatchTablesRequest(job_id=self._job_id)
+        request = store_pb.WatchTablesRequest(job_id=self._job_id)
         while True:
             try:
                 async for status in self._experience.WatchTables(request):

@@ -14,9 +14,10 @@ import structlog
 from services.orchestrator.errors import Deadline, cancel_all
 from services.orchestrator.settings import OrchestratorSettings
 from troupe.rpc import AlreadyExists, ClientSettings, RetryPolicy, Unavailable, connect
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 _log = structlog.get_logger(__name__)
 # Few attempts: callers go on with another worker when one is away.
@@ -24,14 +25,19 @@ _RETRY: Final = RetryPolicy(max_attempts=2)
 # How long lost workers stay listed.
 _REMEMBER_SECONDS: Final = 120.0
 # States in which a binding holds no device.
-AWAY: Final = frozenset({pb.BINDING_STATE_RELEASED, pb.BINDING_STATE_SUSPENDED})
-NAMES: Final = {orch.WORKER_KIND_ROLLOUT: "rollout", orch.WORKER_KIND_TRAINER: "trainer"}
+AWAY: Final = frozenset({common_pb.BINDING_STATE_RELEASED, common_pb.BINDING_STATE_SUSPENDED})
+NAMES: Final = {
+    orchestrator_pb.WORKER_KIND_ROLLOUT: "rollout",
+    orchestrator_pb.WORKER_KIND_TRAINER: "trainer",
+}
 
 
 class WorkerHandle:
     """One worker process: its newest heartbeat and a channel to it."""
 
-    def __init__(self, beat: orch.HeartbeatRequest, client: ClientSettings, now: float) -> None:
+    def __init__(
+        self, beat: orchestrator_pb.HeartbeatRequest, client: ClientSettings, now: float
+    ) -> None:
         self.worker_id = beat.worker_id
         self.kind = beat.kind
         self.address = beat.address
@@ -41,8 +47,8 @@ class WorkerHandle:
         # Scopes of `while_alive` that end when the worker is lost.
         self._scopes: set[asyncio.Timeout] = set()
         self._channel = connect(beat.address, client)
-        self.rollout = rollout_pb2_grpc.RolloutStub(self._channel)
-        self.trainer = trainer_pb2_grpc.TrainerStub(self._channel)
+        self.rollout = rollout_grpc.RolloutStub(self._channel)
+        self.trainer = trainer_grpc.TrainerStub(self._channel)
 
     @asynccontextmanager
     async def while_alive(self) -> AsyncIterator[None]:
@@ -108,11 +114,11 @@ class WorkerRegistry:
         self._replaced: dict[str, WorkerHandle] = {}
         self._changed = asyncio.Event()
         # How many jobs wait for the first worker of a kind.
-        self._awaited: Counter[orch.WorkerKind.ValueType] = Counter()
+        self._awaited: Counter[orchestrator_pb.WorkerKind.ValueType] = Counter()
         self._watch: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
-    def beat(self, beat: orch.HeartbeatRequest) -> float:
+    def beat(self, beat: orchestrator_pb.HeartbeatRequest) -> float:
         """Handles a heartbeat; returns seconds until the next one is due.
 
         Raises `AlreadyExists` if a living worker has the same id or the same address.
@@ -146,7 +152,7 @@ class WorkerRegistry:
         """Every worker known, lost ones included for a while, by id."""
         return sorted(self._workers.values(), key=lambda worker: worker.worker_id)
 
-    def usable(self, kind: orch.WorkerKind.ValueType) -> list[WorkerHandle]:
+    def usable(self, kind: orchestrator_pb.WorkerKind.ValueType) -> list[WorkerHandle]:
         """The workers of a kind that take new work, by id."""
         return [worker for worker in self.all() if worker.kind == kind and worker.usable]
 
@@ -162,7 +168,7 @@ class WorkerRegistry:
         return self._changed.wait()
 
     async def wait_for(
-        self, kinds: Iterable[orch.WorkerKind.ValueType], deadline: Deadline
+        self, kinds: Iterable[orchestrator_pb.WorkerKind.ValueType], deadline: Deadline
     ) -> None:
         """Waits until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
         while missing := [kind for kind in kinds if not self.usable(kind)]:
@@ -173,7 +179,7 @@ class WorkerRegistry:
             finally:
                 self._awaited.subtract(missing)
 
-    def awaited(self, kind: orch.WorkerKind.ValueType) -> bool:
+    def awaited(self, kind: orchestrator_pb.WorkerKind.ValueType) -> bool:
         """Whether a job waits for the first worker of a kind."""
         return self._awaited[kind] > 0
 
@@ -203,7 +209,7 @@ class WorkerRegistry:
                     worker.seen = now
                 self._check_age(worker, now - worker.seen)
 
-    def _refuse_doubles(self, beat: orch.HeartbeatRequest) -> None:
+    def _refuse_doubles(self, beat: orchestrator_pb.HeartbeatRequest) -> None:
         known = self._workers.get(beat.worker_id)
         if known is not None and known.alive and known.address != beat.address:
             raise AlreadyExists(

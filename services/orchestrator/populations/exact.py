@@ -35,7 +35,7 @@ from troupe.populations.games import Array
 from troupe.populations.slots import visible_cells
 from troupe.populations.tree import agent_nash_conv, agent_values, mixed
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError, Unavailable
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments import IllegalRule
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
@@ -212,7 +212,7 @@ class MoveProbabilities:
         """The game with the prompts of the job's workflow."""
         name = self._population.game
         assert name is not None, "only for jobs with population.game"
-        request = ro.DescribeGameRequest(job_id=self._job.job_id, game=name)
+        request = rollout_pb.DescribeGameRequest(job_id=self._job.job_id, game=name)
 
         reply = await self._call_any_worker(
             lambda worker: worker.rollout.DescribeGame(request, timeout=deadline.left), deadline
@@ -267,7 +267,7 @@ class MoveProbabilities:
 
     async def _behaviour(self, slot: str, deadline: Deadline) -> list[list[float]]:
         """The move probabilities of a network policy, for all questions in one call."""
-        request = ro.BehaveRequest(
+        request = rollout_pb.BehaveRequest(
             job_id=self._job.job_id,
             policy=slot,
             game=self._population.game or "",
@@ -315,8 +315,8 @@ class MoveProbabilities:
 
 
 async def _score(
-    request: ro.ScoreRequest, deadline: Deadline, worker: WorkerHandle
-) -> ro.ScoreResponse:
+    request: rollout_pb.ScoreRequest, deadline: Deadline, worker: WorkerHandle
+) -> rollout_pb.ScoreResponse:
     return await worker.rollout.Score(request, timeout=deadline.left)
 
 

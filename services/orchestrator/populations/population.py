@@ -45,9 +45,9 @@ from troupe.populations.payoffs import Members, PayoffTable, rated, turn_beside
 from troupe.populations.slots import match_waves, visible_cells
 from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.scheduling import admission
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 _log = structlog.get_logger(__name__)
 # Maximum attempts at a match that workers abort.
@@ -330,7 +330,7 @@ async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
 
 
 def _member(
-    job: JobContext, ref: pb.WeightsRef, size: int, *, step: int, iteration: int, parent: str
+    job: JobContext, ref: common_pb.WeightsRef, size: int, *, step: int, iteration: int, parent: str
 ) -> FrozenMember:
     """Make the member for a frozen version: a candidate, or settled if it is a first version."""
     _, pools = sections(job.spec)
@@ -394,7 +394,7 @@ class Matches:
         self._job, self._dispatch, self._store, self._slots = job, dispatch, store, slots
         self._state = state
         self._population, self._pools = sections(job.spec)
-        self._ended: dict[str, orch.Match] = {}
+        self._ended: dict[str, orchestrator_pb.Match] = {}
         # Failed matches of this round, and in a row since the last completed match.
         self._failed = self._failed_in_a_row = 0
 
@@ -423,7 +423,7 @@ class Matches:
                 remedy="Look into the rollout workers' logs for who aborts them, then resume the "
                 "job.",
             )
-        failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
+        failed = sum(one.state == common_pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
         if failed < len(plan):
             self._failed_in_a_row = 0
         elif len(known) < len(plan):
@@ -457,12 +457,12 @@ class Matches:
         )
         await self._slots.load_matches(loaded, deadline)
         places = self._slots.places()
-        new: dict[str, orch.Match] = {}
+        new: dict[str, orchestrator_pb.Match] = {}
         recent = self._job.shared.trajectories.buffer(self._job.job_id, step, "match")
         members = {one.name: self._members(one) for one in wave}
 
-        def on_end(event: ro.TrajectoryEvent) -> None:
-            if event.state == pb.TRAJECTORY_STATE_ABORTED:
+        def on_end(event: rollout_pb.TrajectoryEvent) -> None:
+            if event.state == common_pb.TRAJECTORY_STATE_ABORTED:
                 return  # aborted by the worker, not by the game: it is played again
             match = self._match(event, members[event.trajectory_id])
             new[event.trajectory_id] = self._ended[event.trajectory_id] = match
@@ -516,16 +516,16 @@ class Matches:
 
     def _ticket(
         self, one: PlannedMatch, members: dict[str, str], places: dict[tuple[str, str], str]
-    ) -> ro.Ticket:
+    ) -> rollout_pb.Ticket:
         seed = f"match/{'x'.join(map(str, one.cell))}"
-        return ro.Ticket(
+        return rollout_pb.Ticket(
             query_id=one.name,
             trajectory_id=one.name,
             # Training items in dataset order, the same ones for every cell.
             split="train",
             index=one.number,
             seed=admission.seed_of(self._job.spec.seed, seed, one.number, 0),
-            purpose=ro.Ticket.PURPOSE_MATCH,
+            purpose=rollout_pb.Ticket.PURPOSE_MATCH,
             cast={
                 agent: places[self._pools.pool_of(agent).name, member]
                 for agent, member in members.items()
@@ -539,8 +539,10 @@ class Matches:
             for agent, place in zip(self._agents_of(one), one.cell, strict=True)
         }
 
-    def _match(self, event: ro.TrajectoryEvent, members: dict[str, str]) -> orch.Match:
-        completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
+    def _match(
+        self, event: rollout_pb.TrajectoryEvent, members: dict[str, str]
+    ) -> orchestrator_pb.Match:
+        completed = event.state == common_pb.TRAJECTORY_STATE_COMPLETED
         payoffs: dict[str, float] = {}
         if completed:
             for agent in members:
@@ -553,7 +555,7 @@ class Matches:
                         remedy="Return a reward for every player; it is what a match pays.",
                     )
                 payoffs[agent] = event.rewards[agent]
-        return orch.Match(
+        return orchestrator_pb.Match(
             trajectory_id=event.trajectory_id,
             iteration=self._state.iteration,
             members=members,
@@ -569,7 +571,7 @@ class Matches:
         for one in plan:
             state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
             match = self._ended[one.name]
-            if match.state != pb.TRAJECTORY_STATE_COMPLETED:
+            if match.state != common_pb.TRAJECTORY_STATE_COMPLETED:
                 continue
             members = self._members(one)
             # Payoffs by player of the cell: in a symmetric game members take turns as agents.
@@ -591,7 +593,7 @@ class Matches:
         turn = one.number if fixed else turn_beside(len(agents), one.number)
         return [agents[place] for place in seats(len(agents), turn)]
 
-    def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
+    def _count_wins(self, members: dict[str, str], match: orchestrator_pb.Match) -> None:
         for agent, member in members.items():
             for other_agent, other in members.items():
                 if member == other:
@@ -602,8 +604,8 @@ class Matches:
                 counts[1] += ahead == 0
                 counts[2] += 1
 
-    def _check_failures(self, event: ro.TrajectoryEvent, total: int) -> None:
-        if event.state != pb.TRAJECTORY_STATE_FAILED:
+    def _check_failures(self, event: rollout_pb.TrajectoryEvent, total: int) -> None:
+        if event.state != common_pb.TRAJECTORY_STATE_FAILED:
             return
         self._failed += 1
         # Counted over all rounds of the iteration, since later rounds have few matches.

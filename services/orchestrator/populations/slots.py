@@ -32,9 +32,9 @@ from services.orchestrator.populations.state import (
 from troupe.contracts import kinds
 from troupe.populations.slots import share_slots, training_seat
 from troupe.rpc import NotFound, TroupeError, Unavailable, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ _log = structlog.get_logger(__name__)
 _SECONDS: Final = 600.0
 _DROP_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
-_TRAINER: Final = orch.WORKER_KIND_TRAINER
+_TRAINER: Final = orchestrator_pb.WORKER_KIND_TRAINER
 
 
 class Slots:
@@ -71,7 +71,7 @@ class Slots:
         """Whether matches have slots of their own (`population.evaluation_slots`)."""
         return self._population.evaluation_slots > 0
 
-    async def refs(self, deadline: Deadline) -> dict[str, pb.WeightsRef]:
+    async def refs(self, deadline: Deadline) -> dict[str, common_pb.WeightsRef]:
         """Publish the members in slots; returns each slot's weights."""
         held = dict.fromkeys(member for member, _ in self._state.slots.values())
         published = {
@@ -216,7 +216,7 @@ class Slots:
         async with self._placement_lock:
             changed = {slot: one for slot, one in members.items() if state.slots[slot][0] != one}
             before = {state.slots[slot][0] for slot in changed}
-            refs: dict[str, pb.WeightsRef] = {}
+            refs: dict[str, common_pb.WeightsRef] = {}
             for member in dict.fromkeys(changed.values()):
                 refs[member] = await self._weights.publish(state.members[member], deadline)
             loaded = {slot: (one, state.slots[slot][1] + 1) for slot, one in changed.items()}
@@ -233,15 +233,15 @@ class Slots:
                 await self._weights.drop(state.members[member], files=member in over)
 
 
-def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
+def slot_ref(slot: str, version: int, weights: common_pb.WeightsRef) -> common_pb.WeightsRef:
     """A member's weights as version `version` of a slot."""
-    found = pb.WeightsRef()
+    found = common_pb.WeightsRef()
     found.CopyFrom(weights)
     found.policy, found.version = slot, version
     return found
 
 
-def member_id_of(ref: pb.WeightsRef) -> str:
+def member_id_of(ref: common_pb.WeightsRef) -> str:
     """The member id of a frozen version: `{learner}@{version}`."""
     return f"{ref.policy}@{ref.version}"
 
@@ -257,7 +257,7 @@ class MemberWeights:
         self._job = job
         self._trainers = trainers
 
-    async def freeze(self, learner: str) -> tuple[pb.WeightsRef, int]:
+    async def freeze(self, learner: str) -> tuple[common_pb.WeightsRef, int]:
         """Write a learner's newest version as a member's files; returns it and the files' bytes.
 
         The learner must have no open step. Raises `TroupeError` if retries fail.
@@ -269,7 +269,7 @@ class MemberWeights:
             try:
                 worker = await trainer.bind(deadline)
                 ref = trainer.weights
-                request = tr.KeepMemberRequest(
+                request = trainer_pb.KeepMemberRequest(
                     request_id=new_id("member"),
                     job_id=self._job.job_id,
                     policy=learner,
@@ -287,19 +287,19 @@ class MemberWeights:
                     error = Unavailable(str(error))
                 await attempts.failed(error)
 
-    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
+    async def publish(self, member: FrozenMember, deadline: Deadline) -> common_pb.WeightsRef:
         """Publish a member's weights to the transfer layer, for engines to load.
 
         Raises NotFound of kind "member_gone" if no trainer worker has its files any more.
         """
-        request = tr.PublishMemberRequest(
+        request = trainer_pb.PublishMemberRequest(
             request_id=new_id("member"),
             job_id=self._job.job_id,
             policy=member.learner,
             version=member.version,
             checksum=member.checksum,
         )
-        response: tr.PublishMemberResponse = await self._call_any_worker(
+        response: trainer_pb.PublishMemberResponse = await self._call_any_worker(
             lambda worker: worker.trainer.PublishMember(request, timeout=deadline.left),
             deadline,
             f"publishing {member.member_id}",
@@ -364,7 +364,7 @@ async def unpublish_members(job: JobContext) -> None:
 
 
 async def _drop(job: JobContext, member: FrozenMember, *, files: bool) -> None:
-    request = tr.DropMemberRequest(
+    request = trainer_pb.DropMemberRequest(
         request_id=new_id("member"),
         job_id=job.job_id,
         policy=member.learner,

@@ -14,7 +14,7 @@ from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import JobKeys, RedisAccess
 from troupe.rpc import NotFound
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 if TYPE_CHECKING:  # numpy and scipy are slow to import, and most jobs have no population
     from troupe.populations.payoffs import Members, PayoffTable, Rating
@@ -101,20 +101,24 @@ class PopulationStore:
         args = [part for item in answers.items() for part in item]
         await self._fenced("population", [JobKeys(job_id).answers], job_id, epoch, args)
 
-    async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
+    async def add_matches(
+        self, job_id: str, epoch: int, matches: Mapping[str, orchestrator_pb.Match]
+    ) -> None:
         """Store outcomes of matches, by trajectory id. Raises `Superseded`."""
         if not matches:
             return
         args = [part for name, one in matches.items() for part in (name, one.SerializeToString())]
         await self._fenced("matches", JobKeys(job_id).matches, job_id, epoch, args)
 
-    async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
+    async def matches(
+        self, job_id: str, names: Collection[str]
+    ) -> dict[str, orchestrator_pb.Match]:
         """The outcomes of the named matches that have ended, by trajectory id."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)
         return {
-            name: orch.Match.FromString(one)
+            name: orchestrator_pb.Match.FromString(one)
             for name, one in zip(names, found, strict=True)
             if one is not None
         }
@@ -125,7 +129,7 @@ class PopulationStore:
 
     async def page(
         self, job_id: str, size: int, token: str, member_id: str = ""
-    ) -> tuple[list[orch.Match], str]:
+    ) -> tuple[list[orchestrator_pb.Match], str]:
         """Up to `size` matches, newest first, after the match `token`; the next token.
 
         Raises InvalidArgument for a token of another list.
@@ -135,14 +139,14 @@ class PopulationStore:
         before = int(await self._redis.call("LLEN", order))
         if token:
             before = await self._place(order, token)
-        page: list[orch.Match] = []
+        page: list[orchestrator_pb.Match] = []
         place = before
         while before > 0 and len(page) < size:
             first = max(0, before - size)
             names = await self._redis.call("LRANGE", order, first, before - 1)
             found = await self._redis.call("HMGET", kept, *names)
             for at in range(before - 1, first - 1, -1):
-                match = orch.Match.FromString(found[at - first])
+                match = orchestrator_pb.Match.FromString(found[at - first])
                 if member_id and member_id not in match.members.values():
                     continue
                 page.append(match)

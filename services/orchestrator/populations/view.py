@@ -21,16 +21,16 @@ from services.orchestrator.populations.state import (
 )
 from services.orchestrator.state.records import JobRecord, timestamp
 from troupe.rpc import NotFound
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _STATES: Final = {
-    CANDIDATE: orch.MEMBER_STATE_CANDIDATE,
-    SETTLED: orch.MEMBER_STATE_SETTLED,
-    RETIRED: orch.MEMBER_STATE_RETIRED,
+    CANDIDATE: orchestrator_pb.MEMBER_STATE_CANDIDATE,
+    SETTLED: orchestrator_pb.MEMBER_STATE_SETTLED,
+    RETIRED: orchestrator_pb.MEMBER_STATE_RETIRED,
 }
 
 
-async def population(shared: Shared, record: JobRecord) -> orch.Population:
+async def population(shared: Shared, record: JobRecord) -> orchestrator_pb.Population:
     """Pools, payoffs and meta-strategies of a job; before it has begun, pools without members.
 
     Raises NotFound of kind "no_population".
@@ -39,13 +39,15 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     if spec.population is None:
         raise no_population(record.job_id)
     section, pools = sections(spec)
-    found = orch.Population(
+    found = orchestrator_pb.Population(
         algorithm=section.algorithm,
         symmetric=pools.symmetric,
         agents=pools.agents,
         activity=shared.log.activity(record.job_id),
         pools=[
-            orch.PopulationPool(name=pool.name, agents=pool.agents, learners=pool.learners)
+            orchestrator_pb.PopulationPool(
+                name=pool.name, agents=pool.agents, learners=pool.learners
+            )
             for pool in pools.pools
         ],
     )
@@ -64,7 +66,8 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.cells.extend(_cells(state))
     found.history.extend(_solutions(state))
     found.ratings.extend(
-        orch.MemberRating(member_id=name, **asdict(one)) for name, one in state.ratings.items()
+        orchestrator_pb.MemberRating(member_id=name, **asdict(one))
+        for name, one in state.ratings.items()
     )
     found.slots.extend(_slots(state, {s: p.name for p in pools.pools for s in p.slots}))
     return found
@@ -87,7 +90,7 @@ async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Fro
     return known[member_id]
 
 
-async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
+async def member(shared: Shared, record: JobRecord, member_id: str) -> orchestrator_pb.Checkpoint:
     """The files of a member, as a checkpoint.
 
     Raises NotFound of kind "member_not_found" (no such member) or "member_gone" (files deleted).
@@ -107,7 +110,7 @@ async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Chec
             else "Restore the directory, or give trainers and orchestrator one data_dir "
             "(TROUPE_DATA_DIR).",
         )
-    return orch.Checkpoint(
+    return orchestrator_pb.Checkpoint(
         policy=one.learner,
         version=one.version,
         path=str(path),
@@ -115,15 +118,15 @@ async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Chec
     )
 
 
-def _member(one: FrozenMember) -> orch.PopulationMember:
+def _member(one: FrozenMember) -> orchestrator_pb.PopulationMember:
     changed = {"state": _STATES[one.state], "frozen_at": timestamp(one.frozen_at)}
-    return orch.PopulationMember(**asdict(one) | changed)
+    return orchestrator_pb.PopulationMember(**asdict(one) | changed)
 
 
-def _cells(state: PopulationState) -> list[orch.PayoffCell]:
+def _cells(state: PopulationState) -> list[orchestrator_pb.PayoffCell]:
     found, pooled = [], state.table.pooled
     for key, cell in sorted(state.table.cells.items()):
-        one = orch.PayoffCell(
+        one = orchestrator_pb.PayoffCell(
             members=key, mean=cell.mean.tolist(), matches=cell.matches, exact=cell.exact
         )
         if math.isfinite(width := cell.half_width(pooled)):
@@ -133,13 +136,13 @@ def _cells(state: PopulationState) -> list[orch.PayoffCell]:
     return found
 
 
-def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
+def _solutions(state: PopulationState) -> list[orchestrator_pb.MetaStrategy]:
     return [
-        orch.MetaStrategy(
+        orchestrator_pb.MetaStrategy(
             iteration=one.iteration,
             step=one.step,
             mixtures=[
-                orch.Mixture(pool=pool, probabilities=mixture)
+                orchestrator_pb.Mixture(pool=pool, probabilities=mixture)
                 for pool, mixture in one.mixtures.items()
             ],
             values=one.values,
@@ -150,7 +153,7 @@ def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
     ]
 
 
-def _slots(state: PopulationState, training: dict[str, str]) -> list[orch.OpponentSlot]:
+def _slots(state: PopulationState, training: dict[str, str]) -> list[orchestrator_pb.OpponentSlot]:
     """All slots with their probability in training; `training`: the pool of each training slot."""
     shares: dict[str, float] = dict.fromkeys(state.slots, 0.0)
     drawn = [] if state.casting is None else list(state.casting.shares.values())
@@ -160,7 +163,7 @@ def _slots(state: PopulationState, training: dict[str, str]) -> list[orch.Oppone
                 if slot in shares:
                     shares[slot] += share / len(drawn)
     return [
-        orch.OpponentSlot(
+        orchestrator_pb.OpponentSlot(
             policy=slot,
             pool=training.get(slot, slot.rpartition("--")[0]),
             member_id=member_id,

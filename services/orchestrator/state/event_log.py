@@ -12,7 +12,7 @@ from typing import Final
 from services.orchestrator.state.records import TERMINAL, timestamp
 from services.orchestrator.state.redis import JobKeys, RedisAccess
 from troupe.rpc.ids import check_event_id
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _PAGE: Final = 256
 # What this process writes wakes its followers; this poll is for what another orchestrator wrote.
@@ -30,15 +30,15 @@ class EventLog:
 
     def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
-        self._activities: dict[str, orch.JobEvent] = {}
+        self._activities: dict[str, orchestrator_pb.JobEvent] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     async def notice(
-        self, job_id: str, severity: orch.Notice.Severity.ValueType, text: str
+        self, job_id: str, severity: orchestrator_pb.Notice.Severity.ValueType, text: str
     ) -> None:
         """Appends a notice for users."""
-        event = orch.JobEvent(
-            at=timestamp(time.time()), notice=orch.Notice(severity=severity, text=text)
+        event = orchestrator_pb.JobEvent(
+            at=timestamp(time.time()), notice=orchestrator_pb.Notice(severity=severity, text=text)
         )
         await self._redis.call(
             "XADD",
@@ -52,12 +52,14 @@ class EventLog:
         )
         self.wake(job_id)
 
-    def show(self, job_id: str, activity: orch.Activity) -> None:
+    def show(self, job_id: str, activity: orchestrator_pb.Activity) -> None:
         """Sends followers what the job does now; not stored."""
         last = self._activities.get(job_id)
         if last is not None and last.activity == activity:
             return
-        self._activities[job_id] = orch.JobEvent(at=timestamp(time.time()), activity=activity)
+        self._activities[job_id] = orchestrator_pb.JobEvent(
+            at=timestamp(time.time()), activity=activity
+        )
         self.wake(job_id)
 
     def activity(self, job_id: str) -> str:
@@ -74,7 +76,9 @@ class EventLog:
         for event in self._waiting.get(job_id, ()):
             event.set()
 
-    async def page(self, job_id: str, after: str, count: int = _PAGE) -> list[orch.JobEvent]:
+    async def page(
+        self, job_id: str, after: str, count: int = _PAGE
+    ) -> list[orchestrator_pb.JobEvent]:
         """At most `count` events after the event id `after` ("": from the first)."""
         start = f"({after}" if after else "-"
         entries = await self._redis.call(
@@ -83,7 +87,7 @@ class EventLog:
         events = []
         for event_id, fields in entries or ():
             payload = fields[b"e"] if isinstance(fields, dict) else fields[1]
-            event = orch.JobEvent.FromString(payload)
+            event = orchestrator_pb.JobEvent.FromString(payload)
             event.event_id = event_id.decode()
             events.append(event)
         return events
@@ -104,7 +108,7 @@ class EventLog:
         after: str,
         ended: Callable[[], Awaitable[bool]],
         recent_metrics: int | None = None,
-    ) -> AsyncIterator[orch.JobEvent]:
+    ) -> AsyncIterator[orchestrator_pb.JobEvent]:
         """The events after the event id `after`, then new ones until the job ends.
 
         If no state is in them, `ended` says whether the job has ended already. Without `after`,
@@ -115,7 +119,7 @@ class EventLog:
         first = (0, 0) if after else await self._nth_newest(job_id, recent_metrics)
         woken = asyncio.Event()
         self._waiting[job_id].add(woken)
-        shown: orch.JobEvent | None = None
+        shown: orchestrator_pb.JobEvent | None = None
         over: bool | None = None
         try:
             while True:

@@ -39,8 +39,8 @@ from troupe import states
 from troupe.contracts import kinds
 from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
 from troupe.twin.profile import JobProfile
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 # Jobs whose states are read at once for a list of those in one state.
 _SCANNED: Final = 500
@@ -51,9 +51,9 @@ _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 # Remedies for a move that a job's state forbids, by the target of the move.
 _REMEDIES = {
-    pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
-    pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
-    pb.JOB_STATE_CANCELLING: "It has ended: there is nothing to cancel.",
+    common_pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
+    common_pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
+    common_pb.JOB_STATE_CANCELLING: "It has ended: there is nothing to cancel.",
 }
 
 
@@ -71,7 +71,7 @@ class StoredJob:
     versions: Mapping[str, int]
     metrics: Mapping[str, float]
     # By field; of one field several where workers differ.
-    resolved: Sequence[pb.ResolvedSetting] = ()
+    resolved: Sequence[common_pb.ResolvedSetting] = ()
 
 
 class JobStore:
@@ -93,7 +93,7 @@ class JobStore:
         # What this process has written itself, for its metrics: jobs that it runs, by id, and how
         # many have ended, by state.
         self.live: dict[str, LiveJob] = {}
-        self.ended: Counter[pb.JobState.ValueType] = Counter()
+        self.ended: Counter[common_pb.JobState.ValueType] = Counter()
 
     @property
     def address(self) -> str:
@@ -115,7 +115,7 @@ class JobStore:
     async def create(self, record: JobRecord) -> bool:
         """Stores a new job. False if the id is taken; that job's record stays as it is."""
         keys = JobKeys(record.job_id)
-        event = _event(state=orch.StateChanged(state=record.state))
+        event = _event(state=orchestrator_pb.StateChanged(state=record.state))
         kept = record.to_hash()
         if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
             kept["directory"] = str(record.directory.relative_to(self._data_dir))
@@ -147,7 +147,7 @@ class JobStore:
         return [job_id.decode(errors="backslashreplace") for job_id in found]
 
     async def page(
-        self, size: int, token: str = "", state: pb.JobState.ValueType | None = None
+        self, size: int, token: str = "", state: common_pb.JobState.ValueType | None = None
     ) -> tuple[list[str], str]:
         """Ids of up to `size` jobs (in `state`), newest first, after the job that `token` names;
         and the token of the next page, empty on the last.
@@ -174,7 +174,7 @@ class JobStore:
         return [job_id for _, job_id in page], after
 
     async def _in_state(
-        self, jobs: Sequence[tuple[float, str]], state: pb.JobState.ValueType
+        self, jobs: Sequence[tuple[float, str]], state: common_pb.JobState.ValueType
     ) -> list[tuple[float, str]]:
         states = await self._redis.call_each(
             [("HGET", JobKeys(job_id).record, "state") for _, job_id in jobs], keep_mistyped=True
@@ -211,7 +211,7 @@ class JobStore:
         try:
             entries = entries_of(_checked(versions))
             versions = {policy: one.weights.version for policy, one in entries.items()}
-            settings = [pb.ResolvedSetting.FromString(one) for one in _checked(resolved)]
+            settings = [common_pb.ResolvedSetting.FromString(one) for one in _checked(resolved)]
             settings.sort(key=lambda one: (one.field, one.value))
             return StoredJob(read, versions, _numbers(_checked(latest)), settings)
         except (DecodeError, ValueError) as error:
@@ -233,7 +233,9 @@ class JobStore:
         await self._redis.call("ZREM", INDEX, job_id)
         self._log.wake(job_id)
 
-    async def note_resolved(self, job_id: str, settings: Iterable[pb.ResolvedSetting]) -> None:
+    async def note_resolved(
+        self, job_id: str, settings: Iterable[common_pb.ResolvedSetting]
+    ) -> None:
         """Notes what a worker made of settings that the job leaves open, for people: not while
         Redis is away."""
         members = [one.SerializeToString(deterministic=True) for one in settings]
@@ -270,11 +272,11 @@ class JobStore:
     async def move(
         self,
         job_id: str,
-        target: pb.JobState.ValueType,
+        target: common_pb.JobState.ValueType,
         *,
         epoch: int | None = None,
-        problem: pb.Problem | None = None,
-        sources: Sequence[pb.JobState.ValueType] | None = None,
+        problem: common_pb.Problem | None = None,
+        sources: Sequence[common_pb.JobState.ValueType] | None = None,
         spec_json: str | None = None,
     ) -> JobRecord:
         """Moves the job's state and logs the move, atomically. In the state `target` already:
@@ -290,7 +292,7 @@ class JobStore:
             for source in states.JOB
             if states.allowed(states.JOB, source, target) and (sources is None or source in sources)
         ]
-        change = orch.StateChanged(state=target)
+        change = orchestrator_pb.StateChanged(state=target)
         if problem is not None:
             change.problem.CopyFrom(problem)
         outcome, before = await self._redis.run_script(
@@ -308,7 +310,7 @@ class JobStore:
         )
         await self._raise_if_superseded(job_id, outcome)
         if outcome == b"refused":
-            source = pb.JobState.ValueType(int(before))
+            source = common_pb.JobState.ValueType(int(before))
             raise FailedPrecondition(
                 f"job {job_id} is {_name(source)}: it cannot become {_name(target)}",
                 kind=kinds.ILLEGAL_TRANSITION,
@@ -320,7 +322,7 @@ class JobStore:
         if target in TERMINAL:
             self.ended[target] += int(outcome == b"moved")
         record = await self.get(job_id)
-        if target in TERMINAL or target == pb.JOB_STATE_PAUSED:
+        if target in TERMINAL or target == common_pb.JOB_STATE_PAUSED:
             self.live.pop(job_id, None)
         else:
             job = self.live.setdefault(job_id, LiveJob(target))
@@ -354,7 +356,7 @@ class JobStore:
         return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
 
     async def note_checkpoint(
-        self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
+        self, job_id: str, epoch: int, step: int, problem: common_pb.Problem | None
     ) -> None:
         """Notes that the checkpoints after `step` steps were written; with `problem` that they were
         not, so that a runner which takes the job over at this step tries again."""
@@ -369,10 +371,12 @@ class JobStore:
         if now is None or int(now) != epoch:
             await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
 
-    async def metrics(self, job_id: str, after_step: int = 0) -> list[orch.MetricsLogged]:
+    async def metrics(
+        self, job_id: str, after_step: int = 0
+    ) -> list[orchestrator_pb.MetricsLogged]:
         """All logged rows of metrics, oldest first; those of steps after `after_step` if that is
         positive. What is read grows with the rows found, not with those that there are."""
-        pages: list[list[orch.MetricsLogged]] = []
+        pages: list[list[orchestrator_pb.MetricsLogged]] = []
         size, token, more = _FIRST_ROWS, "", True
         while more:
             page, token = await self.metrics_page(job_id, size, token)
@@ -384,7 +388,7 @@ class JobStore:
 
     async def metrics_page(
         self, job_id: str, size: int, token: str
-    ) -> tuple[list[orch.MetricsLogged], str]:
+    ) -> tuple[list[orchestrator_pb.MetricsLogged], str]:
         """Up to `size` rows of metrics, oldest first, that precede those of the page that gave
         `token` ("": the newest); and the token of the page of older ones."""
         size = min(size, _MOST_ROWS)
@@ -396,7 +400,9 @@ class JobStore:
         if not end:
             return [], ""
         rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, start, end - 1)
-        return [orch.MetricsLogged.FromString(row) for row in rows], str(start) if start else ""
+        return [orchestrator_pb.MetricsLogged.FromString(row) for row in rows], str(
+            start
+        ) if start else ""
 
     async def _record(
         self,
@@ -408,7 +414,7 @@ class JobStore:
         fields: Mapping[str, str],
     ) -> bool:
         keys = JobKeys(job_id)
-        row = orch.MetricsLogged(step=step, values=values)
+        row = orchestrator_pb.MetricsLogged(step=step, values=values)
         pairs: list[Value] = [part for pair in values.items() for part in (pair[0], repr(pair[1]))]
         outcome = await self._redis.run_script(
             "record",
@@ -431,18 +437,20 @@ class JobStore:
         self._log.wake(job_id)
         return bool(outcome == b"written")
 
-    def _fields_of(self, target: pb.JobState.ValueType, problem: pb.Problem | None) -> list[Value]:
+    def _fields_of(
+        self, target: common_pb.JobState.ValueType, problem: common_pb.Problem | None
+    ) -> list[Value]:
         now = repr(time.time())
         fields: list[Value] = ["problem", problem_field(problem)]
-        if target == pb.JOB_STATE_SUBMITTED:
+        if target == common_pb.JOB_STATE_SUBMITTED:
             fields += ["ended_at", "0.0"]
-        elif target == pb.JOB_STATE_STARTING:
+        elif target == common_pb.JOB_STATE_STARTING:
             # "?": only the first time, since a job that is taken over has not begun anew.
             fields += ["?started_at", now]
         elif target in (
-            pb.JOB_STATE_SUCCEEDED,
-            pb.JOB_STATE_FAILED,
-            pb.JOB_STATE_CANCELLED,
+            common_pb.JOB_STATE_SUCCEEDED,
+            common_pb.JOB_STATE_FAILED,
+            common_pb.JOB_STATE_CANCELLED,
         ):
             fields += ["ended_at", now]
         return fields
@@ -472,7 +480,7 @@ class JobStore:
 
 
 def _event(**what: Any) -> bytes:
-    return orch.JobEvent(at=timestamp(time.time()), **what).SerializeToString()
+    return orchestrator_pb.JobEvent(at=timestamp(time.time()), **what).SerializeToString()
 
 
 def same_submission(found: JobRecord, record: JobRecord) -> None:
@@ -493,7 +501,9 @@ def _checked(found: Any) -> Any:
     return found
 
 
-def rows_after(rows: list[orch.MetricsLogged], step: int) -> list[orch.MetricsLogged]:
+def rows_after(
+    rows: list[orchestrator_pb.MetricsLogged], step: int
+) -> list[orchestrator_pb.MetricsLogged]:
     """The rows of steps after `step`; all of them unless it is positive."""
     return [row for row in rows if row.step > step] if step > 0 else rows
 
@@ -517,5 +527,5 @@ def _parse_page(token: str) -> tuple[float, str]:
     return float(score), job_id
 
 
-def _name(state: pb.JobState.ValueType) -> str:
-    return pb.JobState.Name(state).removeprefix("JOB_STATE_")
+def _name(state: common_pb.JobState.ValueType) -> str:
+    return common_pb.JobState.Name(state).removeprefix("JOB_STATE_")

@@ -19,15 +19,17 @@ from troupe.job.loading import explained
 from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.twin.hints import split_hint
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-TERMINAL: Final = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
-MODES: Final[Mapping[str, pb.PipelineMode.ValueType]] = {
-    "serial": pb.PIPELINE_MODE_SERIAL,
-    "sync": pb.PIPELINE_MODE_SYNC,
-    "micro_batch": pb.PIPELINE_MODE_MICRO_BATCH,
-    "async": pb.PIPELINE_MODE_ASYNC,
+TERMINAL: Final = frozenset(
+    {common_pb.JOB_STATE_SUCCEEDED, common_pb.JOB_STATE_FAILED, common_pb.JOB_STATE_CANCELLED}
+)
+MODES: Final[Mapping[str, common_pb.PipelineMode.ValueType]] = {
+    "serial": common_pb.PIPELINE_MODE_SERIAL,
+    "sync": common_pb.PIPELINE_MODE_SYNC,
+    "micro_batch": common_pb.PIPELINE_MODE_MICRO_BATCH,
+    "async": common_pb.PIPELINE_MODE_ASYNC,
 }
 # Characters of the longest job id.
 MAX_JOB_ID: Final = 128
@@ -35,18 +37,20 @@ MAX_JOB_ID: Final = 128
 NEVER: Final = -1
 
 
-def problem_field(problem: pb.Problem | None) -> bytes:
+def problem_field(problem: common_pb.Problem | None) -> bytes:
     """A problem as a field of the hash; empty for None."""
     return b"" if problem is None else problem.SerializeToString()
 
 
-def _parse_problem(data: bytes) -> pb.Problem | None:
-    return pb.Problem.FromString(data) if data else None
+def _parse_problem(data: bytes) -> common_pb.Problem | None:
+    return common_pb.Problem.FromString(data) if data else None
 
 
-def _parse_state(data: bytes) -> pb.JobState.ValueType:
+def _parse_state(data: bytes) -> common_pb.JobState.ValueType:
     # `Name` raises for a number that is no state.
-    return pb.JobState.Value(pb.JobState.Name(pb.JobState.ValueType(int(data))))
+    return common_pb.JobState.Value(
+        common_pb.JobState.Name(common_pb.JobState.ValueType(int(data)))
+    )
 
 
 # How a field is written to the hash, and read from it.
@@ -85,7 +89,7 @@ class JobRecord:
     spec_json: str
     directory: Path
     created_at: float
-    state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED
+    state: common_pb.JobState.ValueType = common_pb.JOB_STATE_SUBMITTED
     # Counts the runners that took the job over; only the newest one may write.
     epoch: int = 0
     # Steps that are committed and whose result engines serve.
@@ -95,9 +99,9 @@ class JobRecord:
     checkpointed: int = NEVER
     started_at: float = 0.0
     ended_at: float = 0.0
-    problem: pb.Problem | None = None
+    problem: common_pb.Problem | None = None
     # Why the newest checkpoint is missing, if it is.
-    checkpoint_problem: pb.Problem | None = None
+    checkpoint_problem: common_pb.Problem | None = None
     # Scores of the evaluations before the first step and after the last, with the bounds of their
     # intervals (`<score>/low`, `<score>/high`).
     before: Mapping[str, float] = field(default_factory=dict)
@@ -113,7 +117,7 @@ class JobRecord:
     @property
     def state_name(self) -> str:
         """The state without its prefix: RUNNING."""
-        return pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
+        return common_pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
 
     def spec(self) -> JobSpec:
         """The specification, as validated when the job was submitted.
@@ -159,7 +163,7 @@ class JobRecord:
             spec_json="{}",
             directory=Path(directory),
             created_at=0.0,
-            state=pb.JOB_STATE_FAILED,
+            state=common_pb.JOB_STATE_FAILED,
             problem=_broken(why),
             broken=True,
         )
@@ -177,8 +181,8 @@ class JobRecord:
         versions: Mapping[str, int],
         metrics: Mapping[str, float],
         activity: str,
-        resolved: Sequence[pb.ResolvedSetting] = (),
-    ) -> orch.Job:
+        resolved: Sequence[common_pb.ResolvedSetting] = (),
+    ) -> orchestrator_pb.Job:
         """The job as users see it. If it cannot be shown, a message that says so: one broken record
         must not prevent listing the other jobs."""
         try:
@@ -187,7 +191,9 @@ class JobRecord:
             return job
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
-            job = orch.Job(job_id=self.job_id, state=self.state, directory=str(self.directory))
+            job = orchestrator_pb.Job(
+                job_id=self.job_id, state=self.state, directory=str(self.directory)
+            )
             job.problem.CopyFrom(_broken(why))
             return job
 
@@ -199,15 +205,15 @@ class JobRecord:
 
     def _message(
         self, versions: Mapping[str, int], metrics: Mapping[str, float], activity: str
-    ) -> orch.Job:
+    ) -> orchestrator_pb.Job:
         # Not validated: this may be a job of an older release.
         spec = json.loads(self.spec_json)
         pipeline = spec.get("pipeline", {})
-        job = orch.Job(
+        job = orchestrator_pb.Job(
             job_id=self.job_id,
             name=spec.get("name", ""),
             state=self.state,
-            mode=MODES.get(pipeline.get("mode", ""), pb.PIPELINE_MODE_UNSPECIFIED),
+            mode=MODES.get(pipeline.get("mode", ""), common_pb.PIPELINE_MODE_UNSPECIFIED),
             step=self.step,
             total_steps=pipeline.get("steps", 0),
             versions=versions,
@@ -237,11 +243,11 @@ def scores(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if name not in bounds}
 
 
-def intervals(values: Mapping[str, float]) -> dict[str, orch.ScoreInterval]:
+def intervals(values: Mapping[str, float]) -> dict[str, orchestrator_pb.ScoreInterval]:
     """The intervals of the scores among the values of an evaluation, by score."""
     low, high = BOUNDS
     return {
-        name: orch.ScoreInterval(low=values[name + low], high=values[name + high])
+        name: orchestrator_pb.ScoreInterval(low=values[name + low], high=values[name + high])
         for name in scores(values)
         if name + low in values and name + high in values
     }
@@ -251,7 +257,7 @@ def intervals(values: Mapping[str, float]) -> dict[str, orch.ScoreInterval]:
 class LiveJob:
     """A job that this process runs, as its metrics show it."""
 
-    state: pb.JobState.ValueType
+    state: common_pb.JobState.ValueType
     step: int = 0
     # The newest row of metrics, by kind: of a step, of an evaluation.
     rows: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -263,8 +269,8 @@ class LiveJob:
         return {name: value for row in list(self.rows.values()) for name, value in row.items()}
 
 
-def _broken(why: str) -> pb.Problem:
-    return pb.Problem(
+def _broken(why: str) -> common_pb.Problem:
+    return common_pb.Problem(
         kind="record_broken",
         message=f"what is stored of this job cannot be read: {why[:200]}",
         remedy="`troupe jobs forget JOB_ID` removes it; its files stay where they are.",

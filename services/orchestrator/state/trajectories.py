@@ -12,8 +12,8 @@ from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import TRAJECTORY_KINDS, JobKeys, RedisAccess
 from troupe.contracts import metric_names
 from troupe.rpc import NotFound
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 # Smaller ones are not compressed; messages of those that are larger when compressed are cut.
 _COMPRESS_BYTES: Final = 16 * 2**10
@@ -24,9 +24,11 @@ _PLAIN, _COMPRESSED = b"p", b"z"
 _TURNS_WITH_TOKENS: Final = 16
 
 
-def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch.TrajectorySummary:
+def summarize(
+    event: rollout_pb.TrajectoryEvent, *, step: int, evaluation: bool
+) -> orchestrator_pb.TrajectorySummary:
     """The summary of an ended trajectory for lists."""
-    return orch.TrajectorySummary(
+    return orchestrator_pb.TrajectorySummary(
         trajectory_id=event.trajectory_id,
         query_id=event.query_id,
         step=step,
@@ -40,9 +42,9 @@ def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch
     )
 
 
-def repeat_shared(turns: Sequence[ro.Turn]) -> None:
+def repeat_shared(turns: Sequence[rollout_pb.Turn]) -> None:
     """Gives every turn all messages of its prompt, also those that an earlier turn has."""
-    whole: dict[int, ro.Turn] = {}
+    whole: dict[int, rollout_pb.Turn] = {}
     for turn in turns:
         if turn.shared_messages and turn.shared_turn in whole:
             shared = whole[turn.shared_turn].messages[: turn.shared_messages]
@@ -54,7 +56,7 @@ def repeat_shared(turns: Sequence[ro.Turn]) -> None:
         whole[turn.turn] = turn
 
 
-def pack(full: orch.GetTrajectoryResponse) -> bytes:
+def pack(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
     """A trajectory as it is stored. A long one is compressed; one that is still too large loses the
     middle of its long messages."""
     data = full.SerializeToString()
@@ -62,7 +64,7 @@ def pack(full: orch.GetTrajectoryResponse) -> bytes:
         return _PLAIN + data
     packed = zlib.compress(data, 1)
     if len(packed) > _LARGEST_BYTES:
-        shorter = orch.GetTrajectoryResponse()
+        shorter = orchestrator_pb.GetTrajectoryResponse()
         shorter.CopyFrom(full)
         for turn in shorter.turns:
             turn.response = _clip(turn.response)
@@ -72,10 +74,10 @@ def pack(full: orch.GetTrajectoryResponse) -> bytes:
     return _COMPRESSED + packed
 
 
-def unpack(stored: bytes) -> orch.GetTrajectoryResponse:
+def unpack(stored: bytes) -> orchestrator_pb.GetTrajectoryResponse:
     """The trajectory that `pack` packed."""
     data = stored[1:] if stored[:1] == _PLAIN else zlib.decompress(stored[1:])
-    return orch.GetTrajectoryResponse.FromString(data)
+    return orchestrator_pb.GetTrajectoryResponse.FromString(data)
 
 
 def _clip(text: str) -> str:
@@ -99,7 +101,9 @@ class RecentTrajectories:
         is one of `TRAJECTORY_KINDS`."""
         return TrajectoryBuffer(self, job_id, step, kind, self._cap)
 
-    async def keep(self, job_id: str, kind: str, found: list[orch.GetTrajectoryResponse]) -> None:
+    async def keep(
+        self, job_id: str, kind: str, found: list[orchestrator_pb.GetTrajectoryResponse]
+    ) -> None:
         """Stores trajectories, oldest first, and drops the oldest ones beyond the cap."""
         if not found:
             return
@@ -112,7 +116,7 @@ class RecentTrajectories:
         kept = [(one, b"", data) for one, data in zip(ids, tokens, strict=True) if data]
         await self._keep(job_id, "tokens", self._tokens_cap, kept)
 
-    async def keep_trained(self, request: orch.ReportTrainedTokensRequest) -> None:
+    async def keep_trained(self, request: orchestrator_pb.ReportTrainedTokensRequest) -> None:
         """Stores what a trainer computed of tokens, whether they have come or not."""
         kept = [
             (f"{one.trajectory_id}/{one.turn}", b"", zlib.compress(one.SerializeToString(), 1))
@@ -130,16 +134,18 @@ class RecentTrajectories:
 
     async def page(
         self, job_id: str, size: int, token: str, wanted: TrajectoryFilter | None = None
-    ) -> tuple[list[orch.TrajectorySummary], str]:
+    ) -> tuple[list[orchestrator_pb.TrajectorySummary], str]:
         """Up to `size` summaries, newest first, after the trajectory `token`; the next token."""
-        listed: list[orch.TrajectorySummary] = []
+        listed: list[orchestrator_pb.TrajectorySummary] = []
         full: dict[str, str] = {}
         for kind in TRAJECTORY_KINDS:
             order, summaries, _ = JobKeys(job_id).trajectories(kind)
             ids = await self._redis.call("LRANGE", order, 0, -1)
             if ids:
                 found = await self._redis.call("HMGET", summaries, *reversed(ids))
-                summaries_ = [orch.TrajectorySummary.FromString(one) for one in found if one]
+                summaries_ = [
+                    orchestrator_pb.TrajectorySummary.FromString(one) for one in found if one
+                ]
                 listed += summaries_
                 full |= {one.trajectory_id: kind for one in summaries_}
         # The evaluation after n steps comes before training step n. Sorting is stable.
@@ -170,7 +176,7 @@ class RecentTrajectories:
 
     async def find(
         self, job_id: str, trajectory_ids: Collection[str]
-    ) -> list[orch.GetTrajectoryResponse]:
+    ) -> list[orchestrator_pb.GetTrajectoryResponse]:
         """Records of the training trajectories that are still kept, in no order."""
         if not trajectory_ids:
             return []
@@ -180,7 +186,7 @@ class RecentTrajectories:
 
     async def get(
         self, job_id: str, trajectory_id: str, *, tokens: bool = False
-    ) -> orch.GetTrajectoryResponse:
+    ) -> orchestrator_pb.GetTrajectoryResponse:
         """One trajectory with its turns; `tokens`: and theirs, if kept. Raises `NotFound`."""
         for kind in TRAJECTORY_KINDS:
             full = JobKeys(job_id).trajectories(kind)[2]
@@ -200,7 +206,7 @@ class RecentTrajectories:
             remedy="`ListTrajectories` names those that are kept.",
         )
 
-    async def _add_tokens(self, job_id: str, kept: orch.GetTrajectoryResponse) -> None:
+    async def _add_tokens(self, job_id: str, kept: orchestrator_pb.GetTrajectoryResponse) -> None:
         name, keys = kept.summary.trajectory_id, JobKeys(job_id)
         data = await self._redis.call("HGET", keys.trajectories("tokens")[2], name)
         if not data:
@@ -213,14 +219,14 @@ class RecentTrajectories:
                 continue
             turn.tokens.CopyFrom(brought[turn.turn])
             if report:
-                trained = orch.TrainedTurn.FromString(zlib.decompress(report))
+                trained = orchestrator_pb.TrainedTurn.FromString(zlib.decompress(report))
                 turn.tokens.advantages.extend(trained.advantages)
                 turn.tokens.ratios.extend(trained.ratios)
 
 
-def take_tokens(full: orch.GetTrajectoryResponse) -> bytes:
+def take_tokens(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
     """The tokens of a trajectory as they are stored, taken out of it; empty where it has none."""
-    found = orch.GetTrajectoryResponse()
+    found = orchestrator_pb.GetTrajectoryResponse()
     for turn in full.turns:
         if turn.HasField("tokens"):
             found.turns.add(turn=turn.turn, tokens=turn.tokens)
@@ -231,7 +237,7 @@ def take_tokens(full: orch.GetTrajectoryResponse) -> bytes:
 class TrajectoryFilter:
     """Which of the kept trajectories a request is for."""
 
-    def __init__(self, request: orch.ListTrajectoriesRequest) -> None:
+    def __init__(self, request: orchestrator_pb.ListTrajectoriesRequest) -> None:
         self._request = request
         self._text = request.text.casefold()
         self.given = bool(request.text or request.agent or request.reason) or (
@@ -243,7 +249,7 @@ class TrajectoryFilter:
         # Whether the turns have to be read, since the summary does not tell.
         self.reads = bool(request.text or request.agent)
 
-    def fits(self, one: orch.TrajectorySummary) -> bool:
+    def fits(self, one: orchestrator_pb.TrajectorySummary) -> bool:
         """Whether a summary has what can be told from it."""
         request = self._request
         if request.reason.casefold() not in one.reason.casefold():
@@ -259,7 +265,7 @@ class TrajectoryFilter:
             return least is None and most is None
         return (least is None or reward >= least) and (most is None or reward <= most)
 
-    def reads_in(self, full: orch.GetTrajectoryResponse) -> bool:
+    def reads_in(self, full: orchestrator_pb.GetTrajectoryResponse) -> bool:
         """Whether a trajectory's turns have the text and the agent."""
         agent, text = self._request.agent, self._text
         acts = {turn.agent for turn in full.turns}.union(full.summary.rewards)
@@ -280,10 +286,10 @@ class TrajectoryFilter:
         return sum(rewards.values()) / len(rewards) if rewards else None
 
 
-def as_event(kept: orch.GetTrajectoryResponse) -> ro.TrajectoryEvent:
+def as_event(kept: orchestrator_pb.GetTrajectoryResponse) -> rollout_pb.TrajectoryEvent:
     """The event that ended a kept trajectory, without its metrics."""
     summary = kept.summary
-    return ro.TrajectoryEvent(
+    return rollout_pb.TrajectoryEvent(
         query_id=summary.query_id,
         trajectory_id=summary.trajectory_id,
         state=summary.state,
@@ -305,9 +311,9 @@ class TrajectoryBuffer:
         self._step = step
         self._kind = kind
         self._cap = cap
-        self._events: OrderedDict[str, ro.TrajectoryEvent] = OrderedDict()
+        self._events: OrderedDict[str, rollout_pb.TrajectoryEvent] = OrderedDict()
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
+    def add(self, event: rollout_pb.TrajectoryEvent) -> None:
         """Adds an ended trajectory whose conversation is kept; others have nothing to show."""
         if event.without_text:
             return
@@ -319,7 +325,7 @@ class TrajectoryBuffer:
         """Writes what was added."""
         events, self._events = self._events, OrderedDict()
         found = [
-            orch.GetTrajectoryResponse(
+            orchestrator_pb.GetTrajectoryResponse(
                 summary=summarize(event, step=self._step, evaluation=self._kind != "train"),
                 turns=event.turns,
             )

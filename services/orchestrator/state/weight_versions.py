@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from services.orchestrator.state.records import LiveJob, timestamp
 from services.orchestrator.state.redis import JobKeys, RedisAccess
 from troupe.rpc import FailedPrecondition, NotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class VersionEntry:
     """The newest version of a policy: steps done, and the weights after them."""
 
     done: int
-    weights: pb.WeightsRef
+    weights: common_pb.WeightsRef
 
 
 class WeightVersions:
@@ -48,17 +48,17 @@ class WeightVersions:
             self._show(job_id, policy, entry.weights.version)
         return found
 
-    async def versions(self, job_id: str, policy: str = "") -> list[orch.PolicyVersion]:
+    async def versions(self, job_id: str, policy: str = "") -> list[orchestrator_pb.PolicyVersion]:
         """All versions so far, oldest first, of one policy or of all."""
         rows = await self._redis.call("LRANGE", JobKeys(job_id).versions, 0, -1)
-        versions = [orch.PolicyVersion.FromString(row) for row in rows]
+        versions = [orchestrator_pb.PolicyVersion.FromString(row) for row in rows]
         return [one for one in versions if policy in ("", one.weights.policy)]
 
-    async def open(self, job_id: str, weights: pb.WeightsRef) -> VersionEntry:
+    async def open(self, job_id: str, weights: common_pb.WeightsRef) -> VersionEntry:
         """Records a policy's weights before any step. Repeatable."""
-        return await self._move(job_id, 0, weights, es.STEP_OUTCOME_UNSPECIFIED)
+        return await self._move(job_id, 0, weights, store_pb.STEP_OUTCOME_UNSPECIFIED)
 
-    async def commit(self, job_id: str, commit: es.StepCommit) -> VersionEntry:
+    async def commit(self, job_id: str, commit: store_pb.StepCommit) -> VersionEntry:
         """Moves a policy by the commit of its next step. Repeating it, or an older commit, changes
         nothing.
 
@@ -68,28 +68,30 @@ class WeightVersions:
         weights = commit.weights
         if not weights.policy:  # the commit of a step without an update may leave them out
             known = (await self.entries(job_id)).get(commit.policy)
-            weights = pb.WeightsRef(policy=commit.policy) if known is None else known.weights
+            weights = common_pb.WeightsRef(policy=commit.policy) if known is None else known.weights
         return await self._move(job_id, commit.step + 1, weights, commit.outcome)
 
-    async def restart(self, job_id: str, done: int, weights: pb.WeightsRef) -> VersionEntry:
+    async def restart(self, job_id: str, done: int, weights: common_pb.WeightsRef) -> VersionEntry:
         """Moves a policy that has `done` steps to its next version without a step: `weights`, its
         first ones again. Repeating it, or after a later step, changes nothing.
 
         Raises as `commit`.
         """
-        return await self._move(job_id, done, weights, es.STEP_OUTCOME_UNSPECIFIED, restarted=True)
+        return await self._move(
+            job_id, done, weights, store_pb.STEP_OUTCOME_UNSPECIFIED, restarted=True
+        )
 
     async def _move(
         self,
         job_id: str,
         done: int,
-        weights: pb.WeightsRef,
-        outcome: es.StepOutcome.ValueType,
+        weights: common_pb.WeightsRef,
+        outcome: store_pb.StepOutcome.ValueType,
         *,
         restarted: bool = False,
     ) -> VersionEntry:
         keys = JobKeys(job_id)
-        entry = orch.PolicyVersion(
+        entry = orchestrator_pb.PolicyVersion(
             weights=weights,
             step=done,
             published_at=timestamp(time.time()),
@@ -110,7 +112,7 @@ class WeightVersions:
         )
         if verdict == b"missing":
             raise NotFound(f"there is no job {job_id}", field="job_id", value=job_id)
-        newest = orch.PolicyVersion.FromString(stored)
+        newest = orchestrator_pb.PolicyVersion.FromString(stored)
         if verdict == b"conflict":
             raise FailedPrecondition(
                 f"version {weights.version} of policy {weights.policy} is known with another "
@@ -152,6 +154,6 @@ def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:
     for name, value in fields.items():
         policy, _, kind = name.decode().rpartition(":")
         if kind == "entry":
-            version = orch.PolicyVersion.FromString(value)
+            version = orchestrator_pb.PolicyVersion.FromString(value)
             found[policy] = VersionEntry(done=version.step, weights=version.weights)
     return found

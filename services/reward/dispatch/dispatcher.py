@@ -29,7 +29,7 @@ from services.reward.quota import QUOTA, Budget, QuotaManager
 from services.reward.resources import CORES, PLENTY
 from troupe.scheduling.elastic import Action, DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
@@ -344,7 +344,7 @@ class Dispatcher:
             # An outcome that cannot be handled is an outcome too: its caller must not wait forever.
             log.exception("invocation", function=invocation.function.key)
             # Of a kind without a retry: the worker goes on with the rest of the chunk.
-            bad = _failed(error, pb.InvocationError.KIND_BAD_RESULT)
+            bad = _failed(error, reward_pb.InvocationError.KIND_BAD_RESULT)
             self._ended(invocation, bad)
 
     def requeue(self, several: Iterable[PendingInvocation]) -> None:
@@ -365,7 +365,7 @@ class Dispatcher:
 
 def _failed(
     error: Exception,
-    kind: pb.InvocationError.Kind.ValueType = pb.InvocationError.KIND_WORKER_DIED,
+    kind: reward_pb.InvocationError.Kind.ValueType = reward_pb.InvocationError.KIND_WORKER_DIED,
 ) -> CallOutcome:
     return CallOutcome.failed(kind, f"the runtime failed: {type(error).__name__}: {error}")
 

@@ -13,7 +13,7 @@ from services.reward.host import OWN_HOST
 from services.reward.resources import CORES, WORKERS
 from services.reward.slot import WorkerSlot
 from troupe.scheduling.elastic import Action, SpeedUp
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 # Calls behind one that takes longer than this are taken back, to run elsewhere.
 _RECALL_SECONDS: Final = 0.2
@@ -30,7 +30,7 @@ class PendingInvocation:
     invocation_id: str
     function: RegisteredFunction
     call: FunctionCall
-    done: asyncio.Future[pb.InvokeResponse]
+    done: asyncio.Future[reward_pb.InvokeResponse]
     since: float
     rank: tuple[float, int]
     # The slot of its sandbox, on the service's own host; None: it runs in any free slot.

@@ -24,8 +24,8 @@ from services.reward.settings import RewardSettings
 from services.reward.slot import WorkerSlot
 from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
-from troupe.v1 import reward_pb2 as pb
-from troupe.v1 import reward_pb2_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import reward_pb2_grpc as reward_grpc
 
 log = structlog.get_logger("troupe.reward")
 
@@ -48,13 +48,15 @@ class _HostRun:
 class HostAgent:
     """Attaches `host` to the service at `settings.reward_address`, again after every loss."""
 
-    def __init__(self, settings: RewardSettings, host: FunctionHost, offer: pb.HostOffer) -> None:
+    def __init__(
+        self, settings: RewardSettings, host: FunctionHost, offer: reward_pb.HostOffer
+    ) -> None:
         self._settings, self._host, self._offer = settings, host, offer
         self._sources = SourceStore()
         self._functions: dict[str, RegisteredFunction] = {}
         self._runs: dict[str, _HostRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._messages: asyncio.Queue[pb.HostMessage] = asyncio.Queue()
+        self._messages: asyncio.Queue[reward_pb.HostMessage] = asyncio.Queue()
         self._beat_seconds = 1.0
         self._draining = False
         self._loops: list[asyncio.Task[None]] = []
@@ -113,10 +115,10 @@ class HostAgent:
     async def _attach(self) -> None:
         """Serve one stream, from the offer to its end."""
         self._messages = asyncio.Queue()
-        self._messages.put_nowait(pb.HostMessage(offer=self._offer))
+        self._messages.put_nowait(reward_pb.HostMessage(offer=self._offer))
         settings = self._settings
         async with connect(settings.reward_address, settings.client(retry=NO_RETRY)) as channel:
-            stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(channel)
+            stub: reward_grpc.RewardAsyncStub = reward_grpc.RewardStub(channel)
             beating = asyncio.create_task(self._keep_beating())
             stream = stub.AttachHost(self._outgoing())
             try:
@@ -126,7 +128,7 @@ class HostAgent:
                 beating.cancel()
                 stream.cancel()
 
-    async def _outgoing(self) -> AsyncIterator[pb.HostMessage]:
+    async def _outgoing(self) -> AsyncIterator[reward_pb.HostMessage]:
         messages = self._messages
         while True:
             yield await messages.get()
@@ -137,12 +139,12 @@ class HostAgent:
             self._beat()
 
     def _beat(self) -> None:
-        beat = pb.HostBeat(draining=self._draining, processes=self._host.alive)
+        beat = reward_pb.HostBeat(draining=self._draining, processes=self._host.alive)
         for name, first in self._host.residents.items():
             beat.residents.add(name=name, first_device=first)
-        self._messages.put_nowait(pb.HostMessage(beat=beat))
+        self._messages.put_nowait(reward_pb.HostMessage(beat=beat))
 
-    def _handle(self, command: pb.HostCommand) -> None:
+    def _handle(self, command: reward_pb.HostCommand) -> None:
         what = command.WhichOneof("command")
         if what == "welcome":
             self._beat_seconds = command.welcome.beat_seconds or self._beat_seconds
@@ -159,7 +161,7 @@ class HostAgent:
         elif what == "source":
             self._sources.put(command.source.files)
 
-    def _begin(self, request: pb.HostRun) -> None:
+    def _begin(self, request: reward_pb.HostRun) -> None:
         # The service minds how long the caller waits; here only the run time is bounded.
         deadline = CallDeadline(request.function.timeout_seconds)
         run = _HostRun(
@@ -180,7 +182,10 @@ class HostAgent:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(
-        self, request: pb.HostRun, run: _HostRun, messages: asyncio.Queue[pb.HostMessage]
+        self,
+        request: reward_pb.HostRun,
+        run: _HostRun,
+        messages: asyncio.Queue[reward_pb.HostMessage],
     ) -> None:
         """Run the calls and send their outcomes to `messages`, of the stream that they came by."""
         try:
@@ -199,11 +204,13 @@ class HostAgent:
         except Exception as error:
             log.exception("run", function=request.function.name)
             message = f"the host failed: {type(error).__name__}: {error}"
-            failed = CallOutcome.failed(pb.InvocationError.KIND_WORKER_DIED, message)
+            failed = CallOutcome.failed(reward_pb.InvocationError.KIND_WORKER_DIED, message)
             messages.put_nowait(_answer(request.run_id, 0, failed))
         finally:
             self._runs.pop(request.run_id, None)
-            messages.put_nowait(pb.HostMessage(end=pb.HostRunEnd(run_id=request.run_id)))
+            messages.put_nowait(
+                reward_pb.HostMessage(end=reward_pb.HostRunEnd(run_id=request.run_id))
+            )
 
     async def _take(
         self, function: RegisteredFunction, cores: int
@@ -221,13 +228,13 @@ class HostAgent:
                     log.info("no room on devices yet", why=str(error))
                     await asyncio.sleep(_LOOK_SECONDS)
 
-    def _function(self, request: pb.HostRun) -> RegisteredFunction:
+    def _function(self, request: reward_pb.HostRun) -> RegisteredFunction:
         """The function as the service knows it now. Raises `NotFound` without its source."""
         spec = request.function
         key = f"{spec.name}@{spec.version}"
         known = self._functions.get(key)
         if known is None or known.spec != spec:
-            kept = pb.FunctionSpec()
+            kept = reward_pb.FunctionSpec()
             kept.CopyFrom(spec)
             source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
             known = self._functions[key] = RegisteredFunction(kept, source)
@@ -252,13 +259,15 @@ class HostAgent:
             self._host.reap()
 
 
-def _print(messages: asyncio.Queue[pb.HostMessage], run_id: str, index: int, part: bytes) -> None:
-    output = pb.HostOutput(run_id=run_id, index=index, text=part)
-    messages.put_nowait(pb.HostMessage(output=output))
+def _print(
+    messages: asyncio.Queue[reward_pb.HostMessage], run_id: str, index: int, part: bytes
+) -> None:
+    output = reward_pb.HostOutput(run_id=run_id, index=index, text=part)
+    messages.put_nowait(reward_pb.HostMessage(output=output))
 
 
-def _answer(run_id: str, index: int, outcome: CallOutcome) -> pb.HostMessage:
-    answer = pb.HostOutcome(
+def _answer(run_id: str, index: int, outcome: CallOutcome) -> reward_pb.HostMessage:
+    answer = reward_pb.HostOutcome(
         run_id=run_id,
         index=index,
         seconds=outcome.seconds,
@@ -268,7 +277,7 @@ def _answer(run_id: str, index: int, outcome: CallOutcome) -> pb.HostMessage:
         answer.result_json = outcome.result_json
     else:
         answer.error.CopyFrom(outcome.error)
-    return pb.HostMessage(outcome=answer)
+    return reward_pb.HostMessage(outcome=answer)
 
 
 class RewardHost(HostAgent):
@@ -294,13 +303,13 @@ class RewardHost(HostAgent):
         self._local.close()
 
 
-def offer_of(settings: RewardSettings) -> pb.HostOffer:
+def offer_of(settings: RewardSettings) -> reward_pb.HostOffer:
     """The resources of this process, as it offers them."""
     sandboxes = [PROCESS]
     with contextlib.suppress(TroupeError):
         find_bubblewrap()
         sandboxes.append(BUBBLEWRAP)
-    return pb.HostOffer(
+    return reward_pb.HostOffer(
         host_id=settings.worker_id,
         workers=settings.reward_workers,
         cores=settings.reward_cores,
@@ -308,7 +317,7 @@ def offer_of(settings: RewardSettings) -> pb.HostOffer:
         sandboxes=sandboxes,
         gpus=settings.reward_gpus,
         models=[
-            pb.ModelOffer(name=name, gpus=model.gpus, concurrency=model.concurrency)
+            reward_pb.ModelOffer(name=name, gpus=model.gpus, concurrency=model.concurrency)
             for name, model in settings.reward_models.items()
         ],
     )

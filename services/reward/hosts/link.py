@@ -40,11 +40,11 @@ from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts
 from troupe.scheduling.elastic.cells import Model
 from troupe.scheduling.elastic.hosts import nowhere
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
-_DIED: Final = pb.InvocationError.KIND_WORKER_DIED
+_DIED: Final = reward_pb.InvocationError.KIND_WORKER_DIED
 # A host that attaches must send its offer within this time.
 _OFFER_SECONDS: Final = 10.0
 # A host whose last so many beats are missing is given up.
@@ -82,13 +82,13 @@ class RemoteRun:
 class HostLink:
     """The stream to one host, from its offer until it is lost."""
 
-    def __init__(self, offer: pb.HostOffer, sources: SourceStore) -> None:
+    def __init__(self, offer: reward_pb.HostOffer, sources: SourceStore) -> None:
         self.offer = offer
         # When the last message came.
         self.last_message = time.monotonic()
         self.draining = False
         self.processes = 0
-        self.residents: Sequence[pb.ModelResidence] = ()
+        self.residents: Sequence[reward_pb.ModelResidence] = ()
         self.invocations = 0
         # Of the models that it offers on its devices.
         self.placement: ModelPlacement | None = None
@@ -96,7 +96,7 @@ class HostLink:
         self.functions: dict[str, int] = {}
         self._sources = sources
         self._sent: set[str] = set()
-        self._commands: asyncio.Queue[pb.HostCommand | None] = asyncio.Queue()
+        self._commands: asyncio.Queue[reward_pb.HostCommand | None] = asyncio.Queue()
         self._runs: dict[str, RemoteRun] = {}
         self._lost = ""
 
@@ -110,7 +110,7 @@ class HostLink:
         """Chunks that run there."""
         return len(self._runs)
 
-    async def commands(self, patience: float) -> AsyncIterator[pb.HostCommand]:
+    async def commands(self, patience: float) -> AsyncIterator[reward_pb.HostCommand]:
         """Commands to send to the host, until it is lost or was silent for `patience` seconds."""
         while not self._lost:
             left = self.last_message + patience - time.monotonic()
@@ -139,14 +139,16 @@ class HostLink:
         if source and source not in self._sent:
             self._sent.add(source)
             files = self._sources.files(source)
-            self._send(pb.HostCommand(source=pb.HostSource(sha256=source, files=files)))
-        message = pb.HostRun(
+            self._send(
+                reward_pb.HostCommand(source=reward_pb.HostSource(sha256=source, files=files))
+            )
+        message = reward_pb.HostRun(
             run_id=run.run_id,
             function=function.spec,
             registrations=function.registrations,
             cores=cores,
             calls=[
-                pb.HostCall(
+                reward_pb.HostCall(
                     arguments_json=call.arguments_json,
                     job_id=call.job_id,
                     trajectory_id=call.trajectory_id,
@@ -154,7 +156,7 @@ class HostLink:
                 for call in calls
             ],
         )
-        self._send(pb.HostCommand(run=message))
+        self._send(reward_pb.HostCommand(run=message))
         self.functions[function.key] = function.registrations
         return run
 
@@ -163,19 +165,19 @@ class HostLink:
         for index, call in enumerate(run.calls):
             if call.dropped and index not in run.dropped | run.answered:
                 run.dropped.add(index)
-                drop = pb.HostDrop(run_id=run.run_id, index=index)
-                self._send(pb.HostCommand(drop=drop))
+                drop = reward_pb.HostDrop(run_id=run.run_id, index=index)
+                self._send(reward_pb.HostCommand(drop=drop))
 
     def cancel(self, run: RemoteRun) -> None:
         """End the call that runs now."""
-        self._send(pb.HostCommand(cancel=pb.HostCancel(run_id=run.run_id)))
+        self._send(reward_pb.HostCommand(cancel=reward_pb.HostCancel(run_id=run.run_id)))
 
     def forget(self, run: RemoteRun) -> None:
         """Cancel a run whose outcomes are not read any more."""
         if self._runs.pop(run.run_id, None) is not None:
             self.cancel(run)
 
-    def receive(self, message: pb.HostMessage) -> None:
+    def receive(self, message: reward_pb.HostMessage) -> None:
         """Handle a message from the host."""
         self.last_message = time.monotonic()
         what = message.WhichOneof("message")
@@ -206,7 +208,7 @@ class HostLink:
         for run in list(self._runs.values()):
             self._end_lost(run)
 
-    def _answered(self, run: RemoteRun, outcome: pb.HostOutcome) -> None:
+    def _answered(self, run: RemoteRun, outcome: reward_pb.HostOutcome) -> None:
         index = outcome.index
         if not 0 <= index < len(run.calls) or index in run.answered:
             log.warning("an outcome of nothing that was asked for", host=self.name, index=index)
@@ -225,14 +227,14 @@ class HostLink:
     def _end_lost(self, run: RemoteRun) -> None:
         self._runs.pop(run.run_id, None)
         if (current := run.current) is not None:
-            error = pb.InvocationError(
-                kind=pb.InvocationError.KIND_WORKER_DIED,
+            error = reward_pb.InvocationError(
+                kind=reward_pb.InvocationError.KIND_WORKER_DIED,
                 message=f"the host {self.name} {self._lost}",
             )
             run.outcomes.put_nowait((current, CallOutcome(error=error)))
         run.outcomes.put_nowait(None)
 
-    def _send(self, command: pb.HostCommand) -> None:
+    def _send(self, command: reward_pb.HostCommand) -> None:
         if not self._lost:
             self._commands.put_nowait(command)
 
@@ -319,8 +321,8 @@ class AttachedHosts:
         self._links: dict[str, HostLink] = {}
 
     async def serve(
-        self, messages: AsyncIterator[pb.HostMessage]
-    ) -> AsyncGenerator[pb.HostCommand]:
+        self, messages: AsyncIterator[reward_pb.HostMessage]
+    ) -> AsyncGenerator[reward_pb.HostCommand]:
         """The commands for one host, which sends `messages`, for as long as it is attached.
 
         Raises `InvalidArgument` for an offer that makes no sense, and `Unavailable` when the host
@@ -336,7 +338,9 @@ class AttachedHosts:
         reader = asyncio.create_task(self._read(link, messages), name=f"host {name}")
         self._attach(link)
         try:
-            yield pb.HostCommand(welcome=pb.HostWelcome(beat_seconds=self._beat_seconds))
+            yield reward_pb.HostCommand(
+                welcome=reward_pb.HostWelcome(beat_seconds=self._beat_seconds)
+            )
             patience = self._beat_seconds * _BEATS_MISSED
             async for command in link.commands(patience):
                 yield command
@@ -346,11 +350,11 @@ class AttachedHosts:
             reader.cancel()
             self._gone(link)
 
-    def list(self) -> list[pb.HostStatus]:
+    def list(self) -> list[reward_pb.HostStatus]:
         """The status of each host."""
         now = time.monotonic()
         return [
-            pb.HostStatus(
+            reward_pb.HostStatus(
                 offer=link.offer,
                 running=link.running,
                 invocations=link.invocations,
@@ -361,7 +365,7 @@ class AttachedHosts:
             for link in self._links.values()
         ]
 
-    async def _read(self, link: HostLink, messages: AsyncIterator[pb.HostMessage]) -> None:
+    async def _read(self, link: HostLink, messages: AsyncIterator[reward_pb.HostMessage]) -> None:
         left = False
         try:
             async for message in messages:
@@ -381,7 +385,7 @@ class AttachedHosts:
             self._detach(link.name)
             log.info("a host is gone", host=link.name)
 
-    async def _offer(self, messages: AsyncIterator[pb.HostMessage]) -> pb.HostOffer:
+    async def _offer(self, messages: AsyncIterator[reward_pb.HostMessage]) -> reward_pb.HostOffer:
         try:
             async with asyncio.timeout(_OFFER_SECONDS):
                 first = await anext(messages)
@@ -444,7 +448,7 @@ class HostFleet:
         self._left[name] = time.monotonic()
         self._dispatcher.detach(name)
 
-    def check(self, spec: pb.FunctionSpec) -> None:
+    def check(self, spec: reward_pb.FunctionSpec) -> None:
         """Raise `InvalidArgument` for a function whose calls no host could ever run, and
         `Unavailable` where a host that could may not have attached yet.
 
@@ -534,7 +538,7 @@ class HostFleet:
         return found
 
 
-def resources_of(offer: pb.HostOffer, link: HostLink | None = None) -> HostResources:
+def resources_of(offer: reward_pb.HostOffer, link: HostLink | None = None) -> HostResources:
     """The resources that a host offers, beside workers and cores."""
     amounts = {SANDBOX + level: PLENTY for level in offer.sandboxes}
     if offer.memory_mib:

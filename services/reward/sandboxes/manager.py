@@ -34,11 +34,11 @@ from services.reward.sandboxes.supervisor import DIED, NO_ROOM
 from services.reward.slot import WorkerSlot
 from troupe.devices import host_memory
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 log = structlog.get_logger("troupe.reward")
 
-_Kind = pb.InvocationError
+_Kind = reward_pb.InvocationError
 # How long a call waits for room before it is refused, with this `retry_after_ms`.
 _WAIT_SECONDS: Final = 30.0
 _RETRY_MS: Final = 500
@@ -53,9 +53,9 @@ class SandboxGone(Exception):
         super().__init__(why)
         self.sandbox_id = sandbox_id
 
-    def error(self) -> pb.InvocationError:
+    def error(self) -> reward_pb.InvocationError:
         """The invocation's error."""
-        return pb.InvocationError(kind=_Kind.KIND_SANDBOX_GONE, message=_gone(str(self)))
+        return reward_pb.InvocationError(kind=_Kind.KIND_SANDBOX_GONE, message=_gone(str(self)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SandboxManager:
         self._count = 0
         self._memory = 0
 
-    def check(self, spec: pb.FunctionSpec) -> None:
+    def check(self, spec: reward_pb.FunctionSpec) -> None:
         """Raises InvalidArgument for a function whose sandbox is larger than the limit."""
         if not spec.stateful and spec.sandbox != CONTAINER:
             return
@@ -395,11 +395,11 @@ class SandboxSlot(WorkerSlot):
 
     def _failed(
         self,
-        kind: pb.InvocationError.Kind.ValueType,
+        kind: reward_pb.InvocationError.Kind.ValueType,
         message: str,
         output: str = "",
     ) -> CallOutcome:
-        error = pb.InvocationError(kind=kind, message=message, output=output)
+        error = reward_pb.InvocationError(kind=kind, message=message, output=output)
         return CallOutcome(error=error, sandbox=self._sandbox_id)
 
 

@@ -29,7 +29,7 @@ from services.reward import worker
 from services.reward.sandboxes import landlock, mounts
 from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 
 # The setting with further variables that functions see (`RewardSettings.reward_environment`).
 ALLOWED: Final = "TROUPE_REWARD_ENVIRONMENT"
@@ -113,7 +113,7 @@ class SandboxProfile:
     source: str = ""
 
     @classmethod
-    def of(cls, spec: pb.FunctionSpec) -> SandboxProfile:
+    def of(cls, spec: reward_pb.FunctionSpec) -> SandboxProfile:
         """The profile that a function declares."""
         if spec.sandbox in ("", PROCESS):
             return cls(reads=tuple(spec.reads), writes=tuple(spec.writes))

@@ -45,7 +45,7 @@ from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ServingEngine(ABC):
         return 0
 
     @property
-    def state(self) -> pb.EngineState.ValueType:
+    def state(self) -> common_pb.EngineState.ValueType:
         """The state of the engine's life."""
         return self._life.now
 
@@ -151,7 +151,7 @@ class ServingEngine(ABC):
         async with self._changing:
             if self._life.alive:
                 return
-            if self.state == pb.ENGINE_STATE_STOPPED:
+            if self.state == common_pb.ENGINE_STATE_STOPPED:
                 raise EngineDied(self.engine_id, "it was stopped")
             await self._begin()
             self._life.started()
@@ -161,7 +161,7 @@ class ServingEngine(ABC):
         """End turns (as aborted), release everything; the state is STOPPED. Repeatable."""
 
     @abstractmethod
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         """Probe the engine and return its state afterwards.
 
         A missed probe moves HEALTHY to SUSPECT, an answered one back; an ended thread or process,
@@ -249,7 +249,7 @@ class ServingEngine(ABC):
             raise NonFiniteLogits(self.engine_id, version)
         return Scored(logprobs, version, self._life.checksum)
 
-    async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
+    async def accepts(self, ref: common_pb.WeightsRef, transfer: Transfer) -> None:
         """Raise `WeightsRefused` when the weights published as `ref` do not fit the engine's model.
 
         Reads names, shapes and dtypes only, and changes nothing: all engines of a policy are asked
@@ -262,7 +262,7 @@ class ServingEngine(ABC):
         manifest = await asyncio.to_thread(transfer.manifest, ref.key)
         await self._fits(layout(manifest), ref)
 
-    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+    async def update_weights(self, ref: common_pb.WeightsRef, transfer: Transfer) -> float:
         """Load and verify the version `ref`; returns the seconds in which nothing was served.
 
         Only verified weights serve: a refused update (names, shapes, dtypes, checksum of the
@@ -297,7 +297,7 @@ class ServingEngine(ABC):
             try:
                 exposed = await self._apply(tensors, own)
             except BaseException as error:
-                if self.state == pb.ENGINE_STATE_UPDATING:
+                if self.state == common_pb.ENGINE_STATE_UPDATING:
                     self._life.lost_weights(f"update to version {ref.version} failed: {error!r}")
                 self._fail_turns(EngineStale(self.engine_id, self._life.name))
                 raise
@@ -319,7 +319,7 @@ class ServingEngine(ABC):
                 remedy="Share attached SGLang servers only.",
             )
 
-    async def follow(self, ref: pb.WeightsRef) -> None:
+    async def follow(self, ref: common_pb.WeightsRef) -> None:
         """Serve `ref`, to which another worker has brought the engine and verified it.
 
         Raises `UpdateFailed` when the engine holds another version.
@@ -351,11 +351,11 @@ class ServingEngine(ABC):
             self._require_alive()
             if (refusal := self._keeps_memory()) is not None:
                 raise refusal
-            if self._life.now == pb.ENGINE_STATE_HEALTHY:
+            if self._life.now == common_pb.ENGINE_STATE_HEALTHY:
                 await self.drain("going to sleep", deadline_seconds=drain_seconds)
             self._fail_turns(TurnReturned(self.engine_id, "the engine goes to sleep"))
             self._require_not_dead()
-            if self._life.now != pb.ENGINE_STATE_STALE:
+            if self._life.now != common_pb.ENGINE_STATE_STALE:
                 self._life.lost_weights("went to sleep")
             await self._release(wanted)
             self._asleep |= wanted
@@ -402,7 +402,7 @@ class ServingEngine(ABC):
         """
         if len(self._turns):
             raise IllegalTransition(f"{self.engine_id} still has {len(self._turns)} turns")
-        if self.state not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STALE):
+        if self.state not in (common_pb.ENGINE_STATE_DEAD, common_pb.ENGINE_STATE_STALE):
             self._life.handed_over(f"goes to policy '{policy}'")
         self.policy = policy
 
@@ -425,7 +425,7 @@ class ServingEngine(ABC):
         """End every turn in flight with `error`."""
 
     @abstractmethod
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         """Raise `WeightsRefused` unless `tensors` (or their layout) fit the engine's model."""
 
     async def _fits_base(self, adapted: Adapted) -> None:
@@ -438,8 +438,8 @@ class ServingEngine(ABC):
         )
 
     async def _prepared(
-        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
-    ) -> tuple[Tensors, pb.WeightsRef]:
+        self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, common_pb.WeightsRef]:
         """The arguments of `_apply`: slow work happens here, while the former version serves.
 
         Raises `WeightsRefused`; nothing has changed then.
@@ -447,7 +447,7 @@ class ServingEngine(ABC):
         return tensors, ref
 
     @abstractmethod
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         """Load what `_prepared` returned; returns the seconds in which nothing was served."""
 
     async def _score(
@@ -540,7 +540,9 @@ class ServingEngine(ABC):
             if future is not None and not future.done():
                 yield turn, future
 
-    def _read(self, ref: pb.WeightsRef, transfer: Transfer) -> tuple[Tensors, Adapted | None]:
+    def _read(
+        self, ref: common_pb.WeightsRef, transfer: Transfer
+    ) -> tuple[Tensors, Adapted | None]:
         """The tensors published as `ref`, and the adapter with its base if it is one. Blocking."""
         from services.rollout.engines.weights import with_base  # imports torch: takes seconds
 
@@ -548,7 +550,7 @@ class ServingEngine(ABC):
         known = self._adapted.base if self._adapted is not None else None
         return tensors, with_base(tensors, ref, transfer, known)
 
-    def _return_turns(self, ref: pb.WeightsRef) -> None:
+    def _return_turns(self, ref: common_pb.WeightsRef) -> None:
         """Before weights change: end turns in flight where the job has them restarted."""
         if self._in_flight == "restart":
             reason = f"version {ref.version} is being loaded (engine.in_flight: restart)"
@@ -560,11 +562,11 @@ class ServingEngine(ABC):
         An engine that updates from verified weights goes on taking turns, unless those would be
         returned; each token carries its version.
         """
-        while self.state == pb.ENGINE_STATE_UPDATING and (
+        while self.state == common_pb.ENGINE_STATE_UPDATING and (
             self.version is None or self._in_flight == "restart"
         ):
             await self._settled.wait()
-        if not self._life.serves and self.state != pb.ENGINE_STATE_UPDATING:
+        if not self._life.serves and self.state != common_pb.ENGINE_STATE_UPDATING:
             self._require_not_dead()
             raise EngineStale(self.engine_id, self._life.name)
 
@@ -573,12 +575,12 @@ class ServingEngine(ABC):
         return ", ".join(sorted(self._asleep))
 
     def _require_not_dead(self) -> None:
-        if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+        if self.state in (common_pb.ENGINE_STATE_DEAD, common_pb.ENGINE_STATE_STOPPED):
             raise EngineDied(self.engine_id, self.message or self._life.name)
 
     def _require_alive(self) -> None:
         self._require_not_dead()
-        if not self._life.alive or self.state == pb.ENGINE_STATE_DRAINING:
+        if not self._life.alive or self.state == common_pb.ENGINE_STATE_DRAINING:
             raise EngineStale(self.engine_id, self._life.name)
 
     def _die(self, reason: str) -> None:

@@ -43,7 +43,7 @@ from troupe.job import PolicySpec
 from troupe.mixtures import Routers, is_mixture
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.scheduling.defaults import context_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.languages import end_ids, positions_of
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class EmbeddedEngine(ServingEngine):
             self._drop(turn)
             future.set_result(turn.result(aborted=True))
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         """Probe the batcher: it must be alive and, with turns in flight, draw tokens."""
         if not self._life.alive or self._asleep:
             return self.state
@@ -155,11 +155,11 @@ class EmbeddedEngine(ServingEngine):
             reason = f"no token for {stalled:.0f} s"
             if self._misses >= MISSES_UNTIL_DEAD:
                 self._die(reason)
-            elif self.state == pb.ENGINE_STATE_HEALTHY:
+            elif self.state == common_pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(reason)
         elif not missed:
             self._misses = 0
-            if self.state == pb.ENGINE_STATE_SUSPECT:
+            if self.state == common_pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
         return self.state
 
@@ -249,7 +249,7 @@ class EmbeddedEngine(ServingEngine):
         if tags == self._asleep:  # all that was released: cache and model are built together
             await self._bring_up()
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         assert self._model is not None  # alive
         await asyncio.to_thread(check_published, tensors, self._model, self._spec.lora, ref.key)
 
@@ -258,8 +258,8 @@ class EmbeddedEngine(ServingEngine):
         await asyncio.to_thread(check_base, adapted, self._model)
 
     async def _prepared(
-        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
-    ) -> tuple[Tensors, pb.WeightsRef]:
+        self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, common_pb.WeightsRef]:
         assert self._model is not None  # alive
         if adapted is not None:
             adapted = await asyncio.to_thread(adapted.in_model, self._model, ref)
@@ -268,7 +268,7 @@ class EmbeddedEngine(ServingEngine):
         await asyncio.to_thread(verify, tensors, self._model, ref)
         return await asyncio.to_thread(arranged, tensors, self._model, ref), ref
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
         self._return_turns(ref)
@@ -324,7 +324,7 @@ class EmbeddedEngine(ServingEngine):
             raise
 
     def _require_wanted(self) -> None:
-        if self.state == pb.ENGINE_STATE_STOPPED:
+        if self.state == common_pb.ENGINE_STATE_STOPPED:
             raise EngineDied(self.engine_id, "it was stopped")
 
     def _build(
@@ -453,7 +453,9 @@ def _give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _swap(batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef) -> float:
+def _swap(
+    batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: common_pb.WeightsRef
+) -> float:
     """Serve `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
     former: list[torch.Tensor] = []
 

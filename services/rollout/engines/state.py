@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from troupe.states import ENGINE, IllegalTransition, check, is_terminal
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 class EngineState:
@@ -15,101 +15,105 @@ class EngineState:
     """
 
     def __init__(self) -> None:
-        self._now: pb.EngineState.ValueType = pb.ENGINE_STATE_STARTING
+        self._now: common_pb.EngineState.ValueType = common_pb.ENGINE_STATE_STARTING
         self.version: int | None = None
         self.checksum = ""
         self.message = "starting"
         self.restarts = 0
 
     @property
-    def now(self) -> pb.EngineState.ValueType:
+    def now(self) -> common_pb.EngineState.ValueType:
         """The current state."""
         return self._now
 
     @property
     def name(self) -> str:
         """The current state for people: "HEALTHY"."""
-        return pb.EngineState.Name(self._now).removeprefix("ENGINE_STATE_")
+        return common_pb.EngineState.Name(self._now).removeprefix("ENGINE_STATE_")
 
     @property
     def alive(self) -> bool:
         """Whether the engine has started and not ended."""
         return self._now not in (
-            pb.ENGINE_STATE_STARTING,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
+            common_pb.ENGINE_STATE_STARTING,
+            common_pb.ENGINE_STATE_DEAD,
+            common_pb.ENGINE_STATE_STOPPED,
         )
 
     @property
     def serves(self) -> bool:
         """Whether new turns are taken."""
-        return self._now in (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_SUSPECT)
+        return self._now in (common_pb.ENGINE_STATE_HEALTHY, common_pb.ENGINE_STATE_SUSPECT)
 
     def started(self) -> None:
         """-> STALE: up, without verified weights."""
-        self._only_from(pb.ENGINE_STATE_STARTING, pb.ENGINE_STATE_DEAD)
-        restarted = self._now == pb.ENGINE_STATE_DEAD
-        self._move(pb.ENGINE_STATE_STALE, "waiting for weights")
+        self._only_from(common_pb.ENGINE_STATE_STARTING, common_pb.ENGINE_STATE_DEAD)
+        restarted = self._now == common_pb.ENGINE_STATE_DEAD
+        self._move(common_pb.ENGINE_STATE_STALE, "waiting for weights")
         self.restarts += restarted
 
     def updating(self, version: int) -> None:
         """-> UPDATING: weights are about to change. A SUSPECT engine passes through STALE."""
-        if self._now == pb.ENGINE_STATE_SUSPECT:
-            self._move(pb.ENGINE_STATE_STALE, self.message)
-        self._move(pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
+        if self._now == common_pb.ENGINE_STATE_SUSPECT:
+            self._move(common_pb.ENGINE_STATE_STALE, self.message)
+        self._move(common_pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
 
     def verified(self, version: int, checksum: str) -> None:
         """-> HEALTHY: the new weights are loaded and verified."""
-        self._only_from(pb.ENGINE_STATE_UPDATING)
-        self._move(pb.ENGINE_STATE_HEALTHY, "")
+        self._only_from(common_pb.ENGINE_STATE_UPDATING)
+        self._move(common_pb.ENGINE_STATE_HEALTHY, "")
         self.version, self.checksum = version, checksum
 
     def lost_weights(self, reason: str) -> None:
         """-> STALE: the engine's weights are unknown; it serves nothing until updated."""
-        self._move(pb.ENGINE_STATE_STALE, reason)
+        self._move(common_pb.ENGINE_STATE_STALE, reason)
 
     def distrusted(self, reason: str) -> None:
         """-> STALE, of an engine that serves: what it holds is in doubt until the next update."""
-        if self._now == pb.ENGINE_STATE_HEALTHY:
-            self._move(pb.ENGINE_STATE_SUSPECT, reason)
+        if self._now == common_pb.ENGINE_STATE_HEALTHY:
+            self._move(common_pb.ENGINE_STATE_SUSPECT, reason)
         self.lost_weights(reason)
 
     def suspect(self, reason: str) -> None:
         """-> SUSPECT: a probe was missed."""
-        self._move(pb.ENGINE_STATE_SUSPECT, reason)
+        self._move(common_pb.ENGINE_STATE_SUSPECT, reason)
 
     def recovered(self) -> None:
         """-> HEALTHY: the same process, with the same weights, answered a probe again."""
-        self._only_from(pb.ENGINE_STATE_SUSPECT)
-        self._move(pb.ENGINE_STATE_HEALTHY, "")
+        self._only_from(common_pb.ENGINE_STATE_SUSPECT)
+        self._move(common_pb.ENGINE_STATE_HEALTHY, "")
 
     def draining(self, reason: str) -> None:
         """-> DRAINING: no new turns; running ones end."""
-        self._move(pb.ENGINE_STATE_DRAINING, reason)
+        self._move(common_pb.ENGINE_STATE_DRAINING, reason)
 
     def handed_over(self, reason: str) -> None:
         """-> STALE: a drained engine moves to another policy; its weights are the former one's."""
-        self._only_from(pb.ENGINE_STATE_DRAINING)
-        self._move(pb.ENGINE_STATE_STALE, reason)
+        self._only_from(common_pb.ENGINE_STATE_DRAINING)
+        self._move(common_pb.ENGINE_STATE_STALE, reason)
 
     def died(self, reason: str) -> None:
         """-> DEAD. Repeatable: the first reason stays."""
-        if self._now not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
-            self._move(pb.ENGINE_STATE_DEAD, reason)
+        if self._now not in (common_pb.ENGINE_STATE_DEAD, common_pb.ENGINE_STATE_STOPPED):
+            self._move(common_pb.ENGINE_STATE_DEAD, reason)
 
     def stopped(self) -> None:
         """-> STOPPED, for good. Repeatable."""
         if not is_terminal(ENGINE, self._now):
-            self._move(pb.ENGINE_STATE_STOPPED, "")
+            self._move(common_pb.ENGINE_STATE_STOPPED, "")
 
-    def _only_from(self, *sources: pb.EngineState.ValueType) -> None:
+    def _only_from(self, *sources: common_pb.EngineState.ValueType) -> None:
         """Checks beyond the table: some of its edges have two meanings."""
         if self._now not in sources:
-            wanted = " or ".join(pb.EngineState.Name(source) for source in sources)
+            wanted = " or ".join(common_pb.EngineState.Name(source) for source in sources)
             raise IllegalTransition(f"the engine is {self.name}; this follows {wanted} only")
 
-    def _move(self, target: pb.EngineState.ValueType, message: str) -> None:
+    def _move(self, target: common_pb.EngineState.ValueType, message: str) -> None:
         check(ENGINE, self._now, target)
         self._now, self.message = target, message
-        if target in (pb.ENGINE_STATE_STALE, pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+        if target in (
+            common_pb.ENGINE_STATE_STALE,
+            common_pb.ENGINE_STATE_DEAD,
+            common_pb.ENGINE_STATE_STOPPED,
+        ):
             self.version, self.checksum = None, ""

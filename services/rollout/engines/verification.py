@@ -26,7 +26,7 @@ from services.rollout.engines.errors import Refused, UpdateFailed
 from services.rollout.engines.weights import skeleton
 from troupe.checkpoints.format import ModelArrangement
 from troupe.transfer import DeferredTensors
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Proof:
     wanted: list[float]
     allowed: float
 
-    def check(self, found: list[float], ref: pb.WeightsRef) -> None:
+    def check(self, found: list[float], ref: common_pb.WeightsRef) -> None:
         """Raise `UpdateFailed` unless the server's log-probs are those of the weights of `ref`."""
         worst = largest_difference(found, self.wanted)
         if not worst <= self.allowed:
@@ -174,7 +174,7 @@ class NamesCheck:
         # Whether another worker has checked the next ones, which serves them.
         self.trusted = False
 
-    async def run(self, tensors: Mapping[str, torch.Tensor], ref: pb.WeightsRef) -> None:
+    async def run(self, tensors: Mapping[str, torch.Tensor], ref: common_pb.WeightsRef) -> None:
         """Raise `UpdateFailed` for a kind of `tensors` that the server does not take. It holds
         them, and serves no turn with them yet. Raises the client's errors but `Refused`."""
         if self.trusted or self._taken == tensors.keys():
@@ -202,7 +202,7 @@ class NamesCheck:
         self,
         kind: _Kind,
         tensors: Mapping[str, torch.Tensor],
-        ref: pb.WeightsRef,
+        ref: common_pb.WeightsRef,
         before: Fingerprint,
         num_bytes: int,
     ) -> bool:
@@ -245,7 +245,7 @@ def buckets(
 
 
 def update_failed(
-    ref: pb.WeightsRef,
+    ref: common_pb.WeightsRef,
     reason: str,
     *,
     remedy: str = "Repeat the update; if it fails again restart the engine.",
@@ -321,7 +321,7 @@ def _moved(tensor: torch.Tensor, step: float) -> torch.Tensor:
     return moved
 
 
-def _not_taken(ref: pb.WeightsRef, kind: _Kind) -> Exception:
+def _not_taken(ref: common_pb.WeightsRef, kind: _Kind) -> Exception:
     return update_failed(
         ref,
         f"the server does not take '{kind.name}' (for example '{kind.tensors[0]}'): what it serves "

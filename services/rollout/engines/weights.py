@@ -29,7 +29,7 @@ from troupe.job import LoraSpec, ModelSpec, no_directory
 from troupe.transfer import DeferredTensors, TensorGroup, Transfer, checksum_of
 from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import bytes_checksum, dtype_of, host_bytes
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 _REMEDY: Final = (
     "Publish from the same model configuration and dtype that the policy's engine uses."
@@ -156,7 +156,7 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
 
 
 def verify(
-    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
 ) -> None:
     """Raise `WeightsRefused` unless `published`, which fits, has the checksum of `ref`.
 
@@ -186,7 +186,7 @@ def verify(
 
 
 def arranged(
-    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
 ) -> dict[str, torch.Tensor]:
     """The tensors of `model` by its names, from `published`, which fits: the same objects where the
     model holds them as checkpoints do, else new ones (stacked experts)."""
@@ -194,7 +194,7 @@ def arranged(
 
 
 def adopt(
-    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
 ) -> list[torch.Tensor]:
     """Point the parameters of `model` to `published`, which is verified and `arranged`: no host
     memory is copied, since nothing is served meanwhile. A model on a device is filled.
@@ -216,7 +216,9 @@ def adopt(
     return before
 
 
-def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
+def fill(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
+) -> None:
     """Copy `published`, which is verified and `arranged`, into `model`, whose memory is shared or
     on a device: in one pass, since nothing is served meanwhile.
 
@@ -261,7 +263,7 @@ def _bytes(tensor: torch.Tensor) -> str:
 class BaseWeights:
     """Published weights under adapters."""
 
-    ref: pb.WeightsRef
+    ref: common_pb.WeightsRef
     tensors: Mapping[str, torch.Tensor]
 
 
@@ -293,13 +295,15 @@ class Adapted:
         ((name, weight),) = make().items()
         return merged({name: weight}, self.adapter.only(name.removesuffix(".weight")))
 
-    def in_model(self, model: torch.nn.Module, ref: pb.WeightsRef) -> Adapted:
+    def in_model(self, model: torch.nn.Module, ref: common_pb.WeightsRef) -> Adapted:
         """The same with the base arranged as in `model` (experts stacked where it stacks them).
         Blocking."""
         tensors = arranged(self.base.tensors, model, ref)
         return replace(self, base=replace(self.base, tensors=tensors))
 
-    def merged(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+    def merged(
+        self, ref: common_pb.WeightsRef
+    ) -> tuple[dict[str, torch.Tensor], common_pb.WeightsRef]:
         """Weights with the adapter merged, and `ref` with their checksum.
 
         Raises `WeightsRefused` when the adapter does not fit its base.
@@ -310,7 +314,9 @@ class Adapted:
             raise _refused(str(error), ref.key) from error
         return tensors, _with_checksum(ref, tensors)
 
-    def beside(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+    def beside(
+        self, ref: common_pb.WeightsRef
+    ) -> tuple[dict[str, torch.Tensor], common_pb.WeightsRef]:
         """The base with the parameters that `add_adapter` added, and `ref` with their checksum."""
         tensors = dict(self.base.tensors)
         for module in self.adapter.modules:
@@ -350,8 +356,10 @@ def _add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> to
     return (output + added).to(output.dtype)
 
 
-def _with_checksum(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
-    own = pb.WeightsRef()
+def _with_checksum(
+    ref: common_pb.WeightsRef, tensors: Mapping[str, torch.Tensor]
+) -> common_pb.WeightsRef:
+    own = common_pb.WeightsRef()
     own.CopyFrom(ref)
     own.checksum = checksum_of(tensors)
     return own
@@ -359,7 +367,7 @@ def _with_checksum(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> p
 
 def with_base(
     tensors: Mapping[str, torch.Tensor],
-    ref: pb.WeightsRef,
+    ref: common_pb.WeightsRef,
     transfer: Transfer,
     known: BaseWeights | None,
 ) -> Adapted | None:
@@ -381,7 +389,7 @@ def with_base(
     if hint is not None:
         hint(key, ref.holders)
     base, manifest = transfer.get(key, expected_checksum=adapter.base)
-    own = pb.WeightsRef(
+    own = common_pb.WeightsRef(
         job_id=ref.job_id,
         policy=ref.policy,
         version=0,

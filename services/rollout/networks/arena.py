@@ -31,7 +31,7 @@ from troupe.networks.vector import (
 )
 from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments.host import COUNTERS
 from troupe.workflow.errors import EnvironmentFault, FaultReason
@@ -103,7 +103,7 @@ class NetworkEngine(ServingEngine):
     async def abort(self, request_id: str) -> None:
         """Does nothing: there are no turns."""
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         """The state; nothing can hang."""
         return self.state
 
@@ -136,23 +136,23 @@ class NetworkEngine(ServingEngine):
     async def _resume(self, tags: frozenset[Memory]) -> None:
         """Does nothing: an update loads weights."""
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         assert self._model is not None, "`start` has built it"
         check_fit(tensors, self._model, ref.key)
 
     async def _prepared(
-        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
-    ) -> tuple[Tensors, pb.WeightsRef]:
+        self, tensors: Tensors, ref: common_pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, common_pb.WeightsRef]:
         return await asyncio.to_thread(self._verified, tensors, ref), ref
 
-    def _verified(self, tensors: Tensors, ref: pb.WeightsRef) -> Tensors:
+    def _verified(self, tensors: Tensors, ref: common_pb.WeightsRef) -> Tensors:
         # Copies: published tensors are deleted two versions later.
         held = {name: tensor.clone() for name, tensor in tensors.items()}
         assert self._model is not None
         verify(held, self._model, ref)
         return held
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         self._held = dict(tensors)
         return 0.0
 

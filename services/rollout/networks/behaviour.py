@@ -20,36 +20,36 @@ from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of
 from troupe.populations.histories import Histories
 from troupe.rpc.errors import DeadlineExceeded
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import TurnError
 
 
-def describe(arena: Arena, game: str) -> pb.DescribeGameResponse:
+def describe(arena: Arena, game: str) -> rollout_pb.DescribeGameResponse:
     """The information states of OpenSpiel's `game`, player by player, if the job plays it. Walks
     the game tree: slow the first time.
 
     Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`.
     """
     tree = _tree(arena, game)
-    return pb.DescribeGameResponse(
+    return rollout_pb.DescribeGameResponse(
         questions=[
-            pb.GameQuestion(
+            rollout_pb.GameQuestion(
                 player=player,
                 state=name,
-                moves=[pb.GameMove(name=str(action), action=action) for action in actions],
+                moves=[rollout_pb.GameMove(name=str(action), action=action) for action in actions],
             )
             for player, ours in enumerate(tree.form.decisions)
             for name, actions in zip(ours.names, ours.actions, strict=True)
         ],
         # Networks make legal moves only.
         illegal="random_legal",
-        seatings=[pb.GameSeating(agents=arena.agents)],
+        seatings=[rollout_pb.GameSeating(agents=arena.agents)],
     )
 
 
 async def behave(
-    job: PreparedJob, policy: ServedPolicy, request: pb.BehaveRequest
-) -> pb.BehaveResponse:
+    job: PreparedJob, policy: ServedPolicy, request: rollout_pb.BehaveRequest
+) -> rollout_pb.BehaveResponse:
     """Action probabilities of one served version of `policy`, within `limits.turn_seconds`.
 
     Raises as `describe`, FailedPrecondition of kind "version_not_served", `DeadlineExceeded`.
@@ -67,8 +67,8 @@ async def behave(
     network, roster = job.spec.policies[policy.name].network, arena.roster(policy.name)
     assert network is not None, "all policies of the job are networks"
     rows = await asyncio.to_thread(_rows, arena, network, roster, served, tree)
-    return pb.BehaveResponse(
-        behaviours=[pb.GameBehaviour(probabilities=row) for row in rows],
+    return rollout_pb.BehaveResponse(
+        behaviours=[rollout_pb.GameBehaviour(probabilities=row) for row in rows],
         version=served.version,
         checksum=served.checksum,
     )

@@ -20,9 +20,9 @@ from troupe.contracts import kinds
 from troupe.networks.actor import PlayedCopies
 from troupe.networks.fragments import SEATS
 from troupe.tensors import to_proto
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as store
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import TurnError, WorkflowError
 
 # A fragment has no tokens; the store requires the columns.
@@ -36,9 +36,9 @@ def samples_of(
     played: PlayedCopies,
     *,
     rosters: Mapping[str, tuple[str, ...]],
-    ticket: rollout.Ticket,
+    ticket: rollout_pb.Ticket,
     shelf: LargeColumns,
-) -> list[store.Sample]:
+) -> list[store_pb.Sample]:
     """A sample for each policy in `rosters` (trained policies, with the agents that their networks
     were made for). Columns too large for a row are left on `shelf`."""
     samples = []
@@ -49,9 +49,9 @@ def samples_of(
         if fragment.agents != roster:
             arrays[SEATS] = np.array([roster.index(one) for one in fragment.agents], np.int32)
         sample_id = f"{ticket.query_id}_{turn}_{ticket.trajectory_id}"
-        span = pb.VersionSpan(version=fragment.version, start=0, end=fragment.steps)
+        span = common_pb.VersionSpan(version=fragment.version, start=0, end=fragment.steps)
         samples.append(
-            store.Sample(
+            store_pb.Sample(
                 sample_id=sample_id,
                 policy=policy,
                 query_id=ticket.query_id,
@@ -107,7 +107,7 @@ class EpisodeRunner(RunningTrajectory):
         job, ticket = self._job, self._ticket
         arena = job.arena
         assert arena is not None, "a job of networks"
-        evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+        evaluating = ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
         greedy = evaluating and job.spec.evaluation_of(ticket.evaluation).temperature == 0
         cast = job.casts.of(ticket.cast).policy_of
         seating = arena.seating({agent: policy.name for agent, policy in cast.items()})
@@ -131,7 +131,7 @@ class EpisodeRunner(RunningTrajectory):
             return WorkflowError(f"its episodes did not end within {bound}", kind=kinds.DEADLINE)
 
         played, seconds = await bounded(play(), clock, late)
-        self._move(pb.TRAJECTORY_STATE_SCORING)
+        self._move(common_pb.TRAJECTORY_STATE_SCORING)
         self._emit(self._event())
         self._rewards = returns_of(played, arena.agents)
         self._metrics = metrics_of(played, seconds)
@@ -143,7 +143,7 @@ class EpisodeRunner(RunningTrajectory):
 
     def _earnest(self, seating: Seating) -> tuple[str, ...]:
         """Policies that do not explore: members of a population, and those that are not trained."""
-        if self._ticket.purpose == rollout.Ticket.PURPOSE_MATCH:
+        if self._ticket.purpose == rollout_pb.Ticket.PURPOSE_MATCH:
             return tuple(policy for policy, _ in seating)
         learners = self._ticket.learners
         return tuple(policy for policy, _ in seating if learners and policy not in learners)

@@ -21,8 +21,8 @@ from troupe.contracts import kinds
 from troupe.job import JobSpec
 from troupe.job.balancing import exchange
 from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 log = structlog.get_logger(__name__)
 
@@ -42,12 +42,12 @@ class EngineMoves:
         self._spec = spec
         self._policies = policies
         self._remake = remake
-        self._running: dict[str, tuple[str, asyncio.Task[rollout.MoveEngineResponse]]] = {}
+        self._running: dict[str, tuple[str, asyncio.Task[rollout_pb.MoveEngineResponse]]] = {}
         self._closed = False
 
     async def move(
         self, engine_id: str, target: ServedPolicy, *, drain_seconds: float | None = None
-    ) -> rollout.MoveEngineResponse:
+    ) -> rollout_pb.MoveEngineResponse:
         """Make the engine serve `target`; the response lacks the engine's status. Harmless when it
         does already, or is on its way.
 
@@ -59,7 +59,7 @@ class EngineMoves:
         if engine_id not in self._running:
             source = self._policy_of(engine_id)
             if source is target:
-                return rollout.MoveEngineResponse(source=source.name)
+                return rollout_pb.MoveEngineResponse(source=source.name)
             self._check(engine_id, source, target)
             # No await from here to `part_with`: the checks still hold.
             engine = source.part_with(engine_id)
@@ -121,7 +121,7 @@ class EngineMoves:
         keeper = source.keeper(engine_id)
         assert keeper is not None  # its holder
         if keeper.busy or not keeper.may_serve:
-            state = pb.EngineState.Name(keeper.engine.state).removeprefix("ENGINE_STATE_")
+            state = common_pb.EngineState.Name(keeper.engine.state).removeprefix("ENGINE_STATE_")
             raise FailedPrecondition(
                 f"the engine is {state}" + (" and changing" if keeper.busy else ""),
                 kind="engine_not_serving",
@@ -145,13 +145,15 @@ class EngineMoves:
         source: ServedPolicy,
         target: ServedPolicy,
         drain_seconds: float,
-    ) -> rollout.MoveEngineResponse:
+    ) -> rollout_pb.MoveEngineResponse:
         began = time.monotonic()
         policies = self._spec.policies
         rebuilt = exchange(policies[source.name], policies[target.name]) == "rebuild"
         handed_back = 0
         try:
-            if engine.state != pb.ENGINE_STATE_DEAD:  # it died just now, and its turns have left
+            if (
+                engine.state != common_pb.ENGINE_STATE_DEAD
+            ):  # it died just now, and its turns have left
                 handed_back = await engine.drain(
                     f"goes to policy '{target.name}'", deadline_seconds=drain_seconds
                 )
@@ -173,7 +175,7 @@ class EngineMoves:
             raise
         done = time.monotonic()
         log.info("an engine has moved", engine=engine.engine_id, policy=target.name)
-        return rollout.MoveEngineResponse(
+        return rollout_pb.MoveEngineResponse(
             source=source.name,
             # From the last moment at which the engine could take a turn to the first one after.
             seconds=done - began,

@@ -17,8 +17,8 @@ from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.scheduling.routing import next_wave
 from troupe.scheduling.sharing import split_limit
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
@@ -88,7 +88,7 @@ class ServedPolicy:
         engines: Sequence[ServingEngine],
         transfer: Transfer,
         spec: EngineSpec,
-        ref: pb.WeightsRef,
+        ref: common_pb.WeightsRef,
         *,
         routing: RoutingSpec | None = None,
         resume: bool = True,
@@ -142,7 +142,7 @@ class ServedPolicy:
         return min(filter(None, known), default=0)
 
     @property
-    def weights(self) -> pb.WeightsRef:
+    def weights(self) -> common_pb.WeightsRef:
         """The target version: what the engines serve, or are being brought to."""
         return self._target.ref
 
@@ -180,7 +180,7 @@ class ServedPolicy:
             _, pending = await asyncio.wait(pending, timeout=_LATE_SECONDS)
         return pending
 
-    async def prefetch(self, ref: pb.WeightsRef) -> float:
+    async def prefetch(self, ref: common_pb.WeightsRef) -> float:
         """Fetch weights to this host for a later `update`; engines continue to serve.
 
         Returns the seconds of the transfer from another host. Raises as `update` does.
@@ -189,7 +189,7 @@ class ServedPolicy:
             return 0.0
         return await self._fetcher.fetch(ref, self._target.ref)
 
-    async def update(self, ref: pb.WeightsRef) -> float:
+    async def update(self, ref: common_pb.WeightsRef) -> float:
         """Bring the engines to `ref`, in waves; returns exposed seconds, summed.
 
         Repeatable. When no engine takes the new weights, the policy stays at the former version and
@@ -216,7 +216,7 @@ class ServedPolicy:
                 self._target.rolling = False
                 self.router.wake()
 
-    def share(self, engine_id: str, server: rollout.SharedServer) -> None:
+    def share(self, engine_id: str, server: rollout_pb.SharedServer) -> None:
         """Keep an engine whose server other workers use, too, or follow its keeper.
 
         Repeatable; without effect for an engine that is not this policy's.
@@ -273,7 +273,7 @@ class ServedPolicy:
             finally:
                 self.router.wake()
 
-    def retarget(self, ref: pb.WeightsRef) -> None:
+    def retarget(self, ref: common_pb.WeightsRef) -> None:
         """Replace the target without a check, because the job is prepared anew (after a resume)."""
         self._target.ref = ref
 
@@ -332,15 +332,15 @@ class ServedPolicy:
         keeper.watch()
         keeper.nudge()
 
-    def statuses(self, job_id: str, worker_id: str) -> list[rollout.EngineStatus]:
+    def statuses(self, job_id: str, worker_id: str) -> list[rollout_pb.EngineStatus]:
         """One per engine, leaving ones included, in order of their ids."""
         keepers = {**self._keepers, **self._leaving}
         return [keepers[engine_id].status(job_id, worker_id) for engine_id in sorted(keepers)]
 
-    def load(self, job_id: str, worker_id: str) -> rollout.PolicyLoad:
+    def load(self, job_id: str, worker_id: str) -> rollout_pb.PolicyLoad:
         """The policy's backlog and number of serving engines, as heartbeats report them."""
         backlog = self.router.backlog
-        return rollout.PolicyLoad(
+        return rollout_pb.PolicyLoad(
             job_id=job_id,
             policy=self.name,
             worker_id=worker_id,

@@ -30,7 +30,7 @@ from troupe.scheduling.routing import (
     Work,
     classes_for,
 )
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import ContextOverflowError, TurnError
 from troupe.workflow.backend import GeneratedTurn, VersionSpan
 from troupe.workflow.token_ids import TokenIds
@@ -237,7 +237,9 @@ class PolicyRouter:
         engines: Sequence[ServingEngine],
         *,
         limit: int,
-        may_serve: Callable[[ServingEngine], bool] = lambda e: e.state == pb.ENGINE_STATE_HEALTHY,
+        may_serve: Callable[[ServingEngine], bool] = lambda e: (
+            e.state == common_pb.ENGINE_STATE_HEALTHY
+        ),
         spec: RoutingSpec | None = None,
         resume: bool = True,
     ) -> None:
@@ -561,7 +563,7 @@ class PolicyRouter:
 
     def _late(self, what: str) -> TurnError:
         engines = ", ".join(
-            f"{slot.engine.engine_id} {pb.EngineState.Name(slot.engine.state)[13:]}"
+            f"{slot.engine.engine_id} {common_pb.EngineState.Name(slot.engine.state)[13:]}"
             + (f" ({slot.engine.message})" if slot.engine.message else "")
             for slot in self._slots.values()
         )

@@ -19,8 +19,8 @@ from services.rollout.serving.weight_versions import TargetVersion, WeightFetche
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.scheduling.routing import UpdatingEngine
 from troupe.transfer import Corrupt, KeyNotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ PROBE_TIMEOUT_SECONDS = 20.0
 RESTART_PAUSE_SECONDS = 0.5
 RESTART_PAUSE_SECONDS_MAX = 30.0
 
-_DOWN = (pb.ENGINE_STATE_STARTING, pb.ENGINE_STATE_DEAD)
+_DOWN = (common_pb.ENGINE_STATE_STARTING, common_pb.ENGINE_STATE_DEAD)
 
 
 class EngineKeeper:
@@ -215,15 +215,15 @@ class EngineKeeper:
         self.retire()
         if self._watch is not None:
             await asyncio.gather(self._watch, return_exceptions=True)
-        if self.engine.state == pb.ENGINE_STATE_HEALTHY:
+        if self.engine.state == common_pb.ENGINE_STATE_HEALTHY:
             await self.engine.drain(reason, deadline_seconds=drain_seconds)
         await self.engine.stop()
 
-    def status(self, job_id: str, worker_id: str) -> rollout.EngineStatus:
+    def status(self, job_id: str, worker_id: str) -> rollout_pb.EngineStatus:
         """The engine's state and load, as heartbeats and ListEngines report them."""
         engine, load = self.engine, self.engine.load()
         update = engine.last_update or NO_UPDATE
-        return rollout.EngineStatus(
+        return rollout_pb.EngineStatus(
             engine_id=engine.engine_id,
             job_id=job_id,
             policy=engine.policy,
@@ -282,10 +282,13 @@ class EngineKeeper:
                 await engine.check()
         except TimeoutError:
             log.warning("an engine's probe hangs", engine=engine.engine_id)
-        if engine.state == pb.ENGINE_STATE_HEALTHY and before != pb.ENGINE_STATE_HEALTHY:
+        if (
+            engine.state == common_pb.ENGINE_STATE_HEALTHY
+            and before != common_pb.ENGINE_STATE_HEALTHY
+        ):
             self._on_change()
-        behind = engine.state == pb.ENGINE_STATE_HEALTHY and not self.may_serve
-        needs_repair = behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE
+        behind = engine.state == common_pb.ENGINE_STATE_HEALTHY and not self.may_serve
+        needs_repair = behind or self.is_down or engine.state == common_pb.ENGINE_STATE_STALE
         if self.off_device or not needs_repair:
             return 0.0
         if not (self._kept or self.is_down or self._may_follow):
@@ -294,7 +297,7 @@ class EngineKeeper:
             "an engine is being brought back",
             engine=engine.engine_id,
             policy=engine.policy,
-            state=pb.EngineState.Name(engine.state),
+            state=common_pb.EngineState.Name(engine.state),
             reason=engine.message,
         )
         try:
@@ -307,7 +310,7 @@ class EngineKeeper:
 
 
 @contextmanager
-def _missing_as_gone(ref: pb.WeightsRef) -> Iterator[None]:
+def _missing_as_gone(ref: common_pb.WeightsRef) -> Iterator[None]:
     """Turns the errors of weights that have left this host's memory since they were fetched into
     the one that makes their trainer publish them again."""
     try:

@@ -20,7 +20,7 @@ from services.rollout.engines.base import ServingEngine
 from troupe.contracts import kinds
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, Unavailable
 from troupe.transfer import Corrupt, KeyNotFound, Transfer, TransferTimeout
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 log = structlog.get_logger(__name__)
 
@@ -39,12 +39,15 @@ class TargetVersion:
     serve; afterwards an engine that missed the update takes no turns until it has caught up.
     """
 
-    ref: pb.WeightsRef
+    ref: common_pb.WeightsRef
     rolling: bool = False
 
     def is_served_by(self, engine: ServingEngine) -> bool:
         """Whether the engine is healthy and its verified weights are the target's."""
-        return engine.state == pb.ENGINE_STATE_HEALTHY and (engine.version, engine.checksum) == (
+        return engine.state == common_pb.ENGINE_STATE_HEALTHY and (
+            engine.version,
+            engine.checksum,
+        ) == (
             self.ref.version,
             self.ref.checksum,
         )
@@ -52,10 +55,10 @@ class TargetVersion:
     def admits(self, engine: ServingEngine) -> bool:
         """Whether turns may go to the engine now."""
         if self.rolling:
-            return engine.state == pb.ENGINE_STATE_HEALTHY
+            return engine.state == common_pb.ENGINE_STATE_HEALTHY
         return self.is_served_by(engine)
 
-    def precedes(self, new: pb.WeightsRef) -> bool:
+    def precedes(self, new: common_pb.WeightsRef) -> bool:
         """Whether `new` is a later version than the target; False for the target itself.
 
         Raises `FailedPrecondition` for an older version (`version_stale`), or for the same one
@@ -90,7 +93,9 @@ class WeightFetcher:
         self.transfer = transfer
         self._fetching: dict[tuple[str, str], asyncio.Task[float]] = {}
 
-    async def fetch(self, ref: pb.WeightsRef, former: pb.WeightsRef | None = None) -> float:
+    async def fetch(
+        self, ref: common_pb.WeightsRef, former: common_pb.WeightsRef | None = None
+    ) -> float:
         """Make `ref` completely available on this host; returns the seconds of the transfer, 0 if
         it was here.
 
@@ -107,7 +112,7 @@ class WeightFetcher:
             task.add_done_callback(lambda _: self._fetching.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _fetch(self, ref: pb.WeightsRef, former: pb.WeightsRef | None) -> float:
+    async def _fetch(self, ref: common_pb.WeightsRef, former: common_pb.WeightsRef | None) -> float:
         if isinstance(self.transfer, HostTransfer):
             self.transfer.hint(ref.key, ref.holders)
         began = time.monotonic()
@@ -134,7 +139,7 @@ class WeightFetcher:
         return seconds
 
 
-def weights_gone(ref: pb.WeightsRef, error: TroupeError) -> NotFound:
+def weights_gone(ref: common_pb.WeightsRef, error: TroupeError) -> NotFound:
     """The error that makes the trainer of `ref` publish it again."""
     return NotFound(
         f"{ref.key}: {error.message}",

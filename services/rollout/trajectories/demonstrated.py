@@ -16,8 +16,8 @@ from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.data.demonstrations import Demonstration, renderer_of
 from troupe.tensors import ids_to_proto, to_proto
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as store
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
 
 FINISHED: Final = "demonstration"
 
@@ -35,7 +35,7 @@ class DemonstratedTrajectory(RunningTrajectory):
         positions = [job.policies[role.policy].language.positions for role in learners.values()]
         # In a thread: rows may be long, and other trajectories share the event loop.
         found = await asyncio.to_thread(renderer_of(spec, learners, positions), row)
-        self._move(pb.TRAJECTORY_STATE_SCORING)
+        self._move(common_pb.TRAJECTORY_STATE_SCORING)
         self._emit(self._event())
         self._metrics = {
             "demonstrations": float(len(found)),
@@ -43,9 +43,9 @@ class DemonstratedTrajectory(RunningTrajectory):
         }
         return [self._sample(one) for one in found]
 
-    def _sample(self, one: Demonstration) -> store.Sample:
+    def _sample(self, one: Demonstration) -> store_pb.Sample:
         ticket, alone = self._ticket, one.chosen is None
-        return store.Sample(
+        return store_pb.Sample(
             sample_id=f"{ticket.query_id}_{one.turn}_{ticket.trajectory_id}",
             policy=self._job.roles[one.agent].policy,
             query_id=ticket.query_id,

@@ -16,7 +16,7 @@ from troupe.data.tasks import TRAIN, TaskSplit, compare_splits, open_tasks
 from troupe.job import TasksSpec
 from troupe.outcomes import NotJsonError, described, json_text, type_name
 from troupe.user_code import call_in_thread
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import WorkflowError
 
 # Cached items. The trajectories of a group ask for the same item, which is made once.
@@ -72,7 +72,7 @@ class QuerySource:
         return (await self._load(self._named(TRAIN, ""))).sources
 
     async def get(
-        self, split: str, index: int, evaluation: str = "", task: rollout.TaskRef | None = None
+        self, split: str, index: int, evaluation: str = "", task: rollout_pb.TaskRef | None = None
     ) -> Mapping[str, Any]:
         """The item of query `index`, counted without end, or `task`: a mapping of JSON values.
 

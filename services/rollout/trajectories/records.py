@@ -24,15 +24,15 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Res
 from troupe.rpc.ids import new_id
 from troupe.tensors import ids_to_proto, to_proto
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as store
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import TurnRecord
 from troupe.workflow.samples import SampleRow
 
 log = structlog.get_logger(__name__)
 
-State: TypeAlias = pb.TrajectoryState.ValueType
+State: TypeAlias = common_pb.TrajectoryState.ValueType
 # Larger columns go through transfer: Redis' memory is not for values that are read once.
 INLINE_BYTES: Final = 256 * 1024
 
@@ -46,7 +46,7 @@ class LargeColumns:
     large: dict[str, Any] = field(default_factory=dict)
     """Arrays by the transfer key that a row refers to."""
 
-    def columns_of(self, sample_id: str, values: Mapping[str, Any]) -> dict[str, store.Column]:
+    def columns_of(self, sample_id: str, values: Mapping[str, Any]) -> dict[str, store_pb.Column]:
         """The columns of one sample as messages; large ones become references."""
         return {name: self._column(sample_id, name, value) for name, value in values.items()}
 
@@ -63,14 +63,14 @@ class LargeColumns:
         for key in list(self.large):
             await asyncio.to_thread(self.transfer.delete, key)
 
-    def _column(self, sample_id: str, name: str, value: Any) -> store.Column:
+    def _column(self, sample_id: str, name: str, value: Any) -> store_pb.Column:
         if not hasattr(value, "dtype"):
-            return store.Column(json=json.dumps(value, allow_nan=False))
+            return store_pb.Column(json=json.dumps(value, allow_nan=False))
         if value.nbytes <= INLINE_BYTES:
-            return store.Column(tensor=to_proto(value))
+            return store_pb.Column(tensor=to_proto(value))
         key = f"{self.job_id}/columns/{sample_id}/{name}"
         self.large[key] = value
-        return store.Column(ref=key)
+        return store_pb.Column(ref=key)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -114,7 +114,7 @@ class TrajectoryLog:
         self._writer = writer
 
     async def complete(
-        self, at: RowDestination, samples: Sequence[store.Sample], *, solved: bool = False
+        self, at: RowDestination, samples: Sequence[store_pb.Sample], *, solved: bool = False
     ) -> End:
         """Store all rows of a completed trajectory, or none; `solved`: for the job's curriculum.
 
@@ -122,7 +122,7 @@ class TrajectoryLog:
         It ends as ABORTED if its query has left the step, or if its group was complete without it.
         """
         try:
-            return await self._end(at, pb.TRAJECTORY_STATE_COMPLETED, "", samples, solved)
+            return await self._end(at, common_pb.TRAJECTORY_STATE_COMPLETED, "", samples, solved)
         except (ResourceExhausted, InvalidArgument) as error:
             if error.kind not in (kinds.MESSAGE_TOO_LARGE, kinds.ROW_TOO_LARGE):
                 raise
@@ -130,12 +130,12 @@ class TrajectoryLog:
 
     async def fail(self, at: RowDestination, reason: str) -> End:
         """Store that the trajectory has no rows, and why."""
-        return await self._end(at, pb.TRAJECTORY_STATE_FAILED, reason)
+        return await self._end(at, common_pb.TRAJECTORY_STATE_FAILED, reason)
 
     async def abort(self, at: RowDestination, reason: str) -> bool:
         """Store that the trajectory was aborted. False when it had already ended."""
         try:
-            return not (await self._end(at, pb.TRAJECTORY_STATE_ABORTED, reason)).repeated
+            return not (await self._end(at, common_pb.TRAJECTORY_STATE_ABORTED, reason)).repeated
         except (FailedPrecondition, NotFound) as error:
             # The orchestrator drops a query, or a whole job, before it aborts the trajectories.
             log.info("nothing to abort in the store", error=str(error))
@@ -146,11 +146,11 @@ class TrajectoryLog:
         at: RowDestination,
         state: State,
         reason: str,
-        samples: Sequence[store.Sample] = (),
+        samples: Sequence[store_pb.Sample] = (),
         solved: bool = False,
     ) -> End:
         response = await self._writer.append(
-            store.AppendTrajectoryRequest(
+            store_pb.AppendTrajectoryRequest(
                 request_id=new_id("append"),
                 job_id=at.job_id,
                 step=at.step,
@@ -167,16 +167,16 @@ class TrajectoryLog:
             log.info("its query was carried over", asked=at.step, step=response.step)
         if response.drop_reason:
             # Its query has left the step, or its group was complete without it.
-            reason = reason if state == pb.TRAJECTORY_STATE_ABORTED else response.drop_reason
-            return End(pb.TRAJECTORY_STATE_ABORTED, reason, response.group_complete)
+            reason = reason if state == common_pb.TRAJECTORY_STATE_ABORTED else response.drop_reason
+            return End(common_pb.TRAJECTORY_STATE_ABORTED, reason, response.group_complete)
         if not response.accepted:
             log.info("the trajectory had ended before")
         return End(state, reason, response.group_complete, repeated=not response.accepted)
 
 
 def samples_of(
-    rows: Sequence[SampleRow], *, ticket: rollout.Ticket, shelf: LargeColumns
-) -> list[store.Sample]:
+    rows: Sequence[SampleRow], *, ticket: rollout_pb.Ticket, shelf: LargeColumns
+) -> list[store_pb.Sample]:
     """The rows of a trajectory as messages, which carry each token once (troupe/prefixes.py).
     Columns too large for a row are added to `shelf`."""
     samples = []
@@ -194,7 +194,7 @@ def samples_of(
         prompt, response = turn.prompt_ids.array, reply.response.array
         own = earlier.add(turn.role.policy, turn.position, prompt, response, columns)
         samples.append(
-            store.Sample(
+            store_pb.Sample(
                 sample_id=row.sample_id,
                 policy=turn.role.policy,
                 query_id=ticket.query_id,
@@ -220,7 +220,7 @@ def samples_of(
     return samples
 
 
-def spans_of(turn: TurnRecord) -> list[pb.VersionSpan]:
+def spans_of(turn: TurnRecord) -> list[common_pb.VersionSpan]:
     """The versions that drew a turn's tokens."""
     spans = turn.generation.versions if turn.generation else ()
-    return [pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans]
+    return [common_pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans]

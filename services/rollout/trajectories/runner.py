@@ -21,8 +21,8 @@ from troupe.outcomes import described
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.rpc.protobuf_wire import repeated
 from troupe.states import OFFLINE, TRAJECTORY, is_terminal
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ _STARTS_PER_TICK: Final = 16
 # Running trajectories whose objects may be walked by the garbage collector all at once.
 _FEW: Final = 16
 
-_Update = rollout.TrajectoryEvent | Exception
+_Update = rollout_pb.TrajectoryEvent | Exception
 
 
 class Runner:
@@ -54,7 +54,7 @@ class Runner:
         self,
         job: PreparedJob,
         step: int,
-        tickets: Sequence[rollout.Ticket],
+        tickets: Sequence[rollout_pb.Ticket],
         *,
         endings_only: bool = False,
         ahead: bool = False,
@@ -134,7 +134,12 @@ class Runner:
         running.task.add_done_callback(self._leaving.discard)
 
     def _start(
-        self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket, ahead: bool
+        self,
+        key: tuple[str, str],
+        job: PreparedJob,
+        step: int,
+        ticket: rollout_pb.Ticket,
+        ahead: bool,
     ) -> _Running:
         running = _Running(EarlyStartGate(ahead))
         trajectory = _trajectory_class(job, ticket)(
@@ -217,12 +222,12 @@ class TrajectoryListener:
         self.failed = self.failed or isinstance(update, Exception)
         if self._endings_only and not isinstance(update, Exception):
             # It gets endings, and the first event with start versions.
-            first = replayed or update.state == pb.TRAJECTORY_STATE_RUNNING
+            first = replayed or update.state == common_pb.TRAJECTORY_STATE_RUNNING
             if not is_terminal(TRAJECTORY, update.state) and not (update.start_versions and first):
                 return
         self._updates.put_nowait(update)
 
-    async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
+    async def bundles(self) -> AsyncIterator[list[rollout_pb.TrajectoryEvent]]:
         """Lists of the events that are available at the same time, in order, never empty. Raises
         `TroupeError` when a trajectory was lost (its end cannot be stored), after the events before
         it."""
@@ -258,7 +263,7 @@ class _Running:
     early_start: EarlyStartGate
     task: asyncio.Task[None] = field(init=False)
     listeners: set[TrajectoryListener] = field(default_factory=set)
-    newest: rollout.TrajectoryEvent | None = None
+    newest: rollout_pb.TrajectoryEvent | None = None
     aborted: str = ""
     """The reason of an abort; empty: not aborted."""
 
@@ -269,13 +274,13 @@ class _Running:
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
     def publish(self, update: _Update) -> None:
-        if isinstance(update, rollout.TrajectoryEvent):
+        if isinstance(update, rollout_pb.TrajectoryEvent):
             self.newest = update
         for listener in self.listeners:
             listener.deliver(update)
 
 
-def _trajectory_class(job: PreparedJob, ticket: rollout.Ticket) -> type[RunningTrajectory]:
+def _trajectory_class(job: PreparedJob, ticket: rollout_pb.Ticket) -> type[RunningTrajectory]:
     if ticket.split == OFFLINE:
         return DemonstratedTrajectory
     if job.arena is None:
@@ -286,7 +291,7 @@ def _trajectory_class(job: PreparedJob, ticket: rollout.Ticket) -> type[RunningT
     return EpisodeRunner
 
 
-def messages(events: Sequence[rollout.TrajectoryEvent]) -> Iterator[bytes]:
+def messages(events: Sequence[rollout_pb.TrajectoryEvent]) -> Iterator[bytes]:
     """Serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as possible.
     The events are not changed: other streams send them, too."""
     parts: list[bytes] = []
@@ -304,4 +309,4 @@ def messages(events: Sequence[rollout.TrajectoryEvent]) -> Iterator[bytes]:
 
 def _joined(parts: Sequence[bytes]) -> bytes:
     first, *others = parts
-    return b"".join((first, *repeated(rollout.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))
+    return b"".join((first, *repeated(rollout_pb.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))

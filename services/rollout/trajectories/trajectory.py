@@ -30,8 +30,8 @@ from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.user_code import await_contained, is_closing
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import (
     Agents,
     Query,
@@ -55,7 +55,7 @@ from troupe.workflow.samples import metrics_of, rows_of
 
 log = structlog.get_logger(__name__)
 
-Emit = Callable[[rollout.TrajectoryEvent], None]
+Emit = Callable[[rollout_pb.TrajectoryEvent], None]
 
 # The metric of a trajectory that says whether it solved its task, for a curriculum.
 SOLVED: Final = "solved"
@@ -97,7 +97,7 @@ class RunningTrajectory:
     def __init__(
         self,
         job: PreparedJob,
-        ticket: rollout.Ticket,
+        ticket: rollout_pb.Ticket,
         step: int,
         store: TrajectoryLog,
         emit: Emit,
@@ -114,7 +114,7 @@ class RunningTrajectory:
         )
         self._emit = emit
         self._endpoints = endpoints
-        self.state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_PENDING
+        self.state: common_pb.TrajectoryState.ValueType = common_pb.TRAJECTORY_STATE_PENDING
         self._turns: Sequence[TurnRecord] = ()
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -125,7 +125,7 @@ class RunningTrajectory:
         self._began: float | None = None
         self._start_versions: dict[str, int] = {}
         # The end sent to the store; whether it was stored is known when the store answers.
-        self._sent: tuple[pb.TrajectoryState.ValueType, str] | None = None
+        self._sent: tuple[common_pb.TrajectoryState.ValueType, str] | None = None
         self._group_complete = False
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class RunningTrajectory:
         )
         async with self._job.gate.enter(ticket.query_id):
             self._began = time.monotonic()
-            self._move(pb.TRAJECTORY_STATE_RUNNING)
+            self._move(common_pb.TRAJECTORY_STATE_RUNNING)
             self._emit(self._event())
             problem = None
             try:
@@ -144,7 +144,7 @@ class RunningTrajectory:
                 await self._early_start.wait()
             except WorkflowError as error:
                 await self._early_start.wait()
-                state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
+                state: common_pb.TrajectoryState.ValueType = common_pb.TRAJECTORY_STATE_FAILED
                 reason = f"{safe_text(error.kind, 60)}: {safe_text(error.message, _REASON_LIMIT)}"
                 problem = _problem(error) if error.kind in JOB_FAULTS else None
                 log.info("a trajectory failed", reason=reason)
@@ -152,7 +152,7 @@ class RunningTrajectory:
                     self._sent = state, reason
                     state, reason = self._ended(await self._store.fail(self._destination, reason))
             else:
-                state, reason = pb.TRAJECTORY_STATE_COMPLETED, self._note
+                state, reason = common_pb.TRAJECTORY_STATE_COMPLETED, self._note
                 if self._stored:
                     await self._shelf.put()
                     self._sent = state, reason
@@ -161,9 +161,9 @@ class RunningTrajectory:
                             self._destination, samples, solved=bool(self._metrics.get(SOLVED))
                         )
                     )
-                    if state == pb.TRAJECTORY_STATE_ABORTED:
+                    if state == common_pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
-                    elif state == pb.TRAJECTORY_STATE_COMPLETED:
+                    elif state == common_pb.TRAJECTORY_STATE_COMPLETED:
                         reason = self._note
             self._move(state)
             self._emit(self._event(reason=reason, problem=problem))
@@ -171,22 +171,22 @@ class RunningTrajectory:
     async def abort(self, reason: str) -> None:
         """Store and report an abort, after `run` was cancelled. Raises `TroupeError`."""
         log.info("a trajectory was aborted", reason=reason)
-        state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_ABORTED
+        state: common_pb.TrajectoryState.ValueType = common_pb.TRAJECTORY_STATE_ABORTED
         if self._stored and not await self._store.abort(self._destination, reason) and self._sent:
             # It was cancelled while it waited for the store's answer about its end.
             state, reason = self._sent
-        if state == pb.TRAJECTORY_STATE_ABORTED:
+        if state == common_pb.TRAJECTORY_STATE_ABORTED:
             await self._shelf.discard()
         self._move(state)
         self._emit(self._event(reason=reason))
 
-    def _ended(self, end: End) -> tuple[pb.TrajectoryState.ValueType, str]:
+    def _ended(self, end: End) -> tuple[common_pb.TrajectoryState.ValueType, str]:
         self._group_complete = end.group_complete
         return end.state, end.reason
 
     @property
     def _stored(self) -> bool:
-        return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
+        return self._ticket.purpose == rollout_pb.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
         """The trajectory's rows. Raises `WorkflowError` with the failure's kind and message."""
@@ -219,7 +219,7 @@ class RunningTrajectory:
         """The rows of attempt `number`, counted from 0."""
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
-        evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+        evaluating = ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
         # A name of its own: engines may still be ending turns of the attempt before, and the reward
         # service its sandboxes.
         name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
@@ -280,7 +280,7 @@ class RunningTrajectory:
             self._turns = agents.close()
             self._metrics = query.metrics
             self._note_unawaited(agents)
-            self._move(pb.TRAJECTORY_STATE_SCORING)
+            self._move(common_pb.TRAJECTORY_STATE_SCORING)
             self._emit(self._event())
             waits_for = "its reward functions"
             total = await bounded(
@@ -342,7 +342,7 @@ class RunningTrajectory:
         log.warning("a workflow does not await its turns", turns=text)
         self._note = f"turn_not_awaited: {text}"
 
-    def _move(self, target: pb.TrajectoryState.ValueType) -> None:
+    def _move(self, target: common_pb.TrajectoryState.ValueType) -> None:
         check(TRAJECTORY, self.state, target)
         self.state = target
 
@@ -352,13 +352,16 @@ class RunningTrajectory:
         if known is not None and known <= version:
             return
         self._start_versions[policy] = version
-        if self._job.spec.pipeline.mode == "async" and self.state == pb.TRAJECTORY_STATE_RUNNING:
+        if (
+            self._job.spec.pipeline.mode == "async"
+            and self.state == common_pb.TRAJECTORY_STATE_RUNNING
+        ):
             self._emit(self._event())
 
     def _event(
-        self, *, reason: str = "", problem: pb.Problem | None = None
-    ) -> rollout.TrajectoryEvent:
-        event = rollout.TrajectoryEvent(
+        self, *, reason: str = "", problem: common_pb.Problem | None = None
+    ) -> rollout_pb.TrajectoryEvent:
+        event = rollout_pb.TrajectoryEvent(
             query_id=self._ticket.query_id,
             trajectory_id=self._ticket.trajectory_id,
             state=self.state,
@@ -377,7 +380,7 @@ class RunningTrajectory:
             event.metrics.update(self._metrics)
             if self._answer is not None:
                 event.answer = self._answer
-            evaluates = self._ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+            evaluates = self._ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
             self._job.transcripts.add_turns(
                 event,
                 self._turns,
@@ -387,7 +390,7 @@ class RunningTrajectory:
         return event
 
 
-def _problem(error: WorkflowError) -> pb.Problem:
+def _problem(error: WorkflowError) -> common_pb.Problem:
     cls: type[TroupeError] = Internal if error.field is None else InvalidArgument
     return cls(
         error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy

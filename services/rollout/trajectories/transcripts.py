@@ -13,8 +13,8 @@ from typing import Final
 from services.rollout.trajectories.records import spans_of
 from troupe.job import JobSpec
 from troupe.scheduling.admission import keeps_text, keeps_tokens
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import TurnRecord
 
 # Tokens of one trajectory that are kept for people to look at.
@@ -33,7 +33,7 @@ class TranscriptChoice:
 
     def add_turns(
         self,
-        event: rollout.TrajectoryEvent,
+        event: rollout_pb.TrajectoryEvent,
         turns: Sequence[TurnRecord],
         *,
         evaluation: str | None,
@@ -50,7 +50,7 @@ class TranscriptChoice:
             of=pipeline.queries_per_step * pipeline.group_size,
             samples=1 if evaluation is None else self._spec.evaluation_of(evaluation).samples,
         )
-        if not text and event.state == pb.TRAJECTORY_STATE_FAILED:
+        if not text and event.state == common_pb.TRAJECTORY_STATE_FAILED:
             text = self._keeps_failed(evaluation or "", step)
         tokens = keeps_tokens(event.trajectory_id, pipeline.queries_per_step)
         event.without_text = not (text or tokens)
@@ -68,7 +68,7 @@ class TranscriptChoice:
 
 def transcript_of(
     turns: Sequence[TurnRecord], *, text: bool = True, tokens: bool = False
-) -> list[rollout.Turn]:
+) -> list[rollout_pb.Turn]:
     """The answered turns as trajectory events carry them.
 
     `text`: with messages and replies; what a turn repeats of the turn before it of the same agent
@@ -82,7 +82,7 @@ def transcript_of(
         reply, generation = turn.reply, turn.generation
         if reply is None or generation is None:
             continue
-        one = rollout.Turn(
+        one = rollout_pb.Turn(
             agent=turn.role.name,
             policy=turn.role.policy,
             turn=turn.position,
@@ -101,13 +101,13 @@ def transcript_of(
             before, known = last.get(one.agent, (0, ()))
             if shared := _common(known, said):
                 one.shared_turn, one.shared_messages = before, shared
-            one.messages.extend(pb.ChatMessage(role=r, content=c) for r, c in said[shared:])
+            one.messages.extend(common_pb.ChatMessage(role=r, content=c) for r, c in said[shared:])
             one.response = reply.text
             last[one.agent] = (one.turn, said)
         left -= len(generation.token_ids)
         if left >= 0:
             one.tokens.CopyFrom(
-                rollout.TurnTokens(
+                rollout_pb.TurnTokens(
                     ids=generation.token_ids,
                     texts=turn.role.tokenizer.texts(generation.token_ids),
                     logprobs=generation.logprobs,

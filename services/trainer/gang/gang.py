@@ -54,7 +54,8 @@ from troupe.rpc import (
 )
 from troupe.rpc.addresses import join_address, listen, split_address
 from troupe.rpc.channel import connect_sync
-from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 log = structlog.get_logger("troupe.gang")
 
@@ -203,7 +204,7 @@ class GangHosts:
     formed: int = 0
 
     @classmethod
-    def of(cls, message: trainer_pb2.GangHosts) -> GangHosts:
+    def of(cls, message: trainer_pb.GangHosts) -> GangHosts:
         """The hosts in a request."""
         return cls(tuple(message.members), message.formed)
 
@@ -215,7 +216,7 @@ class MemberRanks:
     """Ranks of a gang on the devices of another worker, from this object until `close`."""
 
     def __init__(
-        self, address: str, request: trainer_pb2.HostRanksRequest, client: ClientSettings
+        self, address: str, request: trainer_pb.HostRanksRequest, client: ClientSettings
     ) -> None:
         """Ask the worker at `address` to start them."""
         self.address = address
@@ -223,7 +224,7 @@ class MemberRanks:
         self.problem = ""
         self._started, self._ended = threading.Event(), threading.Event()
         self._channel = connect_sync(address, client)
-        stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        stub = trainer_grpc.TrainerStub(self._channel)
         self._call: Any = stub.HostRanks(request, timeout=_LENT_SECONDS)
         threading.Thread(target=self._follow, name=f"ranks-{address}", daemon=True).start()
 
@@ -412,7 +413,7 @@ class Gang:
         settings = self._settings
         job_id, _, policy = key.partition("/")
         for node, address in enumerate(hosts.members, 1):
-            request = trainer_pb2.HostRanksRequest(
+            request = trainer_pb.HostRanksRequest(
                 request_id=new_id("ranks"),
                 job_id=job_id,
                 policy=policy,
@@ -486,7 +487,7 @@ class Gang:
                 loaded(*frame.header["loaded"])
                 continue
             if frame is not None and conversation is not None and "event" in frame.header:
-                conversation.tell(trainer_pb2.SendWeightsEvent.FromString(frame.body))
+                conversation.tell(trainer_pb.SendWeightsEvent.FromString(frame.body))
                 continue
             if frame is not None and conversation is not None and "waits" in frame.header:
                 self._channel.send(Frame({"order": _word(conversation, frame.header["waits"])}))
@@ -545,7 +546,7 @@ class RankConversation:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def tell(self, event: trainer_pb2.SendWeightsEvent) -> None:
+    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
         """See `Conversation`."""
         self._channel.send(Frame({"event": True}, event.SerializeToString()))
 

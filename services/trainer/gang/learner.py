@@ -87,7 +87,7 @@ from troupe.scheduling.defaults import defaults_of
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"
@@ -392,7 +392,7 @@ class RankLearner(Learner):
 
     def send(
         self,
-        wanted: trainer_pb2.WantedWeights,
+        wanted: trainer_pb.WantedWeights,
         groups: UpdateGroups,
         conversation: Conversation | None,
     ) -> None:
@@ -612,7 +612,7 @@ class GangLearner(PolicyLearner[Row]):
 
     def send(
         self,
-        wanted: trainer_pb2.WantedWeights,
+        wanted: trainer_pb.WantedWeights,
         groups: UpdateGroups,
         conversation: Conversation,
     ) -> None:

@@ -19,7 +19,7 @@ from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.processes.ending import stop_process
 from troupe.rpc import Aborted, InvalidArgument
 from troupe.rpc.addresses import split_address
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.gang")
 
@@ -32,13 +32,13 @@ class LentDevices:
     def __init__(self, settings: TrainerSettings, most: int) -> None:
         """`most`: ranks that this worker has devices for."""
         self._settings, self._most = settings, most
-        self._request: trainer_pb2.HostRanksRequest | None = None
+        self._request: trainer_pb.HostRanksRequest | None = None
         # Held while ranks run, until the last one has ended.
         self._running = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def request(self) -> trainer_pb2.HostRanksRequest | None:
+    def request(self) -> trainer_pb.HostRanksRequest | None:
         """The call that has the devices; None: they are this worker's."""
         return self._request
 
@@ -52,8 +52,8 @@ class LentDevices:
         await self.close()
 
     async def host(
-        self, request: trainer_pb2.HostRanksRequest
-    ) -> AsyncIterator[trainer_pb2.HostRanksEvent]:
+        self, request: trainer_pb.HostRanksRequest
+    ) -> AsyncIterator[trainer_pb.HostRanksEvent]:
         """Run ranks until the caller leaves; one event when they were started.
 
         Ranks of a gang that was formed earlier are ended first. Raises Aborted of kind "gang_lost"
@@ -80,7 +80,7 @@ class LentDevices:
         try:
             await asyncio.wait({task, begun}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                yield trainer_pb2.HostRanksEvent()
+                yield trainer_pb.HostRanksEvent()
             await asyncio.shield(task)
         finally:
             begun.cancel()
@@ -93,7 +93,7 @@ class LentDevices:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=3 * GRACE_SECONDS)
 
-    def _checked(self, request: trainer_pb2.HostRanksRequest) -> tuple[str, int]:
+    def _checked(self, request: trainer_pb.HostRanksRequest) -> tuple[str, int]:
         """Host and port of the endpoint of a request that can be carried out."""
         host, port = split_address(request.endpoint)
         if not (host and port.isdecimal()):
@@ -118,7 +118,7 @@ class LentDevices:
         return host, int(port)
 
     async def _run(
-        self, request: trainer_pb2.HostRanksRequest, host: str, port: int, started: asyncio.Event
+        self, request: trainer_pb.HostRanksRequest, host: str, port: int, started: asyncio.Event
     ) -> None:
         terms = RankSettings.of(self._settings, request.ranks, "").timed(
             request.start_seconds, request.timeout_seconds
@@ -146,7 +146,7 @@ class LentDevices:
                 log.info("devices are back", leader=request.leader, status=agent.returncode)
         raise self._ended(request, "given up" if status is None else f"exit status {status}")
 
-    def _ended(self, request: trainer_pb2.HostRanksRequest, why: str) -> Aborted:
+    def _ended(self, request: trainer_pb.HostRanksRequest, why: str) -> Aborted:
         return Aborted(
             f"{request.ranks} ranks on {self._settings.worker_id} have ended: {why}",
             kind=kinds.GANG_LOST,

@@ -27,7 +27,8 @@ from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.training_state import KeptState, Snapshot
 from troupe.checkpoints.adapters import Tensors
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import orchestrator_pb2, trainer_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 class TrainingRow(Protocol):
@@ -56,7 +57,7 @@ class Applied:
     # The job's field whose function is at fault, if one is: the job cannot go on.
     fault: str = ""
     # Tokens of the step for the panel.
-    kept: Sequence[orchestrator_pb2.TrainedTurn] = ()
+    kept: Sequence[orchestrator_pb.TrainedTurn] = ()
 
 
 class PolicyLearner(ABC, Generic[R]):
@@ -149,7 +150,7 @@ class PolicyLearner(ABC, Generic[R]):
 
     def send(
         self,
-        wanted: trainer_pb2.WantedWeights,
+        wanted: trainer_pb.WantedWeights,
         groups: UpdateGroups,
         conversation: Conversation,
     ) -> None:

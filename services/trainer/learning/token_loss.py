@@ -20,7 +20,7 @@ from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.job import AlgorithmSpec, JobSpec
 from troupe.scheduling.admission import keeps_tokens
-from troupe.v1 import orchestrator_pb2
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 # Log-ratios that are kept for people to look at are cut there.
 _MOST_GAP: Final = 50.0
@@ -171,7 +171,7 @@ class KeptTokens:
 
     def __init__(self, spec: JobSpec) -> None:
         self._every = spec.pipeline.queries_per_step
-        self._turns: dict[tuple[str, int], orchestrator_pb2.TrainedTurn] = {}
+        self._turns: dict[tuple[str, int], orchestrator_pb.TrainedTurn] = {}
 
     def measured(self, batch: TrainingBatch) -> None:
         """Keep the advantages of rows, also of those that no gradient is computed for."""
@@ -179,7 +179,7 @@ class KeptTokens:
             played = not row.demonstration and not row.preference
             if played and keeps_tokens(row.trajectory, self._every):
                 given = np.full(row.response_length, advantage)
-                self._turns[row.trajectory, row.turn] = orchestrator_pb2.TrainedTurn(
+                self._turns[row.trajectory, row.turn] = orchestrator_pb.TrainedTurn(
                     trajectory_id=row.trajectory,
                     turn=row.turn,
                     advantages=given if row.advantages is None else row.advantages,
@@ -204,7 +204,7 @@ class KeptTokens:
                     kept.ratios[:] = ratios
             start = end
 
-    def take(self) -> list[orchestrator_pb2.TrainedTurn]:
+    def take(self) -> list[orchestrator_pb.TrainedTurn]:
         """All that was kept, which is forgotten."""
         found, self._turns = list(self._turns.values()), {}
         return found

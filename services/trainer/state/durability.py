@@ -33,7 +33,7 @@ from troupe.rpc import TroupeError, new_id
 from troupe.rpc.channel import connect_sync
 from troupe.scheduling.durability import StateCosts, StatePlan, is_due, plan_states
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 log = structlog.get_logger("troupe.trainer")
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class KeptRowsClient:
     def _store(self) -> Iterator[Any]:
         where, client = self._settings.experience_store_address, self._settings.client()
         with contextlib.closing(connect_sync(where, client)) as channel:
-            yield experience_store_pb2_grpc.ExperienceStoreStub(channel)
+            yield store_grpc.ExperienceStoreStub(channel)
 
 
 class HostCopy:

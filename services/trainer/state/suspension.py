@@ -29,7 +29,7 @@ from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.job.policy import Offload
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 Values = dict[str, Any]
 FORMAT: Final = 1
@@ -267,7 +267,7 @@ class Suspension:
         suspended: SuspendedTensors,
         unfinished: SuspendedStep | None,
         lease: float,
-    ) -> trainer_pb2.SuspendedState:
+    ) -> trainer_pb.SuspendedState:
         """Put a copy of `suspended` into the transfer layer. Raises StorageFull."""
         document = {
             **suspended.document,
@@ -281,7 +281,7 @@ class Suspension:
             suspended.tensors,
             metadata={_DOCUMENT: json.dumps(document)},
         )
-        state = trainer_pb2.SuspendedState(
+        state = trainer_pb.SuspendedState(
             key=manifest.key,
             checksum=manifest.checksum,
             num_bytes=manifest.num_bytes,
@@ -294,7 +294,7 @@ class Suspension:
             state.claims, state.samples = len(unfinished.claim_ids), unfinished.samples
         return state
 
-    def fetch(self, state: trainer_pb2.SuspendedState) -> SuspendedTensors:
+    def fetch(self, state: trainer_pb.SuspendedState) -> SuspendedTensors:
         """Copy the suspended `state` to the device, from any host, without removing it.
 
         Raises NotFound of kind "suspended_state_gone", DataLoss of kind "suspended_state_changed".
@@ -327,7 +327,7 @@ class Suspension:
                 remedy="Bind the policy afresh: its step begins again from the committed version.",
             ) from error
 
-    def take(self, state: trainer_pb2.SuspendedState) -> None:
+    def take(self, state: trainer_pb.SuspendedState) -> None:
         """Remove the state, which now belongs to the caller.
 
         Raises NotFound of kind "suspended_state_gone".

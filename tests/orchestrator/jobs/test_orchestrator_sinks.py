@@ -24,14 +24,14 @@ from tests.support.hostile import HALF, UnsayableError, leaf_errors, nested_grou
 from tests.support.waiting import PATIENCE
 from troupe.job import parse_job
 from troupe.outcomes import type_name
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 ROOT = Path(__file__).resolve().parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def row(step: int) -> orch.MetricsLogged:
-    return orch.MetricsLogged(step=step, values={"reward/mean": step / 10})
+def row(step: int) -> orchestrator_pb.MetricsLogged:
+    return orchestrator_pb.MetricsLogged(step=step, values={"reward/mean": step / 10})
 
 
 class Tool:
@@ -168,7 +168,7 @@ from services.orchestrator.jobs import sinks as module
 from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
 from troupe.job import parse_job
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from wandb.proto import wandb_internal_pb2
 
 module.SINK_WAIT_SECONDS = 200.0  # the first import takes a while
@@ -176,7 +176,7 @@ BLOCK, HEADER = 2**15, 7
 
 
 def row(job, step):
-    return orch.MetricsLogged(step=step, values={"reward/mean": job + step / 10})
+    return orchestrator_pb.MetricsLogged(step=step, values={"reward/mean": job + step / 10})
 
 
 def records(file):
@@ -252,14 +252,14 @@ from services.orchestrator.jobs import sinks as module
 from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
 from troupe.job import parse_job
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 module.SINK_WAIT_SECONDS = 200.0  # their first import takes a while
 FIELD, PLACE = sys.argv[2], Path(sys.argv[3])
 
 
 def row(job, step):
-    return orch.MetricsLogged(step=step, values={"gsm8k/pass@8": job + step / 8})
+    return orchestrator_pb.MetricsLogged(step=step, values={"gsm8k/pass@8": job + step / 8})
 
 
 def trackio():

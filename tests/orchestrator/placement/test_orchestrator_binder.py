@@ -17,13 +17,13 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
 from troupe.scheduling.binding import ReadyOrder
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 POLICIES = ("alice", "bob", "carol")
-SUCCEEDED = pb.JOB_STATE_SUCCEEDED
+SUCCEEDED = common_pb.JOB_STATE_SUCCEEDED
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def job(**over: object) -> str:
 
 
 async def audited(cluster: Cluster, job_id: str) -> None:
-    audit = await cluster.store.AuditTables(es.AuditTablesRequest(job_id=job_id))
+    audit = await cluster.store.AuditTables(store_pb.AuditTablesRequest(job_id=job_id))
     assert list(audit.violations) == []
     assert {one.trained for one in audit.policies} == {8}
 
@@ -149,7 +149,7 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
         await until(lambda: sum(one.calls["Suspend"] for one in trainers) >= 4)
         await house.cancel(job_id)
     ended = await house.wait(job_id)
-    assert ended.state == (pb.JOB_STATE_CANCELLED if cancelled else SUCCEEDED), ended.problem
+    assert ended.state == (common_pb.JOB_STATE_CANCELLED if cancelled else SUCCEEDED), ended.problem
     assert [one.traces for one in trainers] == [set(), set()]
 
 
@@ -189,7 +189,7 @@ async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
     trainer.fetched.add(("forgotten", "alice"))
 
     async def is_shown() -> bool:
-        return bool((await house.api.GetCluster(orch.GetClusterRequest())).bindings)
+        return bool((await house.api.GetCluster(orchestrator_pb.GetClusterRequest())).bindings)
 
     await until(is_shown)
     ended = await house.wait(await house.submit(job()))
@@ -211,7 +211,7 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
         await house.add_trainer(TrainerScript(slots=1, bind_error=refusal))
     job_id = await house.submit(job_yaml(policies=("alice",)))
     ended = await house.wait(job_id)
-    assert ended.state == pb.JOB_STATE_FAILED
+    assert ended.state == common_pb.JOB_STATE_FAILED
     assert ended.problem.kind == "policy_too_large"
     assert ended.problem.field == "policies.alice.model"
     assert ended.problem.value
@@ -253,7 +253,7 @@ async def test_activation_checkpointing_is_decided_by_what_the_worker_has_room_f
     """The trainer is told with the specification; people see who decided."""
     field = "policies.alice.trainer.activation_checkpointing"
     source = "GPU" if sent == "auto" else "given"  # of a trainer that was sent this
-    said = pb.ResolvedSetting(field=field, value="said", source=source)
+    said = common_pb.ResolvedSetting(field=field, value="said", source=source)
     script = TrainerScript(memory=memory, forward_tokens=tokens, device="cuda", resolved=(said,))
     trainer = await house.add_trainer(script)
     values = {"policies.alice.trainer.gang": 8, field: wish}
@@ -285,8 +285,10 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
     the last one may leave. The next step asks for one again and goes on from what was committed."""
     evaluating = asyncio.Event()
 
-    def slow(ticket: ro.Ticket) -> float:
-        if ticket.purpose != ro.Ticket.PURPOSE_EVALUATE or trainer.calls["RunStep"] < len(POLICIES):
+    def slow(ticket: rollout_pb.Ticket) -> float:
+        if ticket.purpose != rollout_pb.Ticket.PURPOSE_EVALUATE or trainer.calls["RunStep"] < len(
+            POLICIES
+        ):
             return 0.0
         first = not evaluating.is_set()
         evaluating.set()
@@ -303,15 +305,15 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
         async with asyncio.timeout(PATIENCE):
             await evaluating.wait()
             while trainer.bound:
-                assert (await cluster.job(job_id)).state == pb.JOB_STATE_RUNNING
+                assert (await cluster.job(job_id)).state == common_pb.JOB_STATE_RUNNING
                 await asyncio.sleep(0.02)
             # More where a busy machine left them idle before the evaluation, too.
             assert trainer.calls["Release"] >= len(POLICIES)
-            view = await cluster.api.GetCluster(orch.GetClusterRequest())
+            view = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
             assert view.wanted_trainers == 0
             await trainer.down()
             while not view.wanted_trainers:
-                view = await cluster.api.GetCluster(orch.GetClusterRequest())
+                view = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
                 await asyncio.sleep(0.02)
         again = await cluster.add_trainer(TrainerScript(slots=3))
         ended = await cluster.wait(job_id)
@@ -332,7 +334,7 @@ async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path:
     async def wants(count: int) -> None:
         async with asyncio.timeout(PATIENCE):
             while True:
-                view = await cluster.api.GetCluster(orch.GetClusterRequest())
+                view = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
                 if view.wanted_trainers == count:
                     return
                 await asyncio.sleep(0.02)
@@ -349,8 +351,8 @@ async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path:
 
 
 def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool = False) -> object:
-    counts = es.PolicyCounts(policy="p", ready=ready, claimed=claimed, pending=pending)
-    return es.TableStatus(sealed=sealed, counts=[counts])
+    counts = store_pb.PolicyCounts(policy="p", ready=ready, claimed=claimed, pending=pending)
+    return store_pb.TableStatus(sealed=sealed, counts=[counts])
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool =
         (status(ready=1, pending=1, sealed=True), 0, 0),
     ],
 )
-def test_what_is_work(told: es.TableStatus | None, accumulated: int, work: int) -> None:
+def test_what_is_work(told: store_pb.TableStatus | None, accumulated: int, work: int) -> None:
     assert ready_work(told, "p", 4, accumulated) == work
     assert ready_work(told, "other", 4, accumulated) == 0
 

@@ -12,8 +12,8 @@ from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import FailedPrecondition, NotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 BOTH = ["solver", "checker"]
 
@@ -66,7 +66,7 @@ async def test_no_engine_is_awake_while_a_policy_is_on_the_device(
     clashes = watched(cluster)
     over = {"pipeline.mode": mode, "pipeline.steps": 3, "checkpoint.every": 2}
     job_id = await cluster.submit(job(**over))
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     await cluster.check_accounts(job_id, 3, BOTH)
     assert clashes == []
     [worker] = cluster.rollouts
@@ -80,7 +80,7 @@ async def test_no_engine_is_awake_while_a_policy_is_on_the_device(
 async def test_a_policy_can_be_left_out(cluster: Cluster) -> None:
     clashes = watched(cluster, ["solver"])
     job_id = await cluster.submit(job(**{"policies.checker.colocate": False}))
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     assert clashes == []
     [trainer] = cluster.trainers
     # The start, two steps and a checkpoint; the checker stays where it is.
@@ -96,7 +96,7 @@ async def test_a_worker_that_comes_back_waits_for_its_turn(cluster: Cluster) -> 
     await worker.down()
     cluster.rollouts.remove(worker)
     await cluster.add_rollout(worker.script)
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     await cluster.check_accounts(job_id, 2, BOTH)
     assert clashes == []
 
@@ -108,11 +108,11 @@ async def test_another_orchestrator_finds_engines_awake_and_puts_them_to_sleep(
     worker.script.seconds = 1.0
     clashes = watched(cluster)
     job_id = await cluster.submit(job())
-    await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_RUNNING])
     await cluster.stop_orchestrator()
     worker.script.seconds = 0.002
     await cluster.start_orchestrator()
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     await cluster.check_accounts(job_id, 2, BOTH)
     assert clashes == []
 
@@ -125,7 +125,7 @@ async def test_weights_that_are_gone_when_engines_wake_are_published_again(
     worker.script.wake_errors = [gone]
     clashes = watched(cluster)
     job_id = await cluster.submit(job())
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     await cluster.check_accounts(job_id, 2, BOTH)
     assert worker.script.wake_errors == []
     assert clashes == []
@@ -138,7 +138,7 @@ async def test_a_worker_that_is_lost_as_it_wakes_is_prepared_again(cluster: Clus
     await called(trainer, "RunStep")
     lost = FailedPrecondition("it was restarted", kind="job_not_prepared", field="job_id")
     worker.script.wake_errors = [lost]
-    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(job_id, [common_pb.JOB_STATE_SUCCEEDED])
     await cluster.check_accounts(job_id, 2, BOTH)
     assert worker.script.wake_errors == []
     assert worker.calls["PrepareJob"] >= 2
@@ -155,7 +155,7 @@ async def test_an_engine_that_keeps_its_memory_fails_the_job_and_says_why(
         remedy="Start it with --enable-memory-saver.",
     )
     job_id = await cluster.submit(job())
-    ended = await cluster.wait(job_id, [pb.JOB_STATE_FAILED])
+    ended = await cluster.wait(job_id, [common_pb.JOB_STATE_FAILED])
     assert ended.problem.kind == "engine_cannot_sleep"
     assert "--enable-memory-saver" in ended.problem.remedy
 
@@ -163,15 +163,17 @@ async def test_an_engine_that_keeps_its_memory_fails_the_job_and_says_why(
 async def test_on_devices_a_colocated_job_is_alone(cluster: Cluster) -> None:
     [worker] = cluster.rollouts
     worker.script.seconds = 1000
-    worker.script.devices = [orch.GivenDevice(index=0, device_class="H100", memory_bytes=80 << 30)]
+    worker.script.devices = [
+        orchestrator_pb.GivenDevice(index=0, device_class="H100", memory_bytes=80 << 30)
+    ]
 
     async def is_reported() -> bool:
-        picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+        picture = await cluster.api.GetCluster(orchestrator_pb.GetClusterRequest())
         return any(one.devices for one in picture.workers)
 
     await until(is_reported)
     first = await cluster.submit(job("first"))
-    await cluster.wait(first, [pb.JOB_STATE_RUNNING])
+    await cluster.wait(first, [common_pb.JOB_STATE_RUNNING])
     for text in (job("second"), job_yaml("second")):
         with pytest.raises(FailedPrecondition, match=f"{first} runs") as info:
             await cluster.submit(text)
@@ -180,9 +182,9 @@ async def test_on_devices_a_colocated_job_is_alone(cluster: Cluster) -> None:
     # Submitting the same job again is no second job.
     assert await cluster.submit(job("first"), first) == first
     await cluster.cancel(first)
-    await cluster.wait(first, [pb.JOB_STATE_CANCELLED])
+    await cluster.wait(first, [common_pb.JOB_STATE_CANCELLED])
     worker.script.seconds = 0.002
-    await cluster.wait(await cluster.submit(job("second")), [pb.JOB_STATE_SUCCEEDED])
+    await cluster.wait(await cluster.submit(job("second")), [common_pb.JOB_STATE_SUCCEEDED])
 
 
 @pytest.mark.parametrize(

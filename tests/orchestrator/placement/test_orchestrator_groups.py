@@ -13,11 +13,11 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from tests.support.waiting import until
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-SUCCEEDED = pb.JOB_STATE_SUCCEEDED
+SUCCEEDED = common_pb.JOB_STATE_SUCCEEDED
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ def job(gang: int, **over: object) -> str:
 
 
 async def audited(cluster: Cluster, job_id: str) -> None:
-    audit = await cluster.store.AuditTables(es.AuditTablesRequest(job_id=job_id))
+    audit = await cluster.store.AuditTables(store_pb.AuditTablesRequest(job_id=job_id))
     assert list(audit.violations) == []
     assert {one.trained for one in audit.policies} == {8}
 
@@ -74,7 +74,7 @@ async def test_a_member_that_is_lost_is_replaced_and_its_gang_is_led_on(house: C
     assert "its gang has 2" in waiting.activity
     assert leader.calls["Release"] == 1
     await asyncio.sleep(1.0)
-    assert (await house.job(job_id)).state == pb.JOB_STATE_RUNNING
+    assert (await house.job(job_id)).state == common_pb.JOB_STATE_RUNNING
     third = await house.add_trainer(script)
     ended = await house.wait(job_id)
     assert ended.state == SUCCEEDED, ended.problem
@@ -106,7 +106,7 @@ async def test_a_gang_larger_than_all_trainers_together_is_refused(house: Cluste
     for _ in range(3):
         await house.add_trainer(TrainerScript(ranks=2))
     ended = await house.wait(await house.submit(job(8)))
-    assert ended.state == pb.JOB_STATE_FAILED
+    assert ended.state == common_pb.JOB_STATE_FAILED
     assert ended.problem.kind == "gang_too_large"
     assert ended.problem.field == "policies.alice.trainer.gang"
     assert ended.problem.value == "8"
@@ -132,7 +132,7 @@ async def test_an_orchestrator_that_starts_again_leaves_a_gang_where_it_is(
             await one.fall_silent()
         await house.start_orchestrator()
         workers = house.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
-        await until(lambda: workers.usable(orch.WORKER_KIND_TRAINER))
+        await until(lambda: workers.usable(orchestrator_pb.WORKER_KIND_TRAINER))
         for one in others:
             await one.speak()
         ended = await house.wait(job_id)

@@ -14,7 +14,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from tests.support.waiting import PATIENCE
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 WAIT_SECONDS = 60.0
 FEW = binding.TooManyRanks("job/solver", ranks=4, most=2)
@@ -25,9 +25,9 @@ async def registry() -> AsyncIterator[WorkerRegistry]:
     """A registry of two trainer workers."""
     found = WorkerRegistry(OrchestratorSettings())
     for number in range(2):
-        beat = orch.HeartbeatRequest(
+        beat = orchestrator_pb.HeartbeatRequest(
             worker_id=f"trainer-{number}",
-            kind=orch.WORKER_KIND_TRAINER,
+            kind=orchestrator_pb.WORKER_KIND_TRAINER,
             address=f"127.0.0.1:{number + 1}",
         )
         found.beat(beat)
@@ -40,7 +40,7 @@ def leased(registry: WorkerRegistry) -> LeasedWorkers:
 
 
 def workers_of(registry: WorkerRegistry) -> list[WorkerHandle]:
-    return registry.usable(orch.WORKER_KIND_TRAINER)
+    return registry.usable(orchestrator_pb.WORKER_KIND_TRAINER)
 
 
 async def test_a_worker_that_failed_is_barred_while_there_is_another(

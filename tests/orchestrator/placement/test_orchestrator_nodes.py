@@ -12,12 +12,12 @@ from services.orchestrator.settings import OrchestratorSettings
 from troupe.devices import NODE_PROTOCOL
 from troupe.job import JobSpec
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
-def report(name: str = "n1", instance: str = "a", **fields: Any) -> orch.JoinNodeRequest:
+def report(name: str = "n1", instance: str = "a", **fields: Any) -> orchestrator_pb.JoinNodeRequest:
     given = {"protocol": NODE_PROTOCOL, "host": "host-1"} | fields
-    return orch.JoinNodeRequest(name=name, instance=instance, **given)
+    return orchestrator_pb.JoinNodeRequest(name=name, instance=instance, **given)
 
 
 class Clock:
@@ -30,10 +30,12 @@ class Clock:
 def test_a_node_joins_and_learns_where_the_services_are() -> None:
     settings = OrchestratorSettings(experience_store_address="h:1", reward_address="h:2")
     nodes = NodeRegistry(settings)
-    answer = nodes.join(report(devices=[orch.NodeDevice(index=3, device_class="H100")]))
+    answer = nodes.join(report(devices=[orchestrator_pb.NodeDevice(index=3, device_class="H100")]))
     assert (answer.experience_store_address, answer.reward_address) == ("h:1", "h:2")
     assert 0 < answer.next_seconds <= settings.heartbeat_seconds
-    beat = SimpleNamespace(node="n1", devices=[orch.GivenDevice(index=3, holders=["job/policy"])])
+    beat = SimpleNamespace(
+        node="n1", devices=[orchestrator_pb.GivenDevice(index=3, holders=["job/policy"])]
+    )
     (status,) = nodes.statuses([SimpleNamespace(alive=True, beat=beat)])  # type: ignore[list-item]
     assert status.alive
     assert [(one.index, list(one.holders)) for one in status.devices] == [(3, ["job/policy"])]
@@ -98,7 +100,8 @@ def job(replicas: int, tensor_parallel: int, **engine: Any) -> JobSpec:
 
 def worker(*holders: list[str]) -> Any:
     devices = [
-        orch.GivenDevice(index=i, device_class="H100", holders=one) for i, one in enumerate(holders)
+        orchestrator_pb.GivenDevice(index=i, device_class="H100", holders=one)
+        for i, one in enumerate(holders)
     ]
 
     class Handle(SimpleNamespace):

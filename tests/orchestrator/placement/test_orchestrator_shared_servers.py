@@ -8,8 +8,8 @@ from typing import Any
 from services.orchestrator.placement.shared_servers import SharedServers
 from troupe.job import JobSpec
 from troupe.rpc import Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 MODEL = {"config": {"model_type": "qwen3"}, "tokenizer": "nowhere"}
 CHECKSUM = "c" * 8
@@ -21,7 +21,7 @@ class Worker:
 
     worker_id: str
     alive: bool = True
-    told: list[ro.ShareServersRequest] = field(default_factory=list)
+    told: list[rollout_pb.ShareServersRequest] = field(default_factory=list)
     deaf: bool = False
 
     @property
@@ -35,19 +35,20 @@ class Worker:
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def ShareServers(self, request: ro.ShareServersRequest, timeout: float) -> Any:
+    async def ShareServers(self, request: rollout_pb.ShareServersRequest, timeout: float) -> Any:
         if self.deaf:
             raise Unavailable("away")
         self.told.append(request)
-        return ro.ShareServersResponse()
+        return rollout_pb.ShareServersResponse()
 
     def status(self, number: int, version: int, policy: str = "big", **other: Any) -> Any:
         """What its heartbeat says of an engine."""
-        return ro.EngineStatus(
+        return rollout_pb.EngineStatus(
             engine_id=f"job.{policy}.{number}@{self.worker_id}",
             job_id="job",
             policy=policy,
-            **{"state": pb.ENGINE_STATE_HEALTHY, "version": version, "checksum": CHECKSUM} | other,
+            **{"state": common_pb.ENGINE_STATE_HEALTHY, "version": version, "checksum": CHECKSUM}
+            | other,
         )
 
 
@@ -85,7 +86,7 @@ def shared(workers: list[Worker], urls: int = 3, lora: bool = False) -> Any:
     return made
 
 
-def kept(plan: list[ro.SharedServer]) -> set[int]:
+def kept(plan: list[rollout_pb.SharedServer]) -> set[int]:
     """The numbers of the servers that a worker keeps."""
     return {server.replica for server in plan if server.kept}
 
@@ -118,9 +119,9 @@ async def test_followers_are_told_what_the_keeper_has_verified_and_once() -> Non
     (server,) = follower.told[-1].servers
     assert (server.kept, server.version, server.checksum) == (False, 4, CHECKSUM)
     # What is being updated is still what it was; what has died is not.
-    servers.note(keeper, [keeper.status(0, 4, state=pb.ENGINE_STATE_UPDATING)])
+    servers.note(keeper, [keeper.status(0, 4, state=common_pb.ENGINE_STATE_UPDATING)])
     assert servers.plan(follower)[0].version == 4
-    servers.note(keeper, [keeper.status(0, 0, state=pb.ENGINE_STATE_DEAD)])
+    servers.note(keeper, [keeper.status(0, 0, state=common_pb.ENGINE_STATE_DEAD)])
     assert not servers.plan(follower)[0].HasField("version")
 
 

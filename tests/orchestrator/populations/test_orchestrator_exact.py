@@ -15,9 +15,9 @@ from troupe.populations import enumerated
 from troupe.populations.enumerated import Enumeration
 from troupe.populations.tree import agent_values, mixed
 from troupe.rpc import Unavailable
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow.environments import GameWorkflow
 
 # Chances to bet at an equilibrium of Kuhn poker (Kuhn 1950, alpha = 0); else it is passed.
@@ -39,7 +39,7 @@ def bets(version: int, text: str) -> float:
     return (1 - learned) / 2 + learned * BETS.get(text, 0.0)
 
 
-def say(version: int, prompt: ro.ScorePrompt) -> list[float]:
+def say(version: int, prompt: rollout_pb.ScorePrompt) -> list[float]:
     """One answer in ten is no move."""
     chance = bets(version, prompt.messages[-1].content)
     names = [one.text for one in prompt.continuations]
@@ -70,7 +70,7 @@ async def test_payoffs_are_computed_and_the_job_stops_near_an_equilibrium(kuhn: 
     stop = {"nash_conv": (gaps[1] + gaps[2]) / 2}
     job_id = await kuhn.submit(game(population=SECTION | {"stop": stop}, pipeline__steps=8))
     job = await kuhn.wait(job_id, seconds=PATIENCE)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     assert job.step == LAST, "it is over before all steps are"
     found = await population(kuhn, job_id)
     assert "NashConv is" in found.stopped
@@ -86,7 +86,7 @@ async def test_payoffs_are_computed_and_the_job_stops_near_an_equilibrium(kuhn: 
         played = mixed(members, list(shares.values()))
         assert solved.nash_conv == pytest.approx(tree.form.nash_conv(played))
     assert found.history[0].nash_conv == pytest.approx(gaps[0])
-    metrics = await kuhn.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))
+    metrics = await kuhn.api.ListMetrics(orchestrator_pb.ListMetricsRequest(job_id=job_id))
     row = max(metrics.rows, key=lambda one: one.step)
     assert "population/nash_conv" in row.values
     # Everybody is asked once, under the version of the slot; prompts are the job's own.
@@ -97,7 +97,7 @@ async def test_payoffs_are_computed_and_the_job_stops_near_an_equilibrium(kuhn: 
 async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluster) -> None:
     section = SECTION | {"iteration_steps": 1, "evaluation_slots": 2}
     quiet = await kuhn.submit(game("quiet", population=section))
-    assert (await kuhn.wait(quiet, seconds=PATIENCE)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await kuhn.wait(quiet, seconds=PATIENCE)).state == common_pb.JOB_STATE_SUCCEEDED
     expected = await population(kuhn, quiet)
     assert len(expected.history) == 5
     worker = kuhn.rollouts[0]
@@ -111,8 +111,8 @@ async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluste
         await kuhn.stop_orchestrator()
         await kuhn.start_orchestrator()
     job = await kuhn.wait(troubled, seconds=PATIENCE)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    assert pb.JOB_STATE_SUCCEEDED not in killed_in
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
+    assert common_pb.JOB_STATE_SUCCEEDED not in killed_in
     assert lasting(await population(kuhn, troubled)) == lasting(expected)
     assert worker.calls["Score"] <= 5 + len(killed_in), "what was kept is not asked again"
 
@@ -124,7 +124,7 @@ async def test_members_of_two_pools_that_stay_on_their_seats(
     monkeypatch.setattr(exact, "_CALL_CHARACTERS", 700)
     faults = [Unavailable("the engine died")]
 
-    def once(version: int, prompt: ro.ScorePrompt) -> list[float]:
+    def once(version: int, prompt: rollout_pb.ScorePrompt) -> list[float]:
         if faults:
             raise faults.pop()
         return say(version, prompt)
@@ -146,7 +146,7 @@ async def test_members_of_two_pools_that_stay_on_their_seats(
     )
     job_id = await kuhn.submit(text)
     job = await kuhn.wait(job_id, seconds=PATIENCE)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(kuhn, job_id)
     assert len(found.cells) == 4
     assert kuhn.rollouts[0].calls["Score"] > 1 + 4 * 2
@@ -172,7 +172,7 @@ async def test_a_game_that_cannot_be_enumerated_fails_the_job_by_name(
     job = await kuhn.wait(
         await kuhn.submit(game(population=SECTION | {"game": name})), seconds=PATIENCE
     )
-    assert job.state == pb.JOB_STATE_FAILED
+    assert job.state == common_pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("game_not_enumerable", "population.game")
     said = {
         "unknown": "no such game",

@@ -22,11 +22,11 @@ from tests.support.waiting import PATIENCE, until
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED, FAILED = pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED
+COMPLETED, FAILED = common_pb.TRAJECTORY_STATE_COMPLETED, common_pb.TRAJECTORY_STATE_FAILED
 NETWORKS = Path(__file__).parents[3] / "examples" / "poker_networks" / "psro.yaml"
 AGENTS = {"alice": {"policy": "player"}, "bob": {"policy": "player"}}
 
@@ -43,10 +43,10 @@ class Table:
     def __init__(
         self,
         spec: JobSpec,
-        play: Callable[[ro.Ticket], ro.TrajectoryEvent | None],
+        play: Callable[[rollout_pb.Ticket], rollout_pb.TrajectoryEvent | None],
         seconds: float = 60,
     ) -> None:
-        self.play, self.kept = play, dict[str, orch.Match]()
+        self.play, self.kept = play, dict[str, orchestrator_pb.Match]()
         self.separate_match_slots = True
         # Of the next writes.
         self.faults: list[TroupeError] = []
@@ -67,7 +67,7 @@ class Table:
         self.matches = Matches(job, around, store, around, self.state)
 
     # What a dispatch does.
-    def add(self, batch: TicketBatch, groups: list[list[ro.Ticket]]) -> None:
+    def add(self, batch: TicketBatch, groups: list[list[rollout_pb.Ticket]]) -> None:
         batch.add([ticket.trajectory_id for (ticket,) in groups])
         self.batch = batch
         for (ticket,) in groups:
@@ -86,10 +86,12 @@ class Table:
     def match_floors(self) -> None: ...
 
     # What stores do.
-    async def known(self, job_id: str, names: list[str]) -> dict[str, orch.Match]:
+    async def known(self, job_id: str, names: list[str]) -> dict[str, orchestrator_pb.Match]:
         return {name: self.kept[name] for name in names if name in self.kept}
 
-    async def add_matches(self, job_id: str, epoch: int, found: dict[str, orch.Match]) -> None:
+    async def add_matches(
+        self, job_id: str, epoch: int, found: dict[str, orchestrator_pb.Match]
+    ) -> None:
         if self.faults:
             raise self.faults.pop(0)
         self.kept |= found
@@ -105,8 +107,8 @@ class Table:
         return rounds
 
 
-def ended(ticket: ro.Ticket, *, failed: bool = False) -> ro.TrajectoryEvent:
-    event = ro.TrajectoryEvent(trajectory_id=ticket.trajectory_id, state=COMPLETED)
+def ended(ticket: rollout_pb.Ticket, *, failed: bool = False) -> rollout_pb.TrajectoryEvent:
+    event = rollout_pb.TrajectoryEvent(trajectory_id=ticket.trajectory_id, state=COMPLETED)
     if failed:
         event.state, event.reason = FAILED, "the game broke"
     else:
@@ -130,7 +132,7 @@ async def test_few_failures_are_few_of_the_iteration(limit: float) -> None:
 async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -> None:
     played = []
 
-    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+    def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         if failed := ticket.trajectory_id.startswith("m0x1"):
             played.append(ticket.trajectory_id)
         return ended(ticket, failed=failed)
@@ -143,7 +145,7 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
 
 
 async def test_a_match_that_pays_only_some_is_no_match() -> None:
-    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+    def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         event = ended(ticket)
         del event.rewards["bob"]
         return event
@@ -157,7 +159,7 @@ async def test_what_failed_before_a_resume_does_not_end_it() -> None:
     spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": 0.25})
     left = ["m1x1-t2", "m1x1-t3"]
 
-    def broken(ticket: ro.Ticket) -> ro.TrajectoryEvent | None:
+    def broken(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent | None:
         return None if ticket.trajectory_id in left else ended(ticket, failed=True)
 
     table = Table(spec, broken)
@@ -185,7 +187,7 @@ async def test_networks_change_seats_from_match_to_match(least: int) -> None:
 async def test_others_change_seats_out_of_step_with_workflows_that_do() -> None:
     cast = {}
 
-    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+    def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         cast[ticket.trajectory_id] = ticket.cast["alice"]
         return ended(ticket)
 
@@ -197,7 +199,7 @@ async def test_others_change_seats_out_of_step_with_workflows_that_do() -> None:
 LAST = "m1x1-t3"
 
 
-def all_but_the_last(ticket: ro.Ticket) -> ro.TrajectoryEvent | None:
+def all_but_the_last(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent | None:
     return None if ticket.trajectory_id == LAST else ended(ticket)
 
 
@@ -216,7 +218,7 @@ async def test_what_has_ended_lasts_when_a_round_is_stopped() -> None:
 async def test_what_has_ended_lasts_when_a_round_fails(faults: list[TroupeError]) -> None:
     """If it can be written; what is told is why the round failed."""
 
-    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+    def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         event = ended(ticket)
         if ticket.trajectory_id == LAST:
             event.rewards.clear()

@@ -21,10 +21,10 @@ from services.orchestrator.state.job_store import Superseded
 from tests.support.waiting import PATIENCE
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import Internal, NotFound
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import rollout_pb2 as ro
-from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 def deadline() -> Deadline:
@@ -38,7 +38,7 @@ def test_matches_beside_training_wait_for_what_is_trained() -> None:
     dispatch = Dispatch(job, engines)
     for name, step, low_priority in (("match", 2, True), ("train", 5, False), ("older", 4, False)):
         batch = TicketBatch(step, deadline(), lambda event: None, low_priority=low_priority)
-        dispatch.add(batch, [[ro.Ticket(query_id=name, trajectory_id=name)]])
+        dispatch.add(batch, [[rollout_pb.Ticket(query_id=name, trajectory_id=name)]])
     assert [group[0].query_id for group in dispatch._waiting] == ["older", "train", "match"]
 
 
@@ -46,16 +46,18 @@ class Host:
     """A trainer worker that has some members' files, or is away."""
 
     def __init__(self, *, files: bool, usable: bool = True) -> None:
-        self.kind, self.usable, self._files = orch.WORKER_KIND_TRAINER, usable, files
+        self.kind, self.usable, self._files = orchestrator_pb.WORKER_KIND_TRAINER, usable, files
         self.trainer = self
         self.beat = SimpleNamespace(engines=[], bindings=[])
 
     async def PublishMember(
-        self, request: tr.PublishMemberRequest, timeout: float
-    ) -> tr.PublishMemberResponse:
+        self, request: trainer_pb.PublishMemberRequest, timeout: float
+    ) -> trainer_pb.PublishMemberResponse:
         if not self._files:
             raise NotFound("gone", kind="member_gone")
-        return tr.PublishMemberResponse(weights=pb.WeightsRef(version=request.version))
+        return trainer_pb.PublishMemberResponse(
+            weights=common_pb.WeightsRef(version=request.version)
+        )
 
     @asynccontextmanager
     async def while_alive(self):  # type: ignore[no-untyped-def]
@@ -111,7 +113,11 @@ class Record:
     """The durable record of a job: how it is, and who may say so."""
 
     def __init__(self, epoch: int) -> None:
-        self.epoch, self.state, self.problem = epoch, pb.JOB_STATE_RUNNING, pb.Problem()
+        self.epoch, self.state, self.problem = (
+            epoch,
+            common_pb.JOB_STATE_RUNNING,
+            common_pb.Problem(),
+        )
 
     async def with_states(self) -> list[str]:
         return []
@@ -123,14 +129,14 @@ class Record:
         if epoch != self.epoch:
             raise Superseded("another orchestrator has it")
 
-    async def move(self, job_id: str, target: Any, epoch: int, problem: pb.Problem) -> None:
+    async def move(self, job_id: str, target: Any, epoch: int, problem: common_pb.Problem) -> None:
         self.state, self.problem = target, problem
 
 
 def populated(record: Record, dropped: list[int]) -> Any:
     """The context of a job, taken over as number 1, with three members on one worker."""
 
-    async def drop(request: tr.DropMemberRequest, timeout: float) -> None:
+    async def drop(request: trainer_pb.DropMemberRequest, timeout: float) -> None:
         dropped.append(request.version)
         if request.version == 1:
             record.epoch = max(record.epoch, 2)  # meanwhile
@@ -166,7 +172,10 @@ async def test_members_of_a_job_that_was_taken_over_stay_where_they_are() -> Non
 
 @pytest.mark.parametrize(
     ("trouble", "state"),
-    [(ValueError("unreadable"), pb.JOB_STATE_FAILED), (Superseded("gone"), pb.JOB_STATE_RUNNING)],
+    [
+        (ValueError("unreadable"), common_pb.JOB_STATE_FAILED),
+        (Superseded("gone"), common_pb.JOB_STATE_RUNNING),
+    ],
 )
 async def test_members_that_stay_do_not_hide_how_a_job_ended(
     monkeypatch: pytest.MonkeyPatch, trouble: Exception, state: int
@@ -178,19 +187,19 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
     record = Record(epoch=1)
     runner = JobRunner(populated(record, []).shared, "job")
     runner._job, runner._epoch = populated(record, []), 1
-    with nullcontext() if state == pb.JOB_STATE_FAILED else pytest.raises(Superseded):
+    with nullcontext() if state == common_pb.JOB_STATE_FAILED else pytest.raises(Superseded):
         await runner._end_failed(Internal("the first trouble"))
     assert record.state == state
-    assert ("the first trouble" in record.problem.message) == (state == pb.JOB_STATE_FAILED)
+    assert ("the first trouble" in record.problem.message) == (state == common_pb.JOB_STATE_FAILED)
 
 
 class Published(set[str]):
     """Whose weights engines find; saving what is in slots takes a while."""
 
-    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
+    async def publish(self, member: FrozenMember, deadline: Deadline) -> common_pb.WeightsRef:
         await asyncio.sleep(0)
         self.add(member.member_id)
-        return pb.WeightsRef(policy=member.learner, version=member.version)
+        return common_pb.WeightsRef(policy=member.learner, version=member.version)
 
     async def drop(self, member: FrozenMember, *, files: bool) -> None:
         self.discard(member.member_id)

@@ -9,16 +9,16 @@ from services.orchestrator.state.redis import StateUnavailable
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.waiting import until
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import orchestrator_pb2 as orch
-from troupe.v1 import trainer_pb2
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 POLICIES = ("checker", "solver")
-RUNNING = (pb.JOB_STATE_RUNNING,)
+RUNNING = (common_pb.JOB_STATE_RUNNING,)
 
 
 async def test_submitting_again_finds_the_same_job(cluster: Cluster) -> None:
-    request = orch.SubmitJobRequest(request_id=new_id("submit"), spec=job_yaml("twice"))
+    request = orchestrator_pb.SubmitJobRequest(request_id=new_id("submit"), spec=job_yaml("twice"))
     first = (await cluster.api.SubmitJob(request)).job
     assert first.job_id.startswith("twice-")
     # After a restart nothing is in the idempotency cache: the id itself is derived.
@@ -26,7 +26,7 @@ async def test_submitting_again_finds_the_same_job(cluster: Cluster) -> None:
     await cluster.start_orchestrator()
     again = (await cluster.api.SubmitJob(request)).job
     assert again.job_id == first.job_id
-    assert len((await cluster.api.ListJobs(orch.ListJobsRequest())).jobs) >= 1
+    assert len((await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs) >= 1
     await cluster.wait(first.job_id)
 
 
@@ -42,7 +42,7 @@ async def test_a_submission_that_was_cut_off_is_carried_out_when_it_is_repeated(
 
     monkeypatch.setattr(JobStore, "create", cut_off)
     job_id = await cluster.submit(job_yaml())  # clients repeat what was unavailable
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
 
 
 async def test_an_id_of_another_job_is_refused(cluster: Cluster) -> None:
@@ -69,15 +69,15 @@ async def test_every_fault_of_a_specification_is_named(cluster: Cluster) -> None
 @pytest.mark.parametrize(
     ("field", "request_"),
     [
-        ("spec", orch.SubmitJobRequest(spec=" ")),
-        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="../etc")),
-        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="mine\n")),
-        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="x" * 129)),
-        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="logs")),
+        ("spec", orchestrator_pb.SubmitJobRequest(spec=" ")),
+        ("job_id", orchestrator_pb.SubmitJobRequest(spec=job_yaml(), job_id="../etc")),
+        ("job_id", orchestrator_pb.SubmitJobRequest(spec=job_yaml(), job_id="mine\n")),
+        ("job_id", orchestrator_pb.SubmitJobRequest(spec=job_yaml(), job_id="x" * 129)),
+        ("job_id", orchestrator_pb.SubmitJobRequest(spec=job_yaml(), job_id="logs")),
     ],
 )
 async def test_a_bad_submission_names_its_field(
-    cluster: Cluster, field: str, request_: orch.SubmitJobRequest
+    cluster: Cluster, field: str, request_: orchestrator_pb.SubmitJobRequest
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await cluster.api.SubmitJob(request_)
@@ -88,18 +88,18 @@ async def test_a_paused_job_resumes_where_it_was(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 0.05
     job_id = await cluster.submit(job_yaml(pipeline__steps=4, evaluation__queries=2))
     await cluster.until(job_id, lambda job: job.step >= 1)
-    assert (await cluster.pause(job_id)).state == pb.JOB_STATE_PAUSING
-    job = await cluster.wait(job_id, (pb.JOB_STATE_PAUSED,))
+    assert (await cluster.pause(job_id)).state == common_pb.JOB_STATE_PAUSING
+    job = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
     assert 1 <= job.step < 4
     # The step in flight was finished, workers are free.
     found = await cluster.step(job_id, job.step - 1)
     assert len(found.commits) == 2
     assert not cluster.trainers[0].bound
     assert not cluster.rollouts[0].versions
-    assert (await cluster.pause(job_id)).state == pb.JOB_STATE_PAUSED
-    assert (await cluster.resume(job_id)).state == pb.JOB_STATE_SUBMITTED
+    assert (await cluster.pause(job_id)).state == common_pb.JOB_STATE_PAUSED
+    assert (await cluster.resume(job_id)).state == common_pb.JOB_STATE_SUBMITTED
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     await cluster.check_accounts(job_id, 4, POLICIES)
     ran = cluster.rollouts[0].ran
     assert len(ran) == len(set(ran)), "nothing was rolled out twice"
@@ -113,16 +113,16 @@ async def test_a_cancelled_job_stops_now_and_can_be_resumed(cluster: Cluster) ->
     await until(lambda: len(worker.ran) >= 4)
     await cluster.cancel(job_id, "enough")
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_CANCELLED
+    assert job.state == common_pb.JOB_STATE_CANCELLED
     assert worker.aborted == 4
     assert worker.calls["ReleaseJob"]
     assert not cluster.trainers[0].bound
-    assert (await cluster.cancel(job_id)).state == pb.JOB_STATE_CANCELLED
+    assert (await cluster.cancel(job_id)).state == common_pb.JOB_STATE_CANCELLED
     assert "cancelled: enough" in await cluster.notices(job_id)
     worker.script.seconds = 0.01
     await cluster.resume(job_id)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 2, POLICIES)
 
 
@@ -131,12 +131,12 @@ async def test_a_failed_job_resumes_once_its_cause_is_mended(cluster: Cluster) -
     job_id = await cluster.submit(job_yaml(pipeline__steps=3))
     script.fail = lambda ticket: "broken" if ticket.index >= 2 else None
     job = await cluster.wait(job_id)
-    assert (job.state, job.step) == (pb.JOB_STATE_FAILED, 1)
+    assert (job.state, job.step) == (common_pb.JOB_STATE_FAILED, 1)
     assert job.HasField("ended_at")
     script.fail = lambda ticket: None
     await cluster.resume(job_id)
     job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.state == common_pb.JOB_STATE_SUCCEEDED
     assert not job.HasField("problem")
     await cluster.check_accounts(job_id, 3, POLICIES)
 
@@ -155,17 +155,17 @@ async def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
 async def test_a_watcher_sees_everything_and_ends_with_the_job(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 0.1
     job_id = await cluster.submit(job_yaml())
-    seen = [e async for e in cluster.api.WatchJob(orch.WatchJobRequest(job_id=job_id))]
+    seen = [e async for e in cluster.api.WatchJob(orchestrator_pb.WatchJobRequest(job_id=job_id))]
     logged = [e for e in seen if e.event_id]
     live = [e.activity for e in seen if e.HasField("activity")]
     assert logged == await cluster.events(job_id)
     assert [e.metrics.step for e in logged if e.HasField("metrics")] == [1, 2]
     assert any(a.text.startswith("step 1/2: ") and a.total == 4 for a in live)
     # Going on from the middle.
-    request = orch.WatchJobRequest(job_id=job_id, after=logged[2].event_id)
+    request = orchestrator_pb.WatchJobRequest(job_id=job_id, after=logged[2].event_id)
     rest = [e async for e in cluster.api.WatchJob(request)]
     assert rest == logged[3:]
-    request = orch.WatchJobRequest(job_id=job_id, after=logged[-1].event_id)
+    request = orchestrator_pb.WatchJobRequest(job_id=job_id, after=logged[-1].event_id)
     assert [e async for e in cluster.api.WatchJob(request)] == []
 
 
@@ -176,15 +176,15 @@ async def test_a_watcher_follows_a_resumed_job(cluster: Cluster) -> None:
     cluster.rollouts[0].script.fail = lambda ticket: None
     await cluster.resume(job_id)
     states = [e.state.state for e in await cluster.events(job_id) if e.HasField("state")]
-    assert states[-1] == pb.JOB_STATE_SUCCEEDED
-    assert pb.JOB_STATE_FAILED in states
+    assert states[-1] == common_pb.JOB_STATE_SUCCEEDED
+    assert common_pb.JOB_STATE_FAILED in states
 
 
 async def test_watching_needs_a_job_and_an_event_id(cluster: Cluster) -> None:
     with pytest.raises(NotFound):
         await cluster.events("nobody")
     job_id = await cluster.submit(job_yaml())
-    request = orch.WatchJobRequest(job_id=job_id, after="yesterday")
+    request = orchestrator_pb.WatchJobRequest(job_id=job_id, after="yesterday")
     with pytest.raises(InvalidArgument) as caught:
         _ = [e async for e in cluster.api.WatchJob(request)]
     assert caught.value.field == "after"
@@ -194,9 +194,9 @@ async def test_watching_needs_a_job_and_an_event_id(cluster: Cluster) -> None:
 async def test_a_client_that_vanishes_leaves_nothing_behind(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 0.1
     job_id = await cluster.submit(job_yaml())
-    async for _ in cluster.api.WatchJob(orch.WatchJobRequest(job_id=job_id)):
+    async for _ in cluster.api.WatchJob(orchestrator_pb.WatchJobRequest(job_id=job_id)):
         break
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     log = cluster.orchestrator.service._at.shared.log  # type: ignore[union-attr]
     await until(lambda: not log._waiting)
 
@@ -207,21 +207,21 @@ async def test_several_jobs_run_at_once(cluster: Cluster) -> None:
     ids = [await cluster.submit(job_yaml(f"job{n}", seed=n)) for n in range(3)]
     for job_id in ids:
         job = await cluster.wait(job_id)
-        assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+        assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
         await cluster.check_accounts(job_id, 2, POLICIES)
 
 
 async def test_what_an_ended_job_held_does_not_count_as_load(cluster: Cluster) -> None:
     """A heartbeat may still tell of it when the next job is placed."""
     job_id = await cluster.submit(job_yaml())
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == common_pb.JOB_STATE_SUCCEEDED
     assert cluster.orchestrator is not None
     shared = cluster.orchestrator.service._at.shared
-    (worker,) = shared.workers.usable(orch.WORKER_KIND_TRAINER)
-    stale = trainer_pb2.BindingStatus(
-        job_id=job_id, policy="solver", state=pb.BINDING_STATE_IDLE, version=2
+    (worker,) = shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
+    stale = trainer_pb.BindingStatus(
+        job_id=job_id, policy="solver", state=common_pb.BINDING_STATE_IDLE, version=2
     )
-    worker.beat = orch.HeartbeatRequest(bindings=[stale])
+    worker.beat = orchestrator_pb.HeartbeatRequest(bindings=[stale])
     await release_ended_jobs(shared, "next")
     # A beat that came meanwhile took its place; it does not tell of it either.
     assert stale not in worker.beat.bindings

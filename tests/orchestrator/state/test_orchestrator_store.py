@@ -24,9 +24,9 @@ from tests.support.waiting import PATIENCE, until
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
-from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as es
-from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 @dataclass
@@ -38,7 +38,9 @@ class Desk:
     store: JobStore
     ledger: WeightVersions
 
-    async def make(self, state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED) -> JobRecord:
+    async def make(
+        self, state: common_pb.JobState.ValueType = common_pb.JOB_STATE_SUBMITTED
+    ) -> JobRecord:
         record = JobRecord(
             job_id=new_id("job"),
             request_id="r",
@@ -64,7 +66,7 @@ async def test_a_record_comes_back_as_it_was(desk: Desk) -> None:
     record = replace(
         await desk.make(),
         job_id=new_id("job"),
-        problem=pb.Problem(kind="k", message="m"),
+        problem=common_pb.Problem(kind="k", message="m"),
         before={"reward/solver": 0.25},
         step=3,
     )
@@ -77,7 +79,9 @@ async def test_a_record_comes_back_as_it_was(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("source", list(states.JOB))
-async def test_the_state_machine_is_the_table(desk: Desk, source: pb.JobState.ValueType) -> None:
+async def test_the_state_machine_is_the_table(
+    desk: Desk, source: common_pb.JobState.ValueType
+) -> None:
     for target in states.JOB:
         job_id = (await desk.make(source)).job_id
         count = len(await desk.log.page(job_id, ""))
@@ -97,8 +101,12 @@ async def test_the_state_machine_is_the_table(desk: Desk, source: pb.JobState.Va
 
 
 async def test_of_many_at_once_one_moves_it(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
-    targets = (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLING)
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
+    targets = (
+        common_pb.JOB_STATE_SUCCEEDED,
+        common_pb.JOB_STATE_FAILED,
+        common_pb.JOB_STATE_CANCELLING,
+    )
     results = await asyncio.gather(
         *(desk.store.move(job_id, target) for target in targets), return_exceptions=True
     )
@@ -111,12 +119,12 @@ async def test_only_the_newest_runner_writes(desk: Desk) -> None:
     old = await desk.store.adopt(job_id)
     new = await desk.store.adopt(job_id)
     with pytest.raises(Superseded, match="another orchestrator"):
-        await desk.store.move(job_id, pb.JOB_STATE_STARTING, epoch=old)
+        await desk.store.move(job_id, common_pb.JOB_STATE_STARTING, epoch=old)
     with pytest.raises(Superseded):
         await desk.store.finish_step(job_id, old, 0, {})
     with pytest.raises(Superseded):
         await desk.store.note_checkpoint(job_id, old, 1, None)
-    await desk.store.move(job_id, pb.JOB_STATE_STARTING, epoch=new)
+    await desk.store.move(job_id, common_pb.JOB_STATE_STARTING, epoch=new)
 
 
 async def test_a_step_is_finished_once(desk: Desk) -> None:
@@ -156,7 +164,7 @@ async def test_what_lists_read_of_a_job_does_not_grow_with_its_steps(desk: Desk)
     sizes = []
     epoch = await desk.store.adopt(job_id)
     for step in range(200):
-        await desk.ledger.commit(job_id, commit(step, step + 1, es.STEP_OUTCOME_APPLIED))
+        await desk.ledger.commit(job_id, commit(step, step + 1, store_pb.STEP_OUTCOME_APPLIED))
         await desk.store.finish_step(job_id, epoch, step, {"reward/mean": 0.5})
         keys = JobKeys(job_id)
         read = [
@@ -171,21 +179,21 @@ async def test_what_lists_read_of_a_job_does_not_grow_with_its_steps(desk: Desk)
 
 
 async def test_a_problem_goes_when_the_job_is_resumed(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
-    problem = pb.Problem(kind="engine_died", message="it died")
-    record = await desk.store.move(job_id, pb.JOB_STATE_FAILED, problem=problem)
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
+    problem = common_pb.Problem(kind="engine_died", message="it died")
+    record = await desk.store.move(job_id, common_pb.JOB_STATE_FAILED, problem=problem)
     assert record.problem == problem
     assert record.ended_at > 0
-    record = await desk.store.move(job_id, pb.JOB_STATE_SUBMITTED)
+    record = await desk.store.move(job_id, common_pb.JOB_STATE_SUBMITTED)
     assert record.problem is None
     assert record.ended_at == 0
 
 
 async def test_a_follower_reads_pages_and_then_waits(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
     for n in range(600):
-        await desk.log.notice(job_id, orch.Notice.SEVERITY_INFO, str(n))
-    seen: list[orch.JobEvent] = []
+        await desk.log.notice(job_id, orchestrator_pb.Notice.SEVERITY_INFO, str(n))
+    seen: list[orchestrator_pb.JobEvent] = []
 
     async def running() -> bool:
         return False
@@ -196,18 +204,18 @@ async def test_a_follower_reads_pages_and_then_waits(desk: Desk) -> None:
 
     task = asyncio.create_task(follow())
     await until(lambda: len(seen) == 601)
-    desk.log.show(job_id, orch.Activity(text="rolling out"))
+    desk.log.show(job_id, orchestrator_pb.Activity(text="rolling out"))
     await until(lambda: seen[-1].HasField("activity"))
-    await desk.store.move(job_id, pb.JOB_STATE_SUCCEEDED)
+    await desk.store.move(job_id, common_pb.JOB_STATE_SUCCEEDED)
     await asyncio.wait_for(task, PATIENCE)
     assert [e.notice.text for e in seen if e.HasField("notice")] == [str(n) for n in range(600)]
-    assert seen[-1].state.state == pb.JOB_STATE_SUCCEEDED
+    assert seen[-1].state.state == common_pb.JOB_STATE_SUCCEEDED
     ids = [event.event_id for event in seen if event.event_id]
     assert ids == sorted(set(ids), key=lambda i: tuple(map(int, i.split("-"))))
 
 
 async def test_of_activities_a_slow_follower_gets_the_newest(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
 
     async def running() -> bool:
         return False
@@ -215,22 +223,22 @@ async def test_of_activities_a_slow_follower_gets_the_newest(desk: Desk) -> None
     following = desk.log.follow(job_id, "", running)
     await anext(following)
     for n in range(1000):
-        desk.log.show(job_id, orch.Activity(text=str(n)))
+        desk.log.show(job_id, orchestrator_pb.Activity(text=str(n)))
     assert (await anext(following)).activity.text == "999"
     assert desk.log.activity(job_id) == "999"
     await following.aclose()  # type: ignore[attr-defined]
     assert not desk.log._waiting
 
 
-def commit(step: int, version: int, outcome: es.StepOutcome.ValueType) -> es.StepCommit:
-    return es.StepCommit(
+def commit(step: int, version: int, outcome: store_pb.StepOutcome.ValueType) -> store_pb.StepCommit:
+    return store_pb.StepCommit(
         policy="solver", step=step, outcome=outcome, weights=weights_of("j", "solver", version)
     )
 
 
 async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
     job_id = (await desk.make()).job_id
-    applied, skipped = es.STEP_OUTCOME_APPLIED, es.STEP_OUTCOME_SKIPPED
+    applied, skipped = store_pb.STEP_OUTCOME_APPLIED, store_pb.STEP_OUTCOME_SKIPPED
     with pytest.raises(FailedPrecondition, match="cannot follow"):
         await desk.ledger.commit(job_id, commit(0, 1, applied))
     for _ in range(2):
@@ -252,7 +260,7 @@ async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
     assert caught.value.kind == "checksum_conflict"
     versions = await desk.ledger.versions(job_id, "solver")
     assert [(one.step, one.weights.version) for one in versions] == [(0, 0), (1, 1), (2, 1), (3, 2)]
-    empty = es.StepCommit(policy="solver", step=3, outcome=es.STEP_OUTCOME_EMPTY)
+    empty = store_pb.StepCommit(policy="solver", step=3, outcome=store_pb.STEP_OUTCOME_EMPTY)
     assert (await desk.ledger.commit(job_id, empty)).weights.version == 2
     with pytest.raises(NotFound):
         await desk.ledger.commit("nobody", commit(0, 1, applied))
@@ -274,20 +282,20 @@ async def test_the_ledger_begins_again_without_a_step(desk: Desk) -> None:
     job_id = (await desk.make()).job_id
     first = weights_of("j", "solver", 0)
 
-    def again(version: int) -> pb.WeightsRef:
+    def again(version: int) -> common_pb.WeightsRef:
         ref = weights_of("j", "solver", version)
         ref.checksum = first.checksum
         return ref
 
     await desk.ledger.open(job_id, first)
-    await desk.ledger.commit(job_id, commit(0, 1, es.STEP_OUTCOME_APPLIED))
+    await desk.ledger.commit(job_id, commit(0, 1, store_pb.STEP_OUTCOME_APPLIED))
     for _ in range(2):
         entry = await desk.ledger.restart(job_id, 1, again(2))
         assert (entry.done, entry.weights.version) == (1, 2)
     for done, version in ((1, 4), (0, 3), (2, 3)):  # a gap; steps that are not those done
         with pytest.raises(FailedPrecondition, match="cannot begin again"):
             await desk.ledger.restart(job_id, done, again(version))
-    await desk.ledger.commit(job_id, commit(1, 3, es.STEP_OUTCOME_APPLIED))
+    await desk.ledger.commit(job_id, commit(1, 3, store_pb.STEP_OUTCOME_APPLIED))
     assert (await desk.ledger.restart(job_id, 1, again(2))).weights.version == 3, "late"
     versions = await desk.ledger.versions(job_id, "solver")
     assert [(one.step, one.weights.version, one.restarted) for one in versions] == [
@@ -313,7 +321,7 @@ async def test_directories_follow_the_data_directory(desk: Desk, tmp_path: Path)
 
 
 async def test_metrics_come_in_pages_the_newest_first(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
     assert await desk.store.metrics_page(job_id, 10, "") == ([], "")
     epoch = await desk.store.adopt(job_id)
     for step in range(25):
@@ -335,14 +343,14 @@ async def test_metrics_come_in_pages_the_newest_first(desk: Desk) -> None:
 async def test_later_steps_are_read_without_the_history(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
     epoch = await desk.store.adopt(job_id)
     for step in range(400):
         await desk.store.finish_step(job_id, epoch, step, {"a": 1.0})
     read: list[int] = []
     page = desk.store.metrics_page
 
-    async def counted(*given: Any) -> tuple[list[orch.MetricsLogged], str]:
+    async def counted(*given: Any) -> tuple[list[orchestrator_pb.MetricsLogged], str]:
         rows, token = await page(*given)
         read.append(len(rows))
         return rows, token
@@ -357,13 +365,13 @@ async def test_later_steps_are_read_without_the_history(
 
 
 async def test_a_follower_leaves_old_metrics_out_and_nothing_else(desk: Desk) -> None:
-    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    job_id = (await desk.make(common_pb.JOB_STATE_RUNNING)).job_id
     epoch = await desk.store.adopt(job_id)
     for step in range(300):
         await desk.store.finish_step(job_id, epoch, step, {"a": 1.0})
         if step % 100 == 0:
-            await desk.log.notice(job_id, orch.Notice.SEVERITY_INFO, f"after {step}")
-    await desk.store.move(job_id, pb.JOB_STATE_SUCCEEDED)
+            await desk.log.notice(job_id, orchestrator_pb.Notice.SEVERITY_INFO, f"after {step}")
+    await desk.store.move(job_id, common_pb.JOB_STATE_SUCCEEDED)
 
     async def ended() -> bool:
         return True

@@ -28,13 +28,13 @@ from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE, until
 from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, InvalidArgument, Unavailable, connect, new_id
-from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
-Kind = pb.InvocationError
+Kind = reward_pb.InvocationError
 HERE = Path(__file__).parents[1]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,19 +45,21 @@ class Service:
     def __init__(self, stub: RewardAsyncStub, address: str) -> None:
         self.stub, self.address = stub, address
 
-    async def register(self, name: str, **fields: Any) -> pb.FunctionSpec:
+    async def register(self, name: str, **fields: Any) -> reward_pb.FunctionSpec:
         fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": 30, **fields}
-        spec = pb.FunctionSpec(name=name, version=fields.pop("version", str(fields)), **fields)
+        spec = reward_pb.FunctionSpec(
+            name=name, version=fields.pop("version", str(fields)), **fields
+        )
         await self.stub.RegisterFunction(
-            pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+            reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         )
         return spec
 
     async def invoke(
-        self, spec: pb.FunctionSpec, arguments: dict[str, Any] | None = None, **fields: Any
-    ) -> pb.InvokeResponse:
+        self, spec: reward_pb.FunctionSpec, arguments: dict[str, Any] | None = None, **fields: Any
+    ) -> reward_pb.InvokeResponse:
         timeout = fields.pop("timeout", 60)
-        request = pb.InvokeRequest(
+        request = reward_pb.InvokeRequest(
             invocation_id=fields.pop("invocation_id", new_id()),
             name=spec.name,
             version=spec.version,
@@ -66,11 +68,11 @@ class Service:
         )
         return await self.stub.Invoke(request, timeout=timeout)
 
-    async def hosts(self) -> dict[str, pb.HostStatus]:
-        response = await self.stub.ListHosts(pb.ListHostsRequest())
+    async def hosts(self) -> dict[str, reward_pb.HostStatus]:
+        response = await self.stub.ListHosts(reward_pb.ListHostsRequest())
         return {status.offer.host_id: status for status in response.hosts}
 
-    async def until(self, condition: Callable[[dict[str, pb.HostStatus]], bool]) -> None:
+    async def until(self, condition: Callable[[dict[str, reward_pb.HostStatus]], bool]) -> None:
         async def holds() -> bool:
             return condition(await self.hosts())
 
@@ -219,7 +221,7 @@ async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
 ) -> None:
     obey, failed = HostAgent._handle, list[str]()
 
-    def stumble(agent: HostAgent, command: pb.HostCommand) -> None:
+    def stumble(agent: HostAgent, command: reward_pb.HostCommand) -> None:
         if command.WhichOneof("command") == "run" and not failed:
             failed.append(command.run.run_id)
             raise IndexError("of a call that there is not")
@@ -238,15 +240,15 @@ async def test_a_call_is_cancelled_where_it_runs(service: Service) -> None:
         spec = await service.register("sleeps")
         call = asyncio.create_task(service.invoke(spec, {"seconds": 60}, invocation_id="c"))
         await service.until(lambda hosts: hosts["a"].running == 1)
-        await service.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id="c"))
+        await service.stub.CancelInvocation(reward_pb.CancelInvocationRequest(invocation_id="c"))
         assert (await call).error.kind == Kind.KIND_CANCELLED
 
 
 async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:
     code = b"def double(x: int) -> int:\n    print('seen')\n    return 2 * x\n"
-    files = [pb.SourceFile(path="uploaded_here.py", content=code)]
+    files = [reward_pb.SourceFile(path="uploaded_here.py", content=code)]
     uploaded = await service.stub.UploadSource(
-        pb.UploadSourceRequest(request_id=new_id(), files=files)
+        reward_pb.UploadSourceRequest(request_id=new_id(), files=files)
     )
     async with service.host("a"):
         spec = await service.register(
@@ -255,7 +257,7 @@ async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:
         for x in range(3):
             answer = await service.invoke(spec, {"x": x})
             assert answer.result_json == str(2 * x), answer.error
-        request = pb.ReadLogsRequest(name="double")
+        request = reward_pb.ReadLogsRequest(name="double")
         printed = [line.text async for line in service.stub.ReadLogs(request)]
         assert printed == ["seen"] * 3
 
@@ -303,13 +305,15 @@ async def test_who_has_just_started_expects_hosts() -> None:
 
 async def test_offers_that_make_no_sense_are_refused(service: Service) -> None:
     for offer, reason in (
-        (pb.HostOffer(host_id="x y", workers=1), "offer.host_id"),
-        (pb.HostOffer(host_id="x", workers=0), "offer.workers"),
-        (pb.HostOffer(host_id="x", workers=1, cores=-1), "offer.cores"),
+        (reward_pb.HostOffer(host_id="x y", workers=1), "offer.host_id"),
+        (reward_pb.HostOffer(host_id="x", workers=0), "offer.workers"),
+        (reward_pb.HostOffer(host_id="x", workers=1, cores=-1), "offer.cores"),
     ):
 
-        async def messages(offer: pb.HostOffer = offer) -> AsyncIterator[pb.HostMessage]:
-            yield pb.HostMessage(offer=offer)
+        async def messages(
+            offer: reward_pb.HostOffer = offer,
+        ) -> AsyncIterator[reward_pb.HostMessage]:
+            yield reward_pb.HostMessage(offer=offer)
             await asyncio.sleep(60)
 
         stream = service.stub.AttachHost(messages())
@@ -321,13 +325,13 @@ async def test_a_host_that_drains_for_long_leaves_once() -> None:
     """It is forgotten while its calls still run; then it goes."""
     runtime = Runtime([], Telemetry())
     fleet = HostFleet(FunctionHost("", []), runtime.dispatcher, expected_seconds=0)
-    spec = pb.FunctionSpec(name="any", timeout_seconds=9)
+    spec = reward_pb.FunctionSpec(name="any", timeout_seconds=9)
     sources = SourceStore()
-    fleet.attach(HostLink(pb.HostOffer(host_id="drains", workers=1), sources))
+    fleet.attach(HostLink(reward_pb.HostOffer(host_id="drains", workers=1), sources))
     for _ in range(2):
         fleet.detach("drains")
         fleet.check(spec)
-    fleet.attach(HostLink(pb.HostOffer(host_id="drains", workers=1), sources))
+    fleet.attach(HostLink(reward_pb.HostOffer(host_id="drains", workers=1), sources))
     fleet.check(spec)
     assert list(runtime.dispatcher.hosts) == ["drains"]
     await runtime.stop()

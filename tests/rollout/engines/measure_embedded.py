@@ -23,7 +23,7 @@ from services.rollout.engines.requests import SamplingParams
 from troupe.disks import Scratch
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 TURNS: Final = 768
 IN_FLIGHT: Final = 256
@@ -76,7 +76,7 @@ async def measure(size: str, deterministic: bool) -> dict[str, Any]:
     with Scratch("troupe-bench-") as directory:
         transfer = Transfer(directory)
         manifest = transfer.set("j/p/weights@0", model.state_dict())
-        ref = pb.WeightsRef(version=0, key="j/p/weights@0", checksum=manifest.checksum)
+        ref = common_pb.WeightsRef(version=0, key="j/p/weights@0", checksum=manifest.checksum)
         await engine.update_weights(ref, transfer)
         for repeat in range(3):
             turns = workload(repeat)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 VOCABULARY = 96
 CONFIG = {
@@ -56,18 +56,18 @@ def make_model(seed: int) -> PreTrainedModel:
 
 def publish(
     transfer: Transfer, model: torch.nn.Module, version: int, policy: str = "solver"
-) -> pb.WeightsRef:
+) -> common_pb.WeightsRef:
     """Set the model's weights as `version` and name them."""
     return publish_tensors(transfer, model.state_dict(), version, policy)
 
 
 def publish_tensors(
     transfer: Transfer, tensors: Mapping[str, torch.Tensor], version: int, policy: str = "solver"
-) -> pb.WeightsRef:
+) -> common_pb.WeightsRef:
     """Set `tensors` as `version` and name them."""
     key = f"job/{policy}/weights@{version}"
     manifest = transfer.set(key, tensors)
-    return pb.WeightsRef(
+    return common_pb.WeightsRef(
         job_id="job",
         policy=policy,
         version=version,

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 from troupe.checkpoints.adapters import base_key
 from troupe.job import PolicySpec
 from troupe.transfer import KeyNotFound, Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 PROMPT = [5, 6, 7]
 
@@ -180,7 +180,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(
     lost = trained.publish(transfer, 1, base="0" * 32)
     with pytest.raises(KeyNotFound):
         await engine.update_weights(lost, transfer)
-    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert engine.state == common_pb.ENGINE_STATE_HEALTHY
     answer = await ask(engine, "r", PROMPT, max_new_tokens=3, seed=1)
     assert answer.logprobs == pytest.approx(trained.logprobs(PROMPT, answer.token_ids), abs=2e-4)
 
@@ -194,7 +194,7 @@ async def test_a_base_of_another_shape_is_refused(
     transfer.set(base_key("job", base), short)
     with pytest.raises(WeightsRefused, match="are not published"):
         await engine.update_weights(trained.publish(transfer, 0, base=base), transfer)
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
 
 
 async def test_a_plain_policy_takes_no_adapter(transfer: Transfer) -> None:
@@ -258,10 +258,10 @@ async def test_an_adapter_that_did_not_arrive_is_not_served(
     fake.alters = lambda config: {**config, "lora_alpha": 8}
     with pytest.raises(UpdateFailed, match="prompt log-probs differ"):
         await engine.update_weights(wrong, transfer)
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     fake.alters = None
     await engine.update_weights(wrong, transfer)
-    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert engine.state == common_pb.ENGINE_STATE_HEALTHY
     assert len(fake.adapters) == 1
     await engine.stop()
 

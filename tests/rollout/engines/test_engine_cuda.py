@@ -20,7 +20,7 @@ from services.rollout.engines.slot_cache import SlotRun
 from services.rollout.engines.weights import add_adapter, adopt, skeleton
 from tests.rollout.engines.models import CONFIG, VOCABULARY, make_model
 from troupe.job import LoraSpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 GPU = torch.device("meta")
 # What reading the numbers of a tensor there raises.
@@ -104,7 +104,7 @@ def test_continuations_are_scored_where_the_model_is() -> None:
 def test_published_weights_are_copied_to_the_gpu() -> None:
     published = dict(make_model(0).state_dict())
     model = on_gpu("float32")
-    assert adopt(published, model, pb.WeightsRef(version=1)) == []
+    assert adopt(published, model, common_pb.WeightsRef(version=1)) == []
     assert {one.device.type for one in model.state_dict().values()} == {"meta"}
 
 

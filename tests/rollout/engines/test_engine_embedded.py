@@ -28,7 +28,7 @@ from tests.rollout.engines.models import (
 )
 from tests.support.waiting import until
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -195,18 +195,18 @@ async def test_a_dead_engine_fails_its_turns_and_comes_back_stale(
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, EngineDied)
         assert "out of luck" in str(outcome)
-    assert await engine.check() == pb.ENGINE_STATE_DEAD
+    assert await engine.check() == common_pb.ENGINE_STATE_DEAD
     assert (engine.version, engine.checksum) == (None, "")
     with pytest.raises(EngineDied):
         await ask(engine, "later", [1])
     with pytest.raises(EngineDied):
         await engine.update_weights(publish(transfer, model, 0), transfer)
     await engine.start()
-    assert (engine.state, engine.restarts) == (pb.ENGINE_STATE_STALE, 1)
+    assert (engine.state, engine.restarts) == (common_pb.ENGINE_STATE_STALE, 1)
     with pytest.raises(EngineStale):
         await ask(engine, "early", [1])
     await engine.update_weights(publish(transfer, model, 0), transfer)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     assert len((await ask(engine, "again", [1])).token_ids) == 8
 
 
@@ -215,19 +215,19 @@ async def test_turns_wait_for_the_first_weights_only_while_they_come(
 ) -> None:
     engine = make_engine("e0", "solver", policy_spec())
     assert isinstance(engine, EmbeddedEngine)
-    assert engine.state == pb.ENGINE_STATE_STARTING
+    assert engine.state == common_pb.ENGINE_STATE_STARTING
     await engine.start()
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     with pytest.raises(EngineStale):
         await ask(engine, "r", [1])
     update = asyncio.ensure_future(engine.update_weights(publish(transfer, model, 3), transfer))
-    await until(lambda: engine.state != pb.ENGINE_STATE_STALE, 0)
+    await until(lambda: engine.state != common_pb.ENGINE_STATE_STALE, 0)
     assert (await ask(engine, "r", [1])).versions[0].version == 3
     await update
     await engine.stop()
     await engine.stop()
-    assert engine.state == pb.ENGINE_STATE_STOPPED
+    assert engine.state == common_pb.ENGINE_STATE_STOPPED
     with pytest.raises(EngineDied):
         await ask(engine, "r", [1])
 
@@ -236,7 +236,7 @@ async def test_an_idle_engine_that_would_not_generate_is_found(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     # The thread counts when the step is over.
     await until(lambda: engine.load().generated_tokens)
     assert engine.load().generated_tokens == 1  # a real one
@@ -244,15 +244,15 @@ async def test_an_idle_engine_that_would_not_generate_is_found(
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
     assert engine._batcher is not None
     monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)  # as a stuck thread does
-    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+    assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     assert "no token for" in engine.message
     monkeypatch.undo()
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
     monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)
     states = [await engine.check() for _ in range(3)]
-    assert states[-1] == pb.ENGINE_STATE_DEAD
+    assert states[-1] == common_pb.ENGINE_STATE_DEAD
 
 
 async def test_a_conversation_reads_only_what_is_new(engine: EmbeddedEngine) -> None:

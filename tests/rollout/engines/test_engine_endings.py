@@ -13,7 +13,7 @@ from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.token_ids import TokenIds
 
 
@@ -107,13 +107,13 @@ async def test_a_turn_that_waits_to_be_told_is_not_lost_with_its_engine(died: bo
     if died:
         engine._die("gone")
     else:
-        engine._return_turns(pb.WeightsRef(version=2))
+        engine._return_turns(common_pb.WeightsRef(version=2))
     got = await asyncio.gather(*calls)
     assert [generation.token_ids for generation in got] == [[5]] * count
 
 
 async def test_one_that_has_tokens_to_come_is_given_back() -> None:
     engine, [call], _ = await generating(1)
-    engine._return_turns(pb.WeightsRef(version=2))
+    engine._return_turns(common_pb.WeightsRef(version=2))
     with pytest.raises(TurnReturned):
         await call

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 from troupe.job import SimulatedSpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 PACE = SimulatedSpec(decode_seconds=0.002, response_tokens_mean=10_000, load_seconds=0.05)
 KINDS = ["embedded", "deterministic", "simulated", "sglang"]
@@ -57,11 +57,11 @@ async def test_an_engine_that_slept_is_stale_until_an_update_is_verified(
         await until(lambda: engine.load().running > 0)
         await engine.sleep()
         assert len((await last).token_ids) == 20  # drained, not cut
-        assert (engine.state, engine.version) == (pb.ENGINE_STATE_STALE, None)
+        assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_STALE, None)
         assert engine.asleep == {"weights", "kv_cache"}
         assert engine.message == "asleep: kv_cache, weights"
         await engine.sleep()
-        assert await engine.check() == pb.ENGINE_STATE_STALE
+        assert await engine.check() == common_pb.ENGINE_STATE_STALE
         ref = publish(transfer, make_model(1), 1)
         await engine.accepts(ref, transfer)
         with pytest.raises(EngineAsleep, match="kv_cache, weights"):
@@ -73,7 +73,7 @@ async def test_an_engine_that_slept_is_stale_until_an_update_is_verified(
             await engine.update_weights(ref, transfer)
         await engine.wake()
         await engine.wake()
-        assert (engine.state, engine.asleep) == (pb.ENGINE_STATE_STALE, frozenset())
+        assert (engine.state, engine.asleep) == (common_pb.ENGINE_STATE_STALE, frozenset())
         with pytest.raises(EngineStale):
             await ask(engine, "still early", [1])
         await engine.update_weights(ref, transfer)
@@ -109,7 +109,7 @@ async def test_a_server_without_a_memory_saver_cannot_sleep(transfer: Transfer) 
             await engine.sleep()
         assert info.value.field == "policies.solver.engine.urls"
         assert "--enable-memory-saver" in (info.value.remedy or "")
-        assert engine.state == pb.ENGINE_STATE_HEALTHY
+        assert engine.state == common_pb.ENGINE_STATE_HEALTHY
         assert len((await ask(engine, "r", [1])).token_ids) == 8
         await engine.stop()
 
@@ -140,7 +140,7 @@ async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transf
         with pytest.raises(Exception, match="did not wake"):
             await engine.wake()
         # It comes back like any engine that died.
-        assert (engine.state, engine.asleep) == (pb.ENGINE_STATE_DEAD, frozenset())
+        assert (engine.state, engine.asleep) == (common_pb.ENGINE_STATE_DEAD, frozenset())
 
 
 async def test_memory_is_not_released_while_requests_wait_in_the_server(
@@ -188,7 +188,7 @@ async def test_or_given_back_so_that_no_turn_is_of_two_versions(
         update = asyncio.ensure_future(
             engine.update_weights(publish(transfer, make_model(1), 1), transfer)
         )
-        await until(lambda: engine.state == pb.ENGINE_STATE_UPDATING, 0)
+        await until(lambda: engine.state == common_pb.ENGINE_STATE_UPDATING, 0)
         late = asyncio.ensure_future(ask(engine, "late", [9], max_new_tokens=30))
         for outcome in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(outcome, TurnReturned)
@@ -209,6 +209,6 @@ async def test_what_would_not_fit_is_known_before_anything_is_touched(
         wide = make_model(0).bfloat16()
         with pytest.raises(WeightsRefused, match=r"bfloat16.*the model wants torch\.float32"):
             await engine.accepts(publish(transfer, wide, 2), transfer)
-        assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+        assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 0)
         if isinstance(engine, SglangEngine):
             assert engine.load().kv_usage == 0.0

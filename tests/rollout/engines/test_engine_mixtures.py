@@ -28,7 +28,7 @@ from tests.support.fake_sglang import FakeSglang, serve
 from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer import DeferredTensors, Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 EXPERTS = "model.layers.*.mlp.experts.*.down_proj.weight"
 
@@ -61,7 +61,7 @@ async def test_an_embedded_engine_serves_a_published_mixture(name: str, tmp_path
     del lacking[gone]
     with pytest.raises(WeightsRefused, match=r"the model wants|cannot be converted"):
         await engine.update_weights(publish_tensors(transfer, lacking, 2), transfer)
-    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert engine.state == common_pb.ENGINE_STATE_HEALTHY
     await engine.stop()
 
 
@@ -98,7 +98,7 @@ async def test_a_server_serves_the_experts_that_are_published(
     for version in (0, 1):
         model = make("qwen3_moe", 10 + version)
         await engine.update_weights(publish_tensors(transfer, published(model), version), transfer)
-        assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, version)
+        assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, version)
         await assert_serves(engine, model)
     await engine.stop()
 
@@ -111,7 +111,7 @@ async def test_names_that_the_server_skips_are_refused(url: str, tmp_path: Path)
     stacked = publish_tensors(transfer, distinct_tensors(model), 0)
     with pytest.raises(UpdateFailed, match=r"does not take 'model\.layers\.\*\.mlp\.experts"):
         await engine.update_weights(stacked, transfer)
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     await engine.update_weights(publish_tensors(transfer, published(model), 1), transfer)
     await assert_serves(engine, model)
     await engine.stop()

@@ -25,7 +25,7 @@ from tests.rollout.engines.models import (
 )
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     engine = EmbeddedEngine("e0", "solver", spec)
     with pytest.raises(EngineStartFailed, match=r"policies.solver.model.path"):
         await engine.start()
-    assert engine.state == pb.ENGINE_STATE_DEAD
+    assert engine.state == common_pb.ENGINE_STATE_DEAD
     bad = {**CONFIG, "model_type": "no-such-type"}
     spec = PolicySpec(model=ModelSpec(config=bad, tokenizer="x"), engine=EngineSpec())
     with pytest.raises(EngineStartFailed, match=r"policies.solver.model.config = no-such-type"):

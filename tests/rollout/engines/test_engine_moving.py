@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.states import IllegalTransition
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 PACE = SimulatedSpec(decode_seconds=0.003, response_tokens_mean=10_000, load_seconds=0.01)
 SPECS: dict[str, PolicySpec] = {
@@ -47,7 +47,7 @@ async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: Servi
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=20))
     await until(lambda: engine.load().running + engine.load().waiting > 0)
     drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
-    await until(lambda: engine.state == pb.ENGINE_STATE_DRAINING)
+    await until(lambda: engine.state == common_pb.ENGINE_STATE_DRAINING)
     with pytest.raises(EngineStale, match="DRAINING"):
         await ask(engine, "late", [5])
     assert await drained == 0
@@ -69,14 +69,14 @@ async def test_it_serves_the_other_policy_only_after_a_verified_update(
     before = await ask(engine, "before", [5, 6], temperature=0.0, max_new_tokens=8)
     await engine.drain("moves", deadline_seconds=1)
     engine.assign("checker")
-    assert (engine.policy, engine.state) == ("checker", pb.ENGINE_STATE_STALE)
+    assert (engine.policy, engine.state) == ("checker", common_pb.ENGINE_STATE_STALE)
     assert (engine.version, engine.checksum) == (None, "")
     with pytest.raises(EngineStale):
         await ask(engine, "early", [5])
     # The same number, other content: that of another policy.
     ref = publish(transfer, make_model(1), 0, policy="checker")
     await engine.update_weights(ref, transfer)
-    assert (engine.state, engine.checksum) == (pb.ENGINE_STATE_HEALTHY, ref.checksum)
+    assert (engine.state, engine.checksum) == (common_pb.ENGINE_STATE_HEALTHY, ref.checksum)
     after = await ask(engine, "after", [5, 6], temperature=0.0, max_new_tokens=8)
     if engine.kind == "embedded":
         fresh = make_engine("e1", "checker", SPECS["embedded"])
@@ -91,9 +91,9 @@ async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: Serving
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)
     drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
-    await until(lambda: engine.state == pb.ENGINE_STATE_DRAINING)
+    await until(lambda: engine.state == common_pb.ENGINE_STATE_DRAINING)
     engine._die("the plug was pulled")
     await drained
     assert isinstance((await asyncio.gather(turn, return_exceptions=True))[0], Exception)
     engine.assign("checker")
-    assert (engine.policy, engine.state) == ("checker", pb.ENGINE_STATE_DEAD)
+    assert (engine.policy, engine.state) == ("checker", common_pb.ENGINE_STATE_DEAD)

@@ -27,7 +27,7 @@ from troupe.job import PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt
 from troupe.twin.batch import EngineBatch
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 # 2 ms per token alone, 0.1 ms more per turn beside it; responses run into `max_new_tokens`.
 PACE = SimulatedSpec(
@@ -91,25 +91,25 @@ async def test_an_engine_without_verified_weights_serves_nothing(
 ) -> None:
     engine = SimulatedEngine("e1", "solver", simulated_policy())
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     with pytest.raises(EngineStale):
         await ask(engine, "t", [1])
     ref = publish(transfer, make_model(0), 0)
-    wrong = pb.WeightsRef()
+    wrong = common_pb.WeightsRef()
     wrong.CopyFrom(ref)
     wrong.checksum = "0" * 32
     with pytest.raises(Corrupt):
         await engine.update_weights(wrong, transfer)
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     assert await engine.update_weights(ref, transfer) == PACE.load_seconds
-    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 0)
     assert engine.checksum == ref.checksum
     with pytest.raises(PromptTooLong):
         await ask(engine, "long", [1] * 256)
     with pytest.raises(BadTurn):
         await ask(engine, "strange", [VOCABULARY])
     await engine.stop()
-    assert engine.state == pb.ENGINE_STATE_STOPPED
+    assert engine.state == common_pb.ENGINE_STATE_STOPPED
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.rollout.engines.state import EngineState
 from troupe.states import ENGINE, IllegalTransition, allowed
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 MOVES = {
     "started": lambda life: life.started(),
@@ -23,7 +23,11 @@ MOVES = {
     "died": lambda life: life.died("crash"),
     "stopped": lambda life: life.stopped(),
 }
-HOLDING = (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_SUSPECT, pb.ENGINE_STATE_DRAINING)
+HOLDING = (
+    common_pb.ENGINE_STATE_HEALTHY,
+    common_pb.ENGINE_STATE_SUSPECT,
+    common_pb.ENGINE_STATE_DRAINING,
+)
 
 
 class Life(RuleBasedStateMachine):
@@ -44,16 +48,22 @@ class Life(RuleBasedStateMachine):
             assert (self.life.now, self.life.version, self.life.restarts) == before
             return
         after = self.life.now
-        if after != before[0] and not (move == "updating" and before[0] == pb.ENGINE_STATE_SUSPECT):
+        if after != before[0] and not (
+            move == "updating" and before[0] == common_pb.ENGINE_STATE_SUSPECT
+        ):
             assert allowed(ENGINE, before[0], after)
         if move == "verified":
             self.verified = True
-        if after in (pb.ENGINE_STATE_STALE, pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+        if after in (
+            common_pb.ENGINE_STATE_STALE,
+            common_pb.ENGINE_STATE_DEAD,
+            common_pb.ENGINE_STATE_STOPPED,
+        ):
             self.verified = False
-        if move == "updating" and before[0] == pb.ENGINE_STATE_SUSPECT:
+        if move == "updating" and before[0] == common_pb.ENGINE_STATE_SUSPECT:
             self.verified = False
         assert self.life.restarts - before[2] == (
-            move == "started" and before[0] == pb.ENGINE_STATE_DEAD
+            move == "started" and before[0] == common_pb.ENGINE_STATE_DEAD
         )
 
     @invariant()
@@ -65,7 +75,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def says_what_is_wrong(self) -> None:
-        if self.life.now not in (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_STOPPED):
+        if self.life.now not in (common_pb.ENGINE_STATE_HEALTHY, common_pb.ENGINE_STATE_STOPPED):
             assert self.life.message
 
 

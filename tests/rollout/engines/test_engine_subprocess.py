@@ -34,7 +34,7 @@ from tests.rollout.engines.models import (
 from tests.support.processes import runs
 from tests.support.waiting import PATIENCE, block_until, until
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 def _process_of(engine: EmbeddedEngine) -> subprocess.Popen[bytes]:
@@ -129,9 +129,9 @@ async def test_a_killed_process_hands_its_turns_over_and_comes_back(
     assert len(drawn.token_ids) >= 5
     expected = reference_logprobs(model, first, drawn.token_ids)
     assert drawn.logprobs == pytest.approx(expected, abs=2e-4)
-    assert apart.state == pb.ENGINE_STATE_DEAD
+    assert apart.state == common_pb.ENGINE_STATE_DEAD
     await apart.start()
-    assert apart.state == pb.ENGINE_STATE_STALE
+    assert apart.state == common_pb.ENGINE_STATE_STALE
     await apart.update_weights(publish(transfer, make_model(1), 1), transfer)
     assert (await ask(apart, "again", first)).versions[0].version == 1
 
@@ -145,7 +145,7 @@ async def test_a_process_that_hangs_refuses_new_weights(
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(EngineDied):
         await apart.update_weights(publish(transfer, make_model(1), 1), transfer)
-    assert apart.state == pb.ENGINE_STATE_DEAD
+    assert apart.state == common_pb.ENGINE_STATE_DEAD
     monkeypatch.undo()
     await apart.start()  # which ends the process that hangs
     assert process.returncode == -signal.SIGKILL
@@ -254,7 +254,7 @@ async def test_a_process_that_is_not_ready_in_time_is_ended() -> None:
     )
     with pytest.raises(EngineStartFailed, match="ready"):
         await engine.start()
-    assert engine.state == pb.ENGINE_STATE_DEAD
+    assert engine.state == common_pb.ENGINE_STATE_DEAD
 
 
 _WORKER = """

@@ -22,7 +22,7 @@ from tests.rollout.engines.models import (
 from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt, KeyNotFound
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 async def test_weights_change_under_running_turns(
@@ -76,7 +76,7 @@ async def test_an_update_is_idempotent_and_a_version_has_one_content(
     assert await engine.update_weights(ref, transfer) == 0.0
     with pytest.raises(WeightsRefused, match="new version"):
         await engine.update_weights(publish(transfer, make_model(1), 0), transfer)
-    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert engine.state == common_pb.ENGINE_STATE_HEALTHY
 
 
 async def test_weights_that_do_not_fit_change_nothing(
@@ -85,10 +85,10 @@ async def test_weights_that_do_not_fit_change_nothing(
     state = dict(model.state_dict())
     name = "model.norm.weight"
 
-    def ref(tensors: dict[str, torch.Tensor], version: int) -> pb.WeightsRef:
+    def ref(tensors: dict[str, torch.Tensor], version: int) -> common_pb.WeightsRef:
         key = f"job/solver/weights@{version}"
         checksum = transfer.set(key, tensors).checksum
-        return pb.WeightsRef(version=version, key=key, checksum=checksum)
+        return common_pb.WeightsRef(version=version, key=key, checksum=checksum)
 
     cases = {
         "no such tensor": {**state, "extra": torch.zeros(1)},
@@ -104,8 +104,8 @@ async def test_weights_that_do_not_fit_change_nothing(
     with pytest.raises(Corrupt):
         await engine.update_weights(wrong, transfer)
     with pytest.raises(KeyNotFound):
-        await engine.update_weights(pb.WeightsRef(version=9, key="job/none@9"), transfer)
-    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+        await engine.update_weights(common_pb.WeightsRef(version=9, key="job/none@9"), transfer)
+    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 0)
     assert len((await ask(engine, "r", [1])).token_ids) == 8
     # A tied output layer may be published under either name, or under both.
     untied = {k: v for k, v in state.items() if k != "lm_head.weight"}
@@ -129,10 +129,10 @@ async def test_what_is_not_what_was_announced_is_never_served(
     weights = dict(make_model(2).state_dict())
     weights["lm_head.weight"] = weights["lm_head.weight"] + 1
     made = transfer.set("job/solver/weights@2", weights)
-    tied = pb.WeightsRef(version=2, key=made.key, checksum=made.checksum)
+    tied = common_pb.WeightsRef(version=2, key=made.key, checksum=made.checksum)
     with pytest.raises(WeightsRefused, match="one tensor"):
         await engine.update_weights(tied, transfer)
-    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 0)
     assert {version.version for version in (await task).versions} == {0}
 
 
@@ -151,7 +151,7 @@ async def test_an_update_that_breaks_half_way_leaves_it_stale(
         half_way.setattr("services.rollout.engines.embedded.adopt", broken)
         with pytest.raises(UpdateFailed, match="was not copied"):
             await engine.update_weights(ref, transfer)
-    assert (engine.state, engine.version) == (pb.ENGINE_STATE_STALE, None)
+    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_STALE, None)
     with pytest.raises(EngineStale):
         await task
     with pytest.raises(EngineStale):

@@ -18,12 +18,12 @@ from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.states import IllegalTransition
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-HEALTHY = common.ENGINE_STATE_HEALTHY
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+HEALTHY = common_pb.ENGINE_STATE_HEALTHY
 TWO: dict[str, Any] = {"policies": {"big": {"engine": {"replicas": 2}}}}
 # The policies' engines differ: one comes to serve the other only anew.
 UNLIKE: dict[str, Any] = {
@@ -53,8 +53,8 @@ def workshop() -> Made:
 
 async def move(
     house: House, engine: ServingEngine | str, policy: str, **how: Any
-) -> pb.MoveEngineResponse:
-    request = pb.MoveEngineRequest(
+) -> rollout_pb.MoveEngineResponse:
+    request = rollout_pb.MoveEngineRequest(
         request_id=new_id("move"),
         job_id=house.job_id,
         engine_id=engine if isinstance(engine, str) else engine.engine_id,
@@ -66,7 +66,7 @@ async def move(
 
 async def listed(house: House) -> dict[str, tuple[str, int]]:
     """By engine: its policy and state. No engine is listed twice."""
-    reply = await house.rollout.ListEngines(pb.ListEnginesRequest(job_id=house.job_id))
+    reply = await house.rollout.ListEngines(rollout_pb.ListEnginesRequest(job_id=house.job_id))
     ids = [engine.engine_id for engine in reply.engines]
     assert len(ids) == len(set(ids)) == 3
     serving = Counter(e.policy for e in reply.engines if e.state == HEALTHY)
@@ -124,7 +124,7 @@ async def test_moving_twice_is_moving_once(house: House, workshop: Made) -> None
     _, second = workshop.engines["big"]
     second.update_delay = 0.2
     both = [asyncio.create_task(move(house, second, "small")) for _ in range(2)]
-    await until(lambda: second.state == common.ENGINE_STATE_STALE)
+    await until(lambda: second.state == common_pb.ENGINE_STATE_STALE)
     assert (await refusal(house, second, "big")).kind == "engine_moving"
     assert [moved.source for moved in await asyncio.gather(*both)] == ["big", "big"]
     assert second.updates == [0, 0]
@@ -183,8 +183,8 @@ async def test_one_that_dies_on_its_way_arrives_through_a_restart(
     running = asyncio.create_task(house.run(evaluation(4)))
     await until(lambda: second.load().running > 0)
     moving = asyncio.create_task(move(house, second, "small"))
-    await until(lambda: second.state == common.ENGINE_STATE_DRAINING)
-    assert (await listed(house))[second.engine_id] == ("big", common.ENGINE_STATE_DRAINING)
+    await until(lambda: second.state == common_pb.ENGINE_STATE_DRAINING)
+    assert (await listed(house))[second.engine_id] == ("big", common_pb.ENGINE_STATE_DRAINING)
     second.pull_plug()
     assert (await moving).engine.restarts == 1
     assert {event.state for event in (await running).values()} == {COMPLETED}
@@ -203,7 +203,7 @@ async def test_an_engine_of_another_make_is_refused_or_made_anew(
     moved = await move(house, second, "small")
     assert moved.rebuilt
     assert moved.engine.engine_id == second.engine_id
-    assert second.state == common.ENGINE_STATE_STOPPED
+    assert second.state == common_pb.ENGINE_STATE_STOPPED
     assert workshop.engines["small"][-1].max_context == 320
     assert {event.state for event in (await running).values()} == {COMPLETED}
     await listed(house)
@@ -228,7 +228,7 @@ async def test_versions_that_come_while_an_engine_moves_reach_it(
     first, second = workshop.engines["big"]
     second.update_delay = 0.2
     moving = asyncio.create_task(move(house, second, "small"))
-    await until(lambda: second.state == common.ENGINE_STATE_STALE)
+    await until(lambda: second.state == common_pb.ENGINE_STATE_STALE)
     small, big = house.publish("small", 1), house.publish("big", 3)
     await asyncio.gather(house.update(small), house.update(big))
     assert (await moving).engine.version == 1
@@ -243,11 +243,12 @@ async def test_a_job_that_is_released_stops_the_engine_on_its_way(
     _, second = workshop.engines["big"]
     second.update_delay = 5.0
     moving = asyncio.create_task(move(house, second, "small"))
-    await until(lambda: second.state == common.ENGINE_STATE_STALE)
+    await until(lambda: second.state == common_pb.ENGINE_STATE_STALE)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=PATIENCE
+        rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id),
+        timeout=PATIENCE,
     )
-    assert second.state == common.ENGINE_STATE_STOPPED
+    assert second.state == common_pb.ENGINE_STATE_STOPPED
     with pytest.raises(TroupeError):
         await moving
 
@@ -297,7 +298,7 @@ async def test_one_that_can_go_neither_on_nor_back_is_made_anew_where_it_was(
     third = workshop.engines["big"][-1]
     assert third is not second
     await until(lambda: third.state == HEALTHY)
-    assert second.state == common.ENGINE_STATE_STOPPED
+    assert second.state == common_pb.ENGINE_STATE_STOPPED
     assert (await listed(house))[second.engine_id] == ("big", HEALTHY)
 
 
@@ -321,9 +322,10 @@ async def test_a_job_that_is_released_stops_the_engine_on_its_way_back(
     await stopping.wait()
     assert second.engine_id in await listed(house)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=PATIENCE
+        rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id),
+        timeout=PATIENCE,
     )
     made = [engine for engines in workshop.engines.values() for engine in engines]
-    assert {engine.state for engine in made} == {common.ENGINE_STATE_STOPPED}
+    assert {engine.state for engine in made} == {common_pb.ENGINE_STATE_STOPPED}
     with pytest.raises(TroupeError):
         await moving

@@ -12,7 +12,7 @@ from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.house import evaluation, open_house
 from tests.support.waiting import PATIENCE
 from troupe.job import PolicySpec
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
 TOGETHER = 6
 
@@ -42,7 +42,7 @@ async def test_they_overlap_in_the_engine(tmp_path: Path) -> None:
     async with open_house(tmp_path, make=make) as house:
         await house.prepare("parallel", policies={"big": {"simulated": pace}})
         [event] = (await house.run(evaluation(1))).values()
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED, event.reason
     assert MeetingEngine.met == TOGETHER
     # In the order in which they are written.
     assert [turn.agent for turn in event.turns] == ["checker", *["solver"] * 5]

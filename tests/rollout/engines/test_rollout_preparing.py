@@ -17,8 +17,8 @@ from tests.rollout.house import CONFIG, PLAYS, House, make_spec, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 
 async def refused(house: House, workflow: str = "team", **changes: Any) -> TroupeError:
@@ -26,7 +26,7 @@ async def refused(house: House, workflow: str = "team", **changes: Any) -> Troup
     with pytest.raises(TroupeError) as caught:
         await house.prepare(workflow, **changes)
     assert caught.value.remedy
-    engines = await house.rollout.ListEngines(pb.ListEnginesRequest())
+    engines = await house.rollout.ListEngines(rollout_pb.ListEnginesRequest())
     assert list(engines.engines) == []
     return caught.value
 
@@ -89,7 +89,7 @@ async def test_a_tokenizer_of_another_model_is_told_by_its_ids(house: House) -> 
 async def test_a_stop_string_may_be_a_single_token(house: House) -> None:
     await house.prepare("one_turn", agents={"solver": {"sampling": {"stop": ["a", "b"]}}})
     event = await house.run_one()
-    assert event.state == common.TRAJECTORY_STATE_COMPLETED
+    assert event.state == common_pb.TRAJECTORY_STATE_COMPLETED
     assert not set("ab") & set(event.turns[0].response)
 
 
@@ -118,7 +118,7 @@ async def test_a_hostile_chat_template_is_refused_and_the_worker_serves_the_next
     assert (error.kind, error.field) == ("chat_template", "policies.big.model.tokenizer")
     assert error.value == str(tmp_path / "hostile" / "chat_template.jinja")
     await house.prepare("one_turn")
-    assert (await house.run_one()).state == common.TRAJECTORY_STATE_COMPLETED
+    assert (await house.run_one()).state == common_pb.TRAJECTORY_STATE_COMPLETED
 
 
 async def test_a_template_that_turns_hostile_later_fails_its_trajectory_only(
@@ -130,7 +130,7 @@ async def test_a_template_that_turns_hostile_later_fails_its_trajectory_only(
     model = {"big": {"model": {"tokenizer": str(tmp_path / "later")}}}
     await house.prepare("one_turn", policies=model)
     event = await house.run_one()
-    assert event.state == common.TRAJECTORY_STATE_FAILED
+    assert event.state == common_pb.TRAJECTORY_STATE_FAILED
     assert event.problem.kind == "chat_template"
     assert event.problem.value == str(tmp_path / "later" / "chat_template.jinja")
 
@@ -152,7 +152,7 @@ async def test_models_of_released_jobs_do_not_pile_up(
         await house.prepare("one_turn")
         await house.run_one()
         await house.rollout.ReleaseJob(
-            pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
+            rollout_pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
         )
     await house.prepare("one_turn")
     assert [model() is not None for model in models] == [False, False, False, True]
@@ -161,7 +161,7 @@ async def test_models_of_released_jobs_do_not_pile_up(
 async def test_a_specification_that_is_none_is_refused(house: House) -> None:
     spec = json.loads(JobSpec.model_validate(make_spec()).model_dump_json())
     spec["pipeline"]["stepz"] = 3
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id("p"), job_id="j", spec_json=json.dumps(spec), weights=[]
     )
     with pytest.raises(InvalidArgument) as caught:
@@ -170,7 +170,7 @@ async def test_a_specification_that_is_none_is_refused(house: House) -> None:
 
 
 async def test_every_policy_needs_weights(house: House) -> None:
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id("p"),
         job_id="j",
         spec_json=JobSpec.model_validate(make_spec()).model_dump_json(),
@@ -183,7 +183,7 @@ async def test_every_policy_needs_weights(house: House) -> None:
 async def test_weights_that_are_gone_are_asked_for_again(house: House) -> None:
     refs = [house.publish("big", 0), house.publish("small", 0)]
     house.transfer.delete(refs[1].key)
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id("p"),
         job_id=house.job_id,
         spec_json=JobSpec.model_validate(make_spec()).model_dump_json(),
@@ -197,7 +197,7 @@ async def test_weights_that_are_gone_are_asked_for_again(house: House) -> None:
 async def test_another_checksum_than_announced_is_refused(house: House) -> None:
     refs = [house.publish("big", 0), house.publish("small", 0)]
     refs[0].checksum = "0" * 32
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id("p"),
         job_id=house.job_id,
         spec_json=JobSpec.model_validate(make_spec()).model_dump_json(),
@@ -219,7 +219,9 @@ async def test_an_unknown_job_asks_for_preparation(house: House) -> None:
     for call in (
         house.run_one,
         lambda: house.update(ref),
-        lambda: house.rollout.Generate(pb.GenerateRequest(job_id=house.job_id, policy="big")),
+        lambda: house.rollout.Generate(
+            rollout_pb.GenerateRequest(job_id=house.job_id, policy="big")
+        ),
     ):
         with pytest.raises(FailedPrecondition) as caught:
             await call()
@@ -230,24 +232,24 @@ async def test_release_stops_the_engines_and_is_repeatable(house: House) -> None
     await house.prepare("one_turn")
     for _ in range(2):
         await house.rollout.ReleaseJob(
-            pb.ReleaseJobRequest(request_id=new_id("r"), job_id=house.job_id)
+            rollout_pb.ReleaseJobRequest(request_id=new_id("r"), job_id=house.job_id)
         )
-    assert not (await house.rollout.ListEngines(pb.ListEnginesRequest())).engines
+    assert not (await house.rollout.ListEngines(rollout_pb.ListEnginesRequest())).engines
     await house.prepare("one_turn")
-    assert (await house.run_one()).state == common.TRAJECTORY_STATE_COMPLETED
+    assert (await house.run_one()).state == common_pb.TRAJECTORY_STATE_COMPLETED
 
 
 async def test_generate_answers_messages_and_ids(house: House) -> None:
     await house.prepare("one_turn", agents={"solver": {"system_prompt": "be brief"}})
-    sampling = common.SamplingParams(temperature=0.0, max_new_tokens=5)
+    sampling = common_pb.SamplingParams(temperature=0.0, max_new_tokens=5)
 
-    async def generate(**given: Any) -> pb.GenerateResponse:
-        request = pb.GenerateRequest(
+    async def generate(**given: Any) -> rollout_pb.GenerateResponse:
+        request = rollout_pb.GenerateRequest(
             request_id=new_id("g"), job_id=house.job_id, policy="big", sampling=sampling, **given
         )
         return await house.rollout.Generate(request)  # type: ignore[no-any-return]
 
-    by_text = await generate(messages=[common.ChatMessage(role="user", content="3+4")])
+    by_text = await generate(messages=[common_pb.ChatMessage(role="user", content="3+4")])
     assert 1 <= len(by_text.output_ids) <= 5
     assert len(by_text.logprobs) == len(by_text.output_ids)
     assert [v.version for v in by_text.versions] == [0]

@@ -17,10 +17,10 @@ from tests.rollout.house import House, evaluation, make_spec
 from tests.support.waiting import until
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
 PATIENT = {"turn_seconds": 50, "trajectory_seconds": 55}
 pytestmark = pytest.mark.usefixtures("quick_restarts")
@@ -33,7 +33,7 @@ def workshop() -> Workshop:
 
 async def disturbed(
     house: House, workshop: Workshop, disturb: Callable[[Any], Any]
-) -> tuple[dict[str, pb.TrajectoryEvent], dict[str, pb.TrajectoryEvent], Losses]:
+) -> tuple[dict[str, rollout_pb.TrajectoryEvent], dict[str, rollout_pb.TrajectoryEvent], Losses]:
     """The same trajectories twice, the second time with something done to an engine in the midst
     of its turns."""
     quiet = await house.run(evaluation(4))
@@ -125,7 +125,7 @@ async def test_a_simulated_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Pat
     import torch
 
     manifest = transfer.set("w", {"nothing": torch.zeros(1)})
-    ref = common.WeightsRef(policy="big", version=0, key="w", checksum=manifest.checksum)
+    ref = common_pb.WeightsRef(policy="big", version=0, key="w", checksum=manifest.checksum)
     await engine.update_weights(ref, transfer)
     for seed in range(5):
         whole = await engine.generate(

@@ -34,7 +34,7 @@ from tests.rollout.engines.real_server import RealServer, running
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE
 from troupe.checkpoints.merging import merge_in_place
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 PROMPT = [5, 6]
 
@@ -61,7 +61,7 @@ async def attached(url: str, update: UpdateSetting = "disk") -> SglangEngine:
     spec = policy_spec(kind="sglang", urls=[url], start_timeout_seconds=60, update=update)
     engine = SglangEngine("e0", "solver", spec)
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     return engine
 
 
@@ -194,7 +194,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
     model = make_model(3)
     exposed = await engine.update_weights(publish(transfer, model, 3), transfer)
     assert exposed > 0
-    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 3)
+    assert (engine.state, engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 3)
     prompts = [[(7 * i + k) % VOCABULARY for k in range(5 + i)] for i in range(12)]
     answers = await asyncio.gather(
         *(
@@ -207,7 +207,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
         assert [(s.version, s.start, s.end) for s in answer.versions] == [(3, 0, 8)]
         expected = reference_logprobs(model, p, answer.token_ids, temperature or 1.0)
         assert answer.logprobs == pytest.approx(expected, abs=2e-4)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     await engine.stop()
 
 

@@ -41,7 +41,7 @@ from tests.rollout.engines.real_server import interpreter
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import until
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 
 @dataclass
@@ -98,7 +98,7 @@ async def test_a_server_that_batches_as_it_likes_serves_no_deterministic_job(
         assert "--enable-deterministic-inference" in (refused.value.remedy or "")
         fake.info["enable_deterministic_inference"] = True
         await engine.start()
-        assert engine.state == pb.ENGINE_STATE_STALE
+        assert engine.state == common_pb.ENGINE_STATE_STALE
         await engine.stop()
 
 
@@ -131,7 +131,7 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(stage: Stage) ->
     await until(lambda: drawing(stage.fake) == 1)
     with pytest.raises(UpdateFailed, match="log-probs differ"):
         await stage.update(1, 1)
-    assert (stage.engine.state, stage.engine.version) == (pb.ENGINE_STATE_STALE, None)
+    assert (stage.engine.state, stage.engine.version) == (common_pb.ENGINE_STATE_STALE, None)
     with pytest.raises(EngineStale):
         await running
     with pytest.raises(EngineStale):
@@ -151,17 +151,20 @@ async def test_one_that_keeps_the_weights_of_the_policy_that_it_left_is_found_ou
     stage.engine.assign("checker")
     with pytest.raises(UpdateFailed, match="its weights did not change"):
         await stage.engine.update_weights(ref, stage.transfer)
-    assert stage.engine.state == pb.ENGINE_STATE_STALE
+    assert stage.engine.state == common_pb.ENGINE_STATE_STALE
     stage.fake.faults.ignore_weights = False
     await stage.engine.update_weights(ref, stage.transfer)
-    assert (stage.engine.state, stage.engine.checksum) == (pb.ENGINE_STATE_HEALTHY, ref.checksum)
+    assert (stage.engine.state, stage.engine.checksum) == (
+        common_pb.ENGINE_STATE_HEALTHY,
+        ref.checksum,
+    )
 
 
 async def test_a_refused_update_leaves_the_server_generating_and_stale(stage: Stage) -> None:
     stage.fake.faults.refuse_update = True
     with pytest.raises(UpdateFailed, match="Failed to get weights"):
         await stage.update(1, 1)
-    assert stage.engine.state == pb.ENGINE_STATE_STALE
+    assert stage.engine.state == common_pb.ENGINE_STATE_STALE
     assert not stage.fake.paused
 
 
@@ -169,12 +172,12 @@ async def test_weights_that_do_not_fit_never_reach_the_server(stage: Stage) -> N
     state = make_model(1).state_dict()
     state["model.norm.weight"] = torch.zeros(7)
     checksum = stage.transfer.set("job/solver/weights@1", state).checksum
-    ref = pb.WeightsRef(version=1, key="job/solver/weights@1", checksum=checksum)
+    ref = common_pb.WeightsRef(version=1, key="job/solver/weights@1", checksum=checksum)
     stage.fake.seen.clear()
     with pytest.raises(WeightsRefused, match="the model wants"):
         await stage.engine.update_weights(ref, stage.transfer)
     assert stage.fake.seen == []
-    assert (stage.engine.state, stage.engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+    assert (stage.engine.state, stage.engine.version) == (common_pb.ENGINE_STATE_HEALTHY, 0)
 
 
 async def test_bad_turns_never_reach_the_server(stage: Stage) -> None:
@@ -192,7 +195,7 @@ async def test_a_reply_that_is_cut_fails_its_turn_only(stage: Stage) -> None:
         await stage.ask("r", [1])
     stage.fake.faults.cut_reply = False
     assert len((await stage.ask("r", [1])).token_ids) == 8
-    assert stage.engine.state == pb.ENGINE_STATE_HEALTHY
+    assert stage.engine.state == common_pb.ENGINE_STATE_HEALTHY
 
 
 async def test_weights_that_compute_nan_are_named(stage: Stage) -> None:
@@ -233,13 +236,13 @@ async def test_missed_probes_make_it_suspect_then_dead(stage: Stage) -> None:
     engine, faults = stage.engine, stage.fake.faults
     await engine.check()
     faults.unhealthy = True
-    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+    assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     assert len((await stage.ask("still", [1])).token_ids) == 8
     # An answered turn is as good as a probe.
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
-    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
-    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
-    assert await engine.check() == pb.ENGINE_STATE_DEAD
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
+    assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
+    assert await engine.check() == common_pb.ENGINE_STATE_DEAD
     with pytest.raises(EngineDied):
         await stage.ask("r", [1])
 
@@ -252,14 +255,14 @@ async def test_a_server_that_is_gone_kills_the_engine_and_it_comes_back_stale(
     await stage.fake.server.crash()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(outcome, EngineDied) for outcome in outcomes)
-    assert stage.engine.state == pb.ENGINE_STATE_DEAD
+    assert stage.engine.state == common_pb.ENGINE_STATE_DEAD
     stage.fake.calls.clear()
     await stage.fake.server.start()
     # It died in the middle of an update of its own, say.
     stage.fake.paused = True
     await stage.engine.start()
     assert not stage.fake.paused
-    assert (stage.engine.state, stage.engine.restarts) == (pb.ENGINE_STATE_STALE, 1)
+    assert (stage.engine.state, stage.engine.restarts) == (common_pb.ENGINE_STATE_STALE, 1)
     with pytest.raises(EngineStale):
         await stage.ask("r", [1])
     await stage.update(0, 0)
@@ -307,7 +310,7 @@ async def test_servers_that_cannot_be_used(tmp_path: Path) -> None:
     engine = SglangEngine("e2", "solver", nobody)
     with pytest.raises(EngineStartFailed, match=r"start_timeout_seconds = 0.3"):
         await engine.start()
-    assert engine.state == pb.ENGINE_STATE_DEAD
+    assert engine.state == common_pb.ENGINE_STATE_DEAD
 
 
 async def test_a_launch_that_fails_shows_the_log(tmp_path: Path) -> None:
@@ -336,7 +339,7 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     answer = await engine.generate("r", [1, 2], params, deadline_seconds=60)
     expected = reference_logprobs(model, [1, 2], answer.token_ids)
     assert answer.logprobs == pytest.approx(expected, abs=2e-4)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     running = [
         asyncio.ensure_future(engine.generate(f"k{i}", [1], params, deadline_seconds=60))
         for i in range(4)
@@ -349,14 +352,14 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     outcomes = await asyncio.gather(*running, return_exceptions=True)
     assert all(isinstance(outcome, EngineDied) for outcome in outcomes)
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     await engine.update_weights(publish(transfer, model, 4), transfer)
     assert len((await engine.generate("l", [1], params, deadline_seconds=60)).token_ids) == 200
     # No memory saver on a CPU: it is ended, and launched again.
     await engine.sleep()
     assert engine._server._process is None
     await engine.wake()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     await engine.update_weights(publish(transfer, model, 4), transfer)
     again = await engine.generate("m", [1], params, deadline_seconds=60)
     assert again.logprobs == pytest.approx(

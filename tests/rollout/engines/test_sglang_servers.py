@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE, until
 from tests.workflow.stage import make_tokenizer
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 TWO = SamplingParams(max_new_tokens=2)
 PAUSE = {"PauseGenerationReqInput": {"properties": {"mode": {}}}}
@@ -68,11 +68,11 @@ async def test_a_server_with_another_vocabulary_is_refused(fake: FakeSglang) -> 
     with pytest.raises(EngineStartFailed, match="97 tokens, the policy one of 96") as info:
         await engine.start()
     assert info.value.field == "policies.solver.engine.urls"
-    assert engine.state == pb.ENGINE_STATE_DEAD
+    assert engine.state == common_pb.ENGINE_STATE_DEAD
     assert fake.calls == {}
     fake.vocabulary = 96
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     await engine.stop()
 
 
@@ -130,7 +130,7 @@ async def test_a_reply_whose_connection_breaks_fails_its_turn_only(
         await ask(engine, "r", [1])
     fake.faults.cut_connection = False
     assert len((await ask(engine, "r", [1])).token_ids) == 8
-    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert engine.state == common_pb.ENGINE_STATE_HEALTHY
     await engine.stop()
 
 
@@ -155,18 +155,18 @@ async def test_a_server_that_is_healthy_and_generates_nothing_is_found(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await up(fake, transfer)
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     fake.faults.never_answer = True
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY  # it says so
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY  # it says so
     monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 1.0)
-    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+    assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     fake.faults.never_answer = False
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     fake.faults.never_answer = True
     for _ in range(3):
         state = await engine.check()
-    assert state == pb.ENGINE_STATE_DEAD
+    assert state == common_pb.ENGINE_STATE_DEAD
     await engine.stop()
 
 
@@ -179,7 +179,7 @@ async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=250))
     await until(lambda: len(fake.calls) == 1)
     fake.bodies.clear()
-    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [1]
     await task
     await engine.stop()
@@ -199,7 +199,7 @@ async def test_a_server_whose_answers_are_all_useless_is_found(
             await ask(engine, fault, [1])
         setattr(fake.faults, fault, False)
         state = await engine.check()
-    assert state == pb.ENGINE_STATE_DEAD
+    assert state == common_pb.ENGINE_STATE_DEAD
     await engine.stop()
 
 
@@ -214,11 +214,11 @@ async def test_a_server_that_is_full_of_others_turns_is_not_dead(
     monkeypatch.setattr("services.rollout.engines.sglang.engine._LOAD_SECONDS", 60.0)
     fake.faults.queue = 3
     for _ in range(4):
-        assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+        assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     fake.faults.queue, fake.faults.never_answer = 0, True
     for _ in range(4):
         state = await engine.check()
-    assert state == pb.ENGINE_STATE_DEAD
+    assert state == common_pb.ENGINE_STATE_DEAD
     await engine.stop()
 
 
@@ -230,9 +230,9 @@ async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
     await engine.check()
     fake.faults.hangs = True
     async with asyncio.timeout(PATIENCE):
-        assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+        assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
         fake.faults.hangs = False
-        assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+        assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     await engine.stop()
 
 
@@ -245,7 +245,7 @@ async def test_a_server_that_breaks_off_while_it_is_attached_to_is_waited_for(
     monkeypatch.setattr(SglangClient, "resume", reset)
     engine = engine_of(fake)
     await engine.start()
-    assert engine.state == pb.ENGINE_STATE_STALE
+    assert engine.state == common_pb.ENGINE_STATE_STALE
     await engine.stop()
 
 

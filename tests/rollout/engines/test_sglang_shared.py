@@ -26,9 +26,9 @@ from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE, until
 from troupe.rpc import Unavailable
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
-HEALTHY, STALE = pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_STALE
+HEALTHY, STALE = common_pb.ENGINE_STATE_HEALTHY, common_pb.ENGINE_STATE_STALE
 
 
 @dataclass
@@ -40,11 +40,11 @@ class Pair:
     follower: SglangEngine
     transfer: Transfer
 
-    def ref(self, version: int) -> pb.WeightsRef:
+    def ref(self, version: int) -> common_pb.WeightsRef:
         """Weights of `version`, published."""
         return publish(self.transfer, make_model(version), version)
 
-    async def update(self, version: int) -> pb.WeightsRef:
+    async def update(self, version: int) -> common_pb.WeightsRef:
         """The keeper brings the server to a version."""
         ref = self.ref(version)
         await self.keeper.update_weights(ref, self.transfer)

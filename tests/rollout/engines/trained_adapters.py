@@ -12,7 +12,7 @@ from tests.rollout.engines.models import make_model, policy_spec, publish_tensor
 from troupe.checkpoints.adapters import AdapterContent, base_key
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 LAYERS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
@@ -51,7 +51,7 @@ class TrainedAdapter:
 
     def publish(
         self, transfer: Transfer, version: int, policy: str = "solver", **changes: Any
-    ) -> pb.WeightsRef:
+    ) -> common_pb.WeightsRef:
         """The base, and the adapter as `version`; `changes` are to what it says of itself."""
         named = dict(self.base.named_parameters())
         base = transfer.set("probe", named).checksum

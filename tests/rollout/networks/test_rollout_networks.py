@@ -26,13 +26,13 @@ from troupe.networks.fragments import SHAPES, Fragment
 from troupe.networks.jobs import environment_of
 from troupe.networks.vector import Spaces
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError, new_id
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-FAILED = common.TRAJECTORY_STATE_FAILED
-ABORTED = common.TRAJECTORY_STATE_ABORTED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
+ABORTED = common_pb.TRAJECTORY_STATE_ABORTED
 NETWORK: dict[str, Any] = {"hidden": [4], "learning": {"paradigm": "ppo"}}
 SPACES = Spaces(observation=4, state=4, actions=2, steps=2)
 
@@ -69,10 +69,10 @@ def _weights(seed: int, spaces: Spaces = SPACES, agents: int = 1) -> dict[str, t
 
 def _publish(
     house: House, policy: str, version: int, tensors: dict[str, torch.Tensor]
-) -> common.WeightsRef:
+) -> common_pb.WeightsRef:
     key = f"{house.job_id}/{policy}/weights@{version}"
     manifest = house.transfer.set(key, tensors)
-    return common.WeightsRef(
+    return common_pb.WeightsRef(
         job_id=house.job_id,
         policy=policy,
         version=version,
@@ -82,9 +82,11 @@ def _publish(
     )
 
 
-async def _prepare(house: House, spec: JobSpec, spaces: Spaces = SPACES) -> list[common.WeightsRef]:
+async def _prepare(
+    house: House, spec: JobSpec, spaces: Spaces = SPACES
+) -> list[common_pb.WeightsRef]:
     refs = [_publish(house, n, 0, _weights(i, spaces)) for i, n in enumerate(("big", "small"))]
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=refs
     )
     await house.rollout.PrepareJob(request, timeout=PATIENCE)
@@ -111,7 +113,9 @@ async def test_a_ticket_is_one_fragment_of_each_trained_policy(house: House) -> 
         assert dict(event.start_versions) == {"big": 0, "small": 0}
         assert event.metrics["environment_steps"] == 6
         assert event.metrics["environment_steps_per_second"] > 0
-    engines = (await house.rollout.ListEngines(pb.ListEnginesRequest(job_id=house.job_id))).engines
+    engines = (
+        await house.rollout.ListEngines(rollout_pb.ListEnginesRequest(job_id=house.job_id))
+    ).engines
     assert {(e.policy, e.kind, e.version, e.checksum) for e in engines} == {
         (ref.policy, "network", 0, ref.checksum) for ref in refs
     }
@@ -189,7 +193,7 @@ async def test_a_cast_is_played_and_only_the_learners_fragment_is_kept(house: Ho
         head = next(name for name in made if name.endswith("head.bias"))
         made[head] = torch.tensor([50.0, -50.0] if policy == "all--0" else [-50.0, 50.0])
         chooses.append(_publish(house, policy, 0, made))
-    request = pb.PrepareJobRequest(
+    request = rollout_pb.PrepareJobRequest(
         request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=chooses
     )
     await house.rollout.PrepareJob(request, timeout=PATIENCE)
@@ -213,7 +217,7 @@ async def test_a_cast_is_played_and_only_the_learners_fragment_is_kept(house: Ho
     # Members among themselves: both get what they agree upon, and nothing is stored.
     matches = evaluation(2)
     for match, cast in zip(matches, (("all--1", "all--1"), ("all--0", "all--1")), strict=True):
-        match.purpose = pb.Ticket.PURPOSE_MATCH
+        match.purpose = rollout_pb.Ticket.PURPOSE_MATCH
         match.cast.update(dict(zip(("agent_0", "agent_1"), cast, strict=True)))
     ended = await house.run(matches)
     paid = [dict(ended[match.trajectory_id].rewards) for match in matches]
@@ -332,7 +336,7 @@ async def test_a_job_that_cannot_be_prepared_leaves_no_environment_behind(house:
     spec = _spec("Counted")
     await _prepare(house, spec)
     await house.rollout.ReleaseJob(
-        pb.ReleaseJobRequest(request_id=new_id(), job_id=house.job_id), timeout=PATIENCE
+        rollout_pb.ReleaseJobRequest(request_id=new_id(), job_id=house.job_id), timeout=PATIENCE
     )
     assert arenas.Counted.there == 0
     other = Spaces(observation=3, state=3, actions=2, steps=2)
@@ -343,7 +347,7 @@ async def test_a_job_that_cannot_be_prepared_leaves_no_environment_behind(house:
 
 async def test_a_network_answers_no_prompt(house: House) -> None:
     await _prepare(house, _spec())
-    request = pb.GenerateRequest(job_id=house.job_id, policy="big", input_ids=[1])
+    request = rollout_pb.GenerateRequest(job_id=house.job_id, policy="big", input_ids=[1])
     with pytest.raises(InvalidArgument) as caught:
         await house.rollout.Generate(request)
     assert caught.value.kind == "no_language"
@@ -363,14 +367,16 @@ async def test_what_networks_do_in_a_game_is_told_in_every_state(house: House) -
     spaces = environment_of(spec).spaces
     await _prepare(house, spec, spaces)
     game = await house.rollout.DescribeGame(
-        pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
+        rollout_pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
     )
     assert [list(one.agents) for one in game.seatings] == [["player_0", "player_1"]]
     tree = histories_of("kuhn_poker")
     plans, told = [], {}
     for player, policy in enumerate(("big", "small")):
         answer = await house.rollout.Behave(
-            pb.BehaveRequest(job_id=house.job_id, policy=policy, game="kuhn_poker", version=0)
+            rollout_pb.BehaveRequest(
+                job_id=house.job_id, policy=policy, game="kuhn_poker", version=0
+            )
         )
         assert len(answer.behaviours) == len(game.questions) == 12
         assert (answer.version, len(answer.checksum) > 0) == (0, True)
@@ -385,7 +391,7 @@ async def test_what_networks_do_in_a_game_is_told_in_every_state(house: House) -
     expected = tree.form.values(plans)
     tickets = evaluation(24)
     for ticket in tickets:
-        ticket.purpose = pb.Ticket.PURPOSE_MATCH
+        ticket.purpose = rollout_pb.Ticket.PURPOSE_MATCH
     ended = (await house.run(tickets)).values()
     paid = np.mean([[e.rewards["player_0"], e.rewards["player_1"]] for e in ended], axis=0)
     # 12,288 games of a standard deviation of about 1.2.
@@ -397,13 +403,19 @@ async def test_a_game_that_is_not_played_cannot_be_told(house: House) -> None:
     await _prepare(house, spec, environment_of(spec).spaces)
     for game, says in (("leduc_poker", "plays another game"), ("no_such_game", "no_such_game")):
         for call in (
-            house.rollout.DescribeGame(pb.DescribeGameRequest(job_id=house.job_id, game=game)),
-            house.rollout.Behave(pb.BehaveRequest(job_id=house.job_id, policy="big", game=game)),
+            house.rollout.DescribeGame(
+                rollout_pb.DescribeGameRequest(job_id=house.job_id, game=game)
+            ),
+            house.rollout.Behave(
+                rollout_pb.BehaveRequest(job_id=house.job_id, policy="big", game=game)
+            ),
         ):
             with pytest.raises(FailedPrecondition, match=says) as caught:
                 await call
             assert caught.value.kind == "game_not_enumerable"
-    request = pb.BehaveRequest(job_id=house.job_id, policy="big", game="kuhn_poker", version=7)
+    request = rollout_pb.BehaveRequest(
+        job_id=house.job_id, policy="big", game="kuhn_poker", version=7
+    )
     with pytest.raises(FailedPrecondition) as caught:
         await house.rollout.Behave(request)
     assert caught.value.kind == "version_not_served"
@@ -413,6 +425,6 @@ async def test_only_a_game_of_openspiel_can_be_told(house: House) -> None:
     await _prepare(house, _spec())
     with pytest.raises(FailedPrecondition, match="is not `openspiel`") as caught:
         await house.rollout.DescribeGame(
-            pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
+            rollout_pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
         )
     assert caught.value.kind == "game_not_enumerable"

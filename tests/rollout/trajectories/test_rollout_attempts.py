@@ -15,13 +15,13 @@ from tests.rollout.house import House, make_spec, training
 from tests.rollout.test_rollout_aborting import abort
 from tests.support.processes import runs
 from tests.support.waiting import PATIENCE, until
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import ToolError, TurnError, WorkflowError
 from troupe.workflow.errors import EnvironmentContractError, EnvironmentFault
 
-ABORTED = common.TRAJECTORY_STATE_ABORTED
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-FAILED = common.TRAJECTORY_STATE_FAILED
+ABORTED = common_pb.TRAJECTORY_STATE_ABORTED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
 WORLDS = "tests.rollout.worlds"
 
 

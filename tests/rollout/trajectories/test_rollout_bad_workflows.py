@@ -16,10 +16,10 @@ from services.rollout.trajectories import trajectory
 from services.rollout.trajectories.watchdog import blocked_since
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as common_pb
 
-FAILED = common.TRAJECTORY_STATE_FAILED
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+FAILED = common_pb.TRAJECTORY_STATE_FAILED
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 QUICK = {"limits": {"trajectory_seconds": 0.5, "turn_seconds": 5}}
 
 

@@ -15,18 +15,18 @@ from services.rollout.trajectories import runner
 from services.rollout.trajectories.runner import TrajectoryListener
 from tests.support.waiting import PATIENCE
 from troupe.rpc import Unavailable
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 
-COMPLETED = common.TRAJECTORY_STATE_COMPLETED
-
-
-def event(number: int, size: int = 0) -> pb.TrajectoryEvent:
-    return pb.TrajectoryEvent(trajectory_id=str(number), state=COMPLETED, reason="x" * size)
+COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 
 
-def split(data: bytes) -> list[pb.TrajectoryEvent]:
-    first = pb.TrajectoryEvent.FromString(data)
+def event(number: int, size: int = 0) -> rollout_pb.TrajectoryEvent:
+    return rollout_pb.TrajectoryEvent(trajectory_id=str(number), state=COMPLETED, reason="x" * size)
+
+
+def split(data: bytes) -> list[rollout_pb.TrajectoryEvent]:
+    first = rollout_pb.TrajectoryEvent.FromString(data)
     events = [first, *first.together]
     first.ClearField("together")
     return events

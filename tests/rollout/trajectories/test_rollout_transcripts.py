@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from services.orchestrator.state.trajectories import repeat_shared
 from services.rollout.trajectories.transcripts import transcript_of
 from tests.rollout.house import House, evaluation, make_spec, training
-from troupe.v1 import common_pb2 as common
-from troupe.v1 import rollout_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import ScriptedPolicy, TurnRecord, play
 
 Prompt = list[dict[str, str]]
@@ -60,14 +60,14 @@ def test_a_conversation_is_sent_once() -> None:
         history.append({"role": "user", "content": f"{turn:02} " + "u" * 1000})
         prompts.append(("a", list(history)))
         history.append({"role": "assistant", "content": "r" * 1000})
-    sent = pb.TrajectoryEvent(turns=transcript_of(played(prompts, "r" * 1000)))
+    sent = rollout_pb.TrajectoryEvent(turns=transcript_of(played(prompts, "r" * 1000)))
     # Each reply is a response, and a message of the next prompt.
     assert sent.ByteSize() < 1.1 * 20 * 3000
     repeat_shared(sent.turns)
     assert sent.ByteSize() > 19 * 19 * 1000
 
 
-def with_text(events: dict[str, pb.TrajectoryEvent]) -> set[str]:
+def with_text(events: dict[str, rollout_pb.TrajectoryEvent]) -> set[str]:
     """The trajectories whose texts came; of the others all numbers did."""
     for event in events.values():
         assert len(event.turns) == 1
@@ -99,5 +99,5 @@ async def test_texts_of_failed_trajectories_come_first(house: House) -> None:
     await house.open_step(queries=3, group_size=10)
     tickets = [one for one in training(3, 10) if one.query_id != "q0"]
     events = await house.run(tickets)
-    assert {event.state for event in events.values()} == {common.TRAJECTORY_STATE_FAILED}
+    assert {event.state for event in events.values()} == {common_pb.TRAJECTORY_STATE_FAILED}
     assert 3 <= len(with_text(events)) <= 5

@@ -28,49 +28,47 @@ from troupe.functions.shipped import open_shipped
 from troupe.functions.sources import digest
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
-from troupe.v1 import (
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    reward_pb2,
-    transfer_pb2_grpc,
-)
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 CODE = [
-    reward_pb2.SourceFile(
+    reward_pb.SourceFile(
         path="team_losses.py",
         content=b"import team_weights\n\n\n"
         b"def doubled(tokens):\n"
         b"    return -team_weights.WEIGHT * tokens.logprobs * tokens.advantages\n",
     ),
-    reward_pb2.SourceFile(path="team_weights.py", content=b"WEIGHT = 2.0\n"),
+    reward_pb.SourceFile(path="team_weights.py", content=b"WEIGHT = 2.0\n"),
 ]
 
 
-class Head(orchestrator_pb2_grpc.OrchestratorServicer):
+class Head(orchestrator_grpc.OrchestratorServicer):
     """The orchestrator's part: it knows of no worker, and has the code that was submitted."""
 
     def __init__(self) -> None:
         self.files = CODE
 
     async def LocateState(
-        self, request: orchestrator_pb2.LocateStateRequest, context: Any
-    ) -> orchestrator_pb2.LocateStateResponse:
-        return orchestrator_pb2.LocateStateResponse()
+        self, request: orchestrator_pb.LocateStateRequest, context: Any
+    ) -> orchestrator_pb.LocateStateResponse:
+        return orchestrator_pb.LocateStateResponse()
 
     async def ReadCode(
-        self, request: orchestrator_pb2.ReadCodeRequest, context: Any
-    ) -> orchestrator_pb2.ReadCodeResponse:
+        self, request: orchestrator_pb.ReadCodeRequest, context: Any
+    ) -> orchestrator_pb.ReadCodeResponse:
         if not self.files:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such code")
-        return orchestrator_pb2.ReadCodeResponse(files=self.files)
+        return orchestrator_pb.ReadCodeResponse(files=self.files)
 
 
 @asynccontextmanager
 async def serving(head: Head, disk: Path) -> AsyncIterator[str]:
     """The head, whose disk alone has the model."""
     server = grpc.aio.server()
-    orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(head, server)
-    transfer_pb2_grpc.add_HostModelsServicer_to_server(OtherHost(disk), server)
+    orchestrator_grpc.add_OrchestratorServicer_to_server(head, server)
+    transfer_grpc.add_HostModelsServicer_to_server(OtherHost(disk), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -26,11 +26,11 @@ from tests.trainer.gang.test_gang_steps import (
 )
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 
-def hosts(*members: Trainer, formed: int = 1) -> trainer_pb2.GangHosts:
-    return trainer_pb2.GangHosts(
+def hosts(*members: Trainer, formed: int = 1) -> trainer_pb.GangHosts:
+    return trainer_pb.GangHosts(
         members=[member.server.address for member in members], formed=formed
     )
 
@@ -92,7 +92,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
     state = await leader.suspend()
     await free(member)
     assert ranks(os.getpid()) == []
-    request = trainer_pb2.ResumeRequest(
+    request = trainer_pb.ResumeRequest(
         request_id="resume",
         job_id=stage.job_id,
         policy="solver",
@@ -161,7 +161,7 @@ async def test_who_is_lost_takes_its_ranks_along_and_the_newest_gang_has_the_dev
     assert time.monotonic() - began < 30
     await third.release()
     with pytest.raises(FailedPrecondition) as uneven:
-        await third.bind(two, hosts=trainer_pb2.GangHosts(members=["a:1", "b:2"]))
+        await third.bind(two, hosts=trainer_pb.GangHosts(members=["a:1", "b:2"]))
     assert uneven.value.kind == "gang_uneven"
     await third.bind(one)
 
@@ -174,7 +174,7 @@ async def test_who_is_lost_takes_its_ranks_along_and_the_newest_gang_has_the_dev
     ],
 )
 async def test_ranks_that_make_no_gang_are_refused(field: str, value: object) -> None:
-    request = trainer_pb2.HostRanksRequest(
+    request = trainer_pb.HostRanksRequest(
         endpoint="127.0.0.1:1", ranks=2, nodes=2, node=1, leader="l", job_id="j", policy="p"
     )
     request.start_seconds = request.timeout_seconds = 60.0

@@ -14,7 +14,7 @@ from services.trainer.sending import UpdateGroups
 from services.trainer.settings import TrainerSettings
 from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
 from troupe.rpc import Aborted
-from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2 as trainer_pb
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -36,7 +36,7 @@ class Reader:
         self.found: dict[str, torch.Tensor] = {}
         self._left = leaves_after
 
-    def tell(self, event: pb.SendWeightsEvent) -> None:
+    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
         for handle in event.bucket.handles:
             content = pickle.loads(handle)
             flat = content["flattened_tensor"]
@@ -52,7 +52,7 @@ class Reader:
 
 def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs) -> None:
     gang = together(gangs, gang_spec(tokenizer), double=False)
-    wanted = pb.WantedWeights(job_id="job", policy="solver", way="ipc", ranks=3)
+    wanted = trainer_pb.WantedWeights(job_id="job", policy="solver", way="ipc", ranks=3)
     groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
     for step in range(2):
         reader = Reader()

@@ -21,7 +21,7 @@ from tests.trainer.gang.test_gang import gang_spec
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, FailedPrecondition, ResourceExhausted, connect
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def specs(stage: TrainingStage) -> tuple[JobSpec, JobSpec]:
 
 async def step(
     job: TrainingStage, trainer: Trainer, number: int, spec: JobSpec
-) -> tuple[pb.WeightsRef, Tensors]:
+) -> tuple[common_pb.WeightsRef, Tensors]:
     """The version that a step makes, and its weights."""
     await job.open(number, version=number)
     await job.play(job.first_model(spec), step=number, version=number)
@@ -78,7 +78,7 @@ async def step(
     return weights, copied(job, weights)
 
 
-def copied(job: TrainingStage, weights: pb.WeightsRef) -> Tensors:
+def copied(job: TrainingStage, weights: common_pb.WeightsRef) -> Tensors:
     """They are pruned some versions later."""
     return {name: t.clone() for name, t in job.weights(weights).items()}
 

@@ -14,7 +14,7 @@ from services.trainer.learning.samples import Row, parse_rows, response_lengths
 from tests.support.waiting import PATIENCE
 from tests.workflow.environments.zoo import Nim, Pennies
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import ScriptedPolicy, play
 from troupe.workflow.environments import GameWorkflow, IllegalRule, PlayRules
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
@@ -35,7 +35,7 @@ class NoShelf(LargeColumns):
 
 def rows_of(played: Played) -> list[Row]:
     """As the trainer gets them, over the wire's messages, in the order of turns."""
-    ticket = rollout.Ticket(query_id="q", trajectory_id="t")
+    ticket = rollout_pb.Ticket(query_id="q", trajectory_id="t")
     samples = samples_of(played.samples, ticket=ticket, shelf=NoShelf())
     sent = [store_pb.Sample.FromString(sample.SerializeToString()) for sample in samples]
     claimed = [store_pb.ClaimedSample(sample=sample) for sample in sent]

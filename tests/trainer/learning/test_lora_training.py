@@ -23,14 +23,14 @@ from troupe.client.cli.app import main
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.transfer import checksum_of
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 BOTH = ("a", "b")
 
 
 async def train(
     stage: TrainingStage, trainer: Trainer, spec: JobSpec, step: int, policies: Any = BOTH
-) -> dict[str, pb.WeightsRef]:
+) -> dict[str, common_pb.WeightsRef]:
     model = load_adapted("a", spec.policies["a"], spec.seed, CPU)
     await stage.open(step, policies=policies, version=step)
     await stage.play(model, policies=policies, step=step, version=step)

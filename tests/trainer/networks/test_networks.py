@@ -25,9 +25,9 @@ from troupe.networks.actor import Actor, Seat
 from troupe.networks.jobs import environment_of, make_learner
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import rollout_pb2 as rollout
+from troupe.v1 import rollout_pb2 as rollout_pb
 
 QUERIES = ("q0", "q1", "q2")
 MAPPO: dict[str, Any] = {"paradigm": "mappo", "lr": 0.01, "epochs": 2, "minibatches": 2}
@@ -48,7 +48,7 @@ def spec_of(learning: dict[str, Any] = MAPPO, **pipeline: Any) -> JobSpec:
 
 
 def rows(
-    stage: TrainingStage, spec: JobSpec, ref: pb.WeightsRef, step: int
+    stage: TrainingStage, spec: JobSpec, ref: common_pb.WeightsRef, step: int
 ) -> dict[str, list[store_pb.Sample]]:
     """By query what a rollout worker stores of a step that is played with `ref`."""
     network = spec.policies["solver"].network
@@ -57,7 +57,7 @@ def rows(
     actor.load("solver", stage.weights(ref), ref.version)
     found = {}
     for number, query in enumerate(QUERIES):
-        ticket = rollout.Ticket(query_id=query, trajectory_id=f"{query}-s{step}-t0")
+        ticket = rollout_pb.Ticket(query_id=query, trajectory_id=f"{query}-s{step}-t0")
         shelf = LargeColumns(stage.transfer, stage.job_id)
         played = actor.sample(10 * step + number)
         rosters = {"solver": tuple(spec.agents)}
@@ -68,7 +68,7 @@ def rows(
 async def play(
     stage: TrainingStage,
     spec: JobSpec,
-    ref: pb.WeightsRef,
+    ref: common_pb.WeightsRef,
     step: int = 0,
     queries: Sequence[str] = QUERIES,
 ) -> None:
@@ -82,7 +82,7 @@ async def open_step(stage: TrainingStage, step: int = 0) -> None:
 
 
 async def train(
-    stage: TrainingStage, trainer: Trainer, spec: JobSpec, ref: pb.WeightsRef, step: int
+    stage: TrainingStage, trainer: Trainer, spec: JobSpec, ref: common_pb.WeightsRef, step: int
 ) -> store_pb.StepCommit:
     """One step from `ref`."""
     await open_step(stage, step)
@@ -243,7 +243,7 @@ def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
     actor.load("solver", learner.published(), 3)
     other = make_learner(network, environment.spaces, agents[:1], seed=0)
     actor.load("all--0", other.published(), 0)
-    ticket = rollout.Ticket(query_id="q", trajectory_id="t")
+    ticket = rollout_pb.Ticket(query_id="q", trajectory_id="t")
     shelf = LargeColumns(Transfer(tmp_path), "job")
     played = actor.sample(0)
     [sample] = samples_of(played, rosters={"solver": agents}, ticket=ticket, shelf=shelf)

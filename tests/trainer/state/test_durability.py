@@ -22,9 +22,9 @@ from tests.trainer.learning.test_lora import lora_spec
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, ResourceExhausted, TroupeError
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 STEPS = 7
 
@@ -66,9 +66,9 @@ async def described(stage: TrainingStage) -> store_pb.DescribeKeptRowsResponse:
     return found
 
 
-async def newest(stage: TrainingStage, first: str) -> pb.WeightsRef:
+async def newest(stage: TrainingStage, first: str) -> common_pb.WeightsRef:
     """The committed version, as the ledger has it."""
-    found = pb.WeightsRef(version=0, checksum=first)
+    found = common_pb.WeightsRef(version=0, checksum=first)
     for number in range(STEPS):
         status = await stage.store.GetStep(
             store_pb.GetStepRequest(job_id=stage.job_id, step=number)
@@ -89,7 +89,7 @@ async def settle(trainer: Trainer, stage: TrainingStage) -> Durability:
 
 
 async def go_on(
-    stage: TrainingStage, trainer: Trainer, spec: JobSpec, known: pb.WeightsRef
+    stage: TrainingStage, trainer: Trainer, spec: JobSpec, known: common_pb.WeightsRef
 ) -> list[store_pb.StepCommit]:
     """Bind the committed version and make the other steps."""
     bound = await trainer.bind(spec, version=known.version, checksum=known.checksum)
@@ -425,7 +425,7 @@ async def test_rows_may_be_read_as_long_as_the_step_may_take_that_is_made_of_the
     await one.bind(spec)
     committed = (await step(stage, one, 0)).weights
     given: list[float] = []
-    read = experience_store_pb2_grpc.ExperienceStoreStub.__init__
+    read = store_grpc.ExperienceStoreStub.__init__
 
     def watched(self: Any, channel: Any) -> None:
         read(self, channel)
@@ -437,7 +437,7 @@ async def test_rows_may_be_read_as_long_as_the_step_may_take_that_is_made_of_the
 
         self.ReadKeptRows = called
 
-    monkeypatch.setattr(experience_store_pb2_grpc.ExperienceStoreStub, "__init__", watched)
+    monkeypatch.setattr(store_grpc.ExperienceStoreStub, "__init__", watched)
     bound = await other.bind(spec, version=1, checksum=committed.checksum)
     assert bound.checksum == committed.checksum
     assert given == [spec.limits.step_seconds]

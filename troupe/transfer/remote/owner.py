@@ -25,8 +25,8 @@ from troupe.transfer.remote.serving import Bearer, PinnedStates, Servicer, Typed
 from troupe.transfer.segments import Mappings
 from troupe.transfer.sources import StateRequest
 from troupe.transfer.store import Transfer
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class TransferOwner:
             mappings=self._mappings,
             fetch=self._fetch,
         )
-        rpc.add_TransferOwnerServicer_to_server(servicer, self._server)
+        transfer_grpc.add_TransferOwnerServicer_to_server(servicer, self._server)
         try:
             bound = self._listen(join_address(host, port), credentials)
             if socket is not None:
@@ -118,7 +118,9 @@ class TransferOwner:
             return self._server.add_insecure_port(place)
         return self._server.add_secure_port(place, credentials)
 
-    def _fetch(self, request: pb.FetchStateRequest, deadline: float) -> pb.FetchStateResponse:
+    def _fetch(
+        self, request: transfer_pb.FetchStateRequest, deadline: float
+    ) -> transfer_pb.FetchStateResponse:
         """Fetch a state from the first of the request's owners that has it."""
         wanted = StateRequest(request.key, deadline, request.checksum or None, request.base or None)
         failure: TroupeError | None = None
@@ -140,7 +142,7 @@ class TransferOwner:
                         error.message, kind="transfer_owner_away", field="owner", value=address
                     )
                 continue
-            return pb.FetchStateResponse(
+            return transfer_pb.FetchStateResponse(
                 transport=fetched.choice.transport,
                 reason=fetched.choice.reason,
                 retries=counters.retries(),

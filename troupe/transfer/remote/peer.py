@@ -40,8 +40,8 @@ from troupe.transfer.remote.partial_state import PartialState, partial_state_in
 from troupe.transfer.remote.reading import LaneRead, StateSource, by_messages
 from troupe.transfer.segments import SegmentStore, alone, busy, sweep
 from troupe.transfer.sources import FetchedState, StateRequest
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Fetch:
                 begun.receive(missing, self._part, self._arrived, self._checker)
                 return
             begun.cancel()
-        request = pb.ReadStateRequest(
+        request = transfer_pb.ReadStateRequest(
             key=self._key,
             checksum=self._part.manifest.checksum,
             chunk_bytes=PIECE_BYTES,
@@ -214,14 +214,14 @@ _DESCRIBE_SECONDS: Final = 20.0
 class Describer:
     """Asks the owner at `address` what a state is, for a reader that serves at `serves_at`."""
 
-    def __init__(self, address: str, stub: rpc.TransferOwnerStub, serves_at: str) -> None:
+    def __init__(self, address: str, stub: transfer_grpc.TransferOwnerStub, serves_at: str) -> None:
         self._address, self._stub, self._serves_at = address, stub, serves_at
 
     def request(
         self, key: str, expected: str | None, failed: Sequence[str] = ()
-    ) -> pb.DescribeStateRequest:
+    ) -> transfer_pb.DescribeStateRequest:
         """The request. `failed`: sources that did not answer."""
-        return pb.DescribeStateRequest(
+        return transfer_pb.DescribeStateRequest(
             key=key, checksum=expected or "", reader=self._serves_at, failed=failed
         )
 
@@ -232,7 +232,7 @@ class Describer:
         expected: str | None,
         failed: Sequence[str] = (),
         begun: LaneRead | None = None,
-    ) -> tuple[Manifest, pb.DescribeStateResponse]:
+    ) -> tuple[Manifest, transfer_pb.DescribeStateResponse]:
         """The manifest and description of `key` there (with the checksum `expected`), until
         `deadline` of the monotonic clock. `begun`: a read whose request asked for them.
 
@@ -401,7 +401,7 @@ class Peer:
 
         Raises InvalidArgument for a key with a version: its owner frees those.
         """
-        request = pb.DeleteStatesRequest(keys=keys)
+        request = transfer_pb.DeleteStatesRequest(keys=keys)
         deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
         return deleted
 
@@ -413,7 +413,7 @@ class Peer:
             return None
         if busy(path):
             return None
-        request = pb.ReadStateRequest(
+        request = transfer_pb.ReadStateRequest(
             chunk_bytes=PIECE_BYTES,
             wanted=self._describer.request(wanted.key, wanted.expected),
         )
@@ -427,7 +427,7 @@ class Peer:
     def _fetch(
         self,
         manifest: Manifest,
-        answer: pb.DescribeStateResponse,
+        answer: transfer_pb.DescribeStateResponse,
         segments: SegmentStore,
         counters: TransferCounters,
         deadline: float,
@@ -471,7 +471,7 @@ class Peer:
     def _source(
         self,
         manifest: Manifest,
-        answer: pb.DescribeStateResponse,
+        answer: transfer_pb.DescribeStateResponse,
         origin: StateSource,
         deadline: float,
     ) -> StateSource:
@@ -479,7 +479,7 @@ class Peer:
         if not answer.source:
             return origin
         stub = self._stub_of(answer.source)
-        request = pb.DescribeStateRequest(key=manifest.key, checksum=manifest.checksum)
+        request = transfer_pb.DescribeStateRequest(key=manifest.key, checksum=manifest.checksum)
         until = min(deadline, time.monotonic() + _ALIVE_SECONDS)
         while True:
             try:
@@ -493,7 +493,7 @@ class Peer:
                 return origin
             return self._place(answer.source, there)
 
-    def _place(self, address: str, answer: pb.DescribeStateResponse) -> StateSource:
+    def _place(self, address: str, answer: transfer_pb.DescribeStateResponse) -> StateSource:
         why_not = ""
         if not self._use_ucx or ucx.missing():
             why_not = "ucx_not_here"
@@ -509,11 +509,11 @@ class Peer:
             message_bytes=answer.message_bytes,
         )
 
-    def _stub_of(self, address: str) -> rpc.TransferOwnerStub:
+    def _stub_of(self, address: str) -> transfer_grpc.TransferOwnerStub:
         with self._lock:
             if address not in self._channels:
                 self._channels[address] = connect_sync(address, self._settings, no_threads=True)
-            return rpc.TransferOwnerStub(self._channels[address])
+            return transfer_grpc.TransferOwnerStub(self._channels[address])
 
     def _segments(self, roots: tuple[Path, ...]) -> SegmentStore:
         with self._lock:

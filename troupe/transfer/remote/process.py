@@ -23,8 +23,8 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
 from troupe.transfer.sources import FetchedState, StateRequest
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class HostOwner:
         # Calls are repeated here, each time with the owners that `locate` names then.
         settings = (settings or ClientSettings()).model_copy(update={"retry": NO_RETRY})
         self._channel = connect_sync(address, settings)
-        self._stub = rpc.TransferOwnerStub(self._channel)
+        self._stub = transfer_grpc.TransferOwnerStub(self._channel)
 
     def close(self) -> None:
         """End the connection."""
@@ -71,7 +71,7 @@ class HostOwner:
         key = wanted.key
         patience = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            request = pb.FetchStateRequest(
+            request = transfer_pb.FetchStateRequest(
                 key=key,
                 checksum=wanted.expected or "",
                 base=wanted.base or "",

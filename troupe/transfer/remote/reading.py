@@ -25,8 +25,8 @@ from troupe.transfer.blob import Verification, messages_of
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote.lane import Lane, LaneBroken, LanePool
 from troupe.transfer.remote.partial_state import PartialState
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 
 class StreamReader:
@@ -342,7 +342,7 @@ class StateSource:
     """An owner that has the state, or is fetching it."""
 
     address: str
-    stub: rpc.TransferOwnerStub = field(compare=False)
+    stub: transfer_grpc.TransferOwnerStub = field(compare=False)
     # Why UCX cannot be used; "" when it can.
     why_not_ucx: str
     near: bool
@@ -353,8 +353,8 @@ class StateSource:
 
 
 def by_messages(
-    stub: rpc.TransferOwnerStub,
-    request: pb.ReadStateRequest,
+    stub: transfer_grpc.TransferOwnerStub,
+    request: transfer_pb.ReadStateRequest,
     part: PartialState,
     arrived: Arrived,
     timeout: float,
@@ -412,7 +412,11 @@ class LaneRead:
     """
 
     def __init__(
-        self, place: StateSource, request: pb.ReadStateRequest, lanes: LanePool, timeout: float
+        self,
+        place: StateSource,
+        request: transfer_pb.ReadStateRequest,
+        lanes: LanePool,
+        timeout: float,
     ) -> None:
         """Raises LaneBroken."""
         self.place, self._lanes = place, lanes
@@ -426,7 +430,7 @@ class LaneRead:
             self._taken.extend(lanes.take(near=near) for _ in range(2 if self._two else 1))
             request.ClearField("lanes")
             request.lanes.extend(
-                pb.UcxLane(
+                transfer_pb.UcxLane(
                     address=lane.address,
                     first_tag=self._first_tag,
                     near=near,
@@ -444,11 +448,11 @@ class LaneRead:
         """Whether the read has neither ended nor been cancelled."""
         return bool(self._taken)
 
-    def described(self, timeout: float) -> pb.DescribeStateResponse | None:
+    def described(self, timeout: float) -> transfer_pb.DescribeStateResponse | None:
         """The description of the state, where the request asked for it. When the owner could not be
         reached the read is cancelled, and None returned. Raises TroupeError."""
         try:
-            first: pb.StateChunk = self._stream.begins(timeout)
+            first: transfer_pb.StateChunk = self._stream.begins(timeout)
         except NotFound:
             # Nothing was sent.
             self._give_back(well=True)

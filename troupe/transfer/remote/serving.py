@@ -38,8 +38,8 @@ from troupe.transfer.remote.partial_state import PartialState
 from troupe.transfer.remote.peer import IncomingStates
 from troupe.transfer.segments import Lease, Mappings
 from troupe.transfer.store import Transfer
-from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
+from troupe.v1 import transfer_pb2 as transfer_pb
+from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 # Messages in flight through one lane.
 _WINDOW: Final = 16
@@ -100,7 +100,7 @@ ServedState = StoredState | ArrivingState
 
 def send(
     lanes: Sequence[ucx.Lane],
-    request: pb.ReadStateRequest,
+    request: transfer_pb.ReadStateRequest,
     source: ServedState,
     alive: Callable[[], bool],
 ) -> None:
@@ -133,13 +133,13 @@ def send(
     until(0)
 
 
-def messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
+def messages(index: int, data: memoryview) -> Iterator[transfer_pb.StateChunk]:
     for at in range(0, len(data), MESSAGE_BYTES):
         yield _message(index, at, data[at : at + MESSAGE_BYTES])
 
 
-def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
-    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
+def _message(index: int, offset: int, data: memoryview) -> transfer_pb.StateChunk:
+    return transfer_pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
 
 
 # How much longer than the first reader of a chain the last one may take. For more readers the owner
@@ -361,10 +361,10 @@ MOST_LANES: Final = 2
 # The least bytes of a message: smaller ones would cost more than they gain.
 _LEAST_BYTES: Final = 512 << 10
 # Fetches a state of another host until a deadline (monotonic clock).
-FetchHere = Callable[[pb.FetchStateRequest, float], pb.FetchStateResponse]
+FetchHere = Callable[[transfer_pb.FetchStateRequest, float], transfer_pb.FetchStateResponse]
 
 
-class Servicer(rpc.TransferOwnerServicer):
+class Servicer(transfer_grpc.TransferOwnerServicer):
     """Answers for the states of one `Transfer`, and for those that it is fetching."""
 
     def __init__(
@@ -385,20 +385,20 @@ class Servicer(rpc.TransferOwnerServicer):
             log.warning("other hosts read from here through gRPC: %s", self._why_not)
 
     def DescribeState(  # noqa: N802
-        self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
-    ) -> pb.DescribeStateResponse:
+        self, request: transfer_pb.DescribeStateRequest, context: grpc.ServicerContext
+    ) -> transfer_pb.DescribeStateResponse:
         try:
             return self._description(request)[1]
         except TroupeError as error:
             abort(context, error)
 
     def ReadState(  # noqa: N802
-        self, request: pb.ReadStateRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.StateChunk]:
+        self, request: transfer_pb.ReadStateRequest, context: grpc.ServicerContext
+    ) -> Iterator[transfer_pb.StateChunk]:
         try:
             if request.HasField("wanted"):
                 manifest, description = self._description(request.wanted)
-                yield pb.StateChunk(description=description)
+                yield transfer_pb.StateChunk(description=description)
                 if description.source:
                     return
                 request.key, request.checksum = manifest.key, manifest.checksum
@@ -419,8 +419,8 @@ class Servicer(rpc.TransferOwnerServicer):
             abort(context, Unavailable(str(error), kind="transfer_lane_broken"))
 
     def FetchState(  # noqa: N802
-        self, request: pb.FetchStateRequest, context: grpc.ServicerContext
-    ) -> pb.FetchStateResponse:
+        self, request: transfer_pb.FetchStateRequest, context: grpc.ServicerContext
+    ) -> transfer_pb.FetchStateResponse:
         try:
             if not from_here(context.peer()):
                 raise FailedPrecondition(
@@ -437,8 +437,8 @@ class Servicer(rpc.TransferOwnerServicer):
             abort(context, error)
 
     def DeleteStates(  # noqa: N802
-        self, request: pb.DeleteStatesRequest, context: grpc.ServicerContext
-    ) -> pb.DeleteStatesResponse:
+        self, request: transfer_pb.DeleteStatesRequest, context: grpc.ServicerContext
+    ) -> transfer_pb.DeleteStatesResponse:
         try:
             for key in request.keys:
                 if version_in(key) >= 0:
@@ -452,18 +452,18 @@ class Servicer(rpc.TransferOwnerServicer):
             deleted = sum(self._transfer.delete(key) for key in request.keys)
         except TroupeError as error:
             abort(context, error)
-        return pb.DeleteStatesResponse(deleted=deleted)
+        return transfer_pb.DeleteStatesResponse(deleted=deleted)
 
     def _description(
-        self, request: pb.DescribeStateRequest
-    ) -> tuple[Manifest, pb.DescribeStateResponse]:
+        self, request: transfer_pb.DescribeStateRequest
+    ) -> tuple[Manifest, transfer_pb.DescribeStateResponse]:
         manifest = self._described(request)
         source = ""
         if request.reader:
             count, failed = len(chunks_of(manifest)), list(request.failed)
             source = self._held.source_for(manifest, count, request.reader, failed)
         has_ucx = not self._why_not
-        return manifest, pb.DescribeStateResponse(
+        return manifest, transfer_pb.DescribeStateResponse(
             manifest=manifest.to_json(),
             ucx=has_ucx,
             source=source,
@@ -472,7 +472,7 @@ class Servicer(rpc.TransferOwnerServicer):
             message_bytes=UCX_MESSAGE_BYTES if has_ucx else 0,
         )
 
-    def _described(self, request: pb.DescribeStateRequest) -> Manifest:
+    def _described(self, request: transfer_pb.DescribeStateRequest) -> Manifest:
         part = self._arrivals.find(request.key, request.checksum)
         if part is not None:
             return part.manifest
@@ -489,7 +489,7 @@ class Servicer(rpc.TransferOwnerServicer):
         self._held.pin(manifest, lease)
         return manifest
 
-    def _source(self, request: pb.ReadStateRequest) -> ServedState:
+    def _source(self, request: transfer_pb.ReadStateRequest) -> ServedState:
         """The source of the chunks that a request reads.
 
         Raises NotFound; FailedPrecondition of kind "transfer_replaced" for another content.
@@ -512,7 +512,7 @@ class Servicer(rpc.TransferOwnerServicer):
         return StoredState(manifest, lease)
 
     def _by_lane(
-        self, request: pb.ReadStateRequest, source: ServedState, alive: Callable[[], bool]
+        self, request: transfer_pb.ReadStateRequest, source: ServedState, alive: Callable[[], bool]
     ) -> None:
         if self._why_not:
             raise FailedPrecondition(
@@ -529,7 +529,7 @@ class Servicer(rpc.TransferOwnerServicer):
         for lane, asked in zip(taken, request.lanes, strict=True):
             self._lanes.give(lane, address=asked.address)
 
-    def _lane_to(self, asked: pb.UcxLane) -> ucx.Lane:
+    def _lane_to(self, asked: transfer_pb.UcxLane) -> ucx.Lane:
         """A lane to a reader. Raises LaneBroken; FailedPrecondition where a near reader cannot be
         reached."""
         try:
@@ -542,7 +542,7 @@ class Servicer(rpc.TransferOwnerServicer):
             ) from error
 
 
-def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
+def _check(request: transfer_pb.ReadStateRequest, num_chunks: int) -> None:
     if request.chunk_bytes != PIECE_BYTES:
         raise InvalidArgument(
             f"states are cut at {PIECE_BYTES} bytes here",

@@ -12,7 +12,7 @@ from services.rollout.engines.sglang.server import Server
 from services.rollout.engines.sglang.update import for_ranks, payload, prove, shared_payload
 from services.rollout.engines.verification import update_failed
 from services.rollout.engines.weights import Adapted
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class AdapterVersions:
         """A turn no longer uses its adapter."""
         self._turns[served.name] -= 1
 
-    async def load(self, adapted: Adapted, ref: pb.WeightsRef) -> ServedAdapter:
+    async def load(self, adapted: Adapted, ref: common_pb.WeightsRef) -> ServedAdapter:
         """Load and verify a version; turns use it after `switch`.
 
         Raises `UpdateFailed` and the client's errors.
@@ -106,7 +106,7 @@ class AdapterVersions:
         del self._turns[name]
 
 
-def _refused(ref: pb.WeightsRef, name: str, reason: str) -> Exception:
+def _refused(ref: common_pb.WeightsRef, name: str, reason: str) -> Exception:
     return update_failed(
         ref,
         f"LoRA adapter '{name}': {reason}",

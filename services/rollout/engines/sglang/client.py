@@ -20,7 +20,7 @@ import orjson
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
-from troupe.v1 import trainer_pb2
+from troupe.v1 import trainer_pb2 as trainer_pb
 from troupe.workflow.token_ids import TokenIds
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
@@ -212,7 +212,7 @@ class SglangClient:
             seconds_for(num_bytes),
         )
 
-    async def join_group(self, group: trainer_pb2.UpdateGroup) -> None:
+    async def join_group(self, group: trainer_pb.UpdateGroup) -> None:
         """Join a process group with the trainer, whose rank 0 waits there."""
         await self._acknowledged(
             "/init_weights_update_group",
@@ -231,7 +231,7 @@ class SglangClient:
         await self._acknowledged("/destroy_weights_update_group", {"group_name": name})
 
     async def update_from_group(
-        self, group: str, bucket: trainer_pb2.WeightBucket, num_bytes: int
+        self, group: str, bucket: trainer_pb.WeightBucket, num_bytes: int
     ) -> None:
         """Load what the trainer broadcasts in the group: tensors of `num_bytes` as a flat one."""
         await self._acknowledged(

@@ -24,8 +24,8 @@ from services.rollout.engines.sglang.client import Features, SglangClient, secon
 from services.rollout.engines.sglang.update import Loader, NewWeights, Tensors, UpdateSetting
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
-from troupe.v1 import trainer_pb2 as pb
-from troupe.v1 import trainer_pb2_grpc
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class _Update:
         """`group`: the one that the server has joined; empty if none."""
         self.way = way
         self._client, self._weights = client, weights
-        self._wanted = pb.WantedWeights(
+        self._wanted = trainer_pb.WantedWeights(
             job_id=weights.ref.job_id,
             policy=weights.ref.policy,
             version=weights.ref.version,
@@ -170,7 +170,7 @@ class _Update:
         settings = weights.source.client if isinstance(weights.source, HostTransfer) else None
         self._channel = connect(weights.ref.trained_on.trainer, settings)
         # None ends them.
-        self._messages: asyncio.Queue[pb.SendWeightsRequest | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[trainer_pb.SendWeightsRequest | None] = asyncio.Queue()
         self._call: Any = None
         self._stream: Any = None
         # Names that have not come yet.
@@ -178,8 +178,8 @@ class _Update:
 
     async def begin(self) -> str:
         """Wait until the trainer is ready; returns the group of trainer and server."""
-        self._messages.put_nowait(pb.SendWeightsRequest(wanted=self._wanted))
-        stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._messages.put_nowait(trainer_pb.SendWeightsRequest(wanted=self._wanted))
+        stub = trainer_grpc.TrainerStub(self._channel)
         self._call = stub.SendWeights(self._outgoing())
         self._stream = aiter(self._call)
         group = self._wanted.group
@@ -218,7 +218,7 @@ class _Update:
             self._call.cancel()
         await self._channel.close(None)
 
-    async def _load(self, bucket: pb.WeightBucket) -> None:
+    async def _load(self, bucket: trainer_pb.WeightBucket) -> None:
         if self.way == "ipc":
             payloads = [base64.b64encode(one).decode() for one in bucket.handles]
             await self._client.update_from_tensors(
@@ -228,7 +228,7 @@ class _Update:
             group, size = self._wanted.group, _num_bytes(bucket)
             await self._client.update_from_group(group, bucket, size)
 
-    def _check(self, bucket: pb.WeightBucket) -> None:
+    def _check(self, bucket: trainer_pb.WeightBucket) -> None:
         """Raise DataLoss unless just these tensors were published and have not come yet."""
         published = self._weights.tensors
         for one in bucket.tensors:
@@ -246,12 +246,12 @@ class _Update:
             self._missing.discard(one.name)
 
     def _acknowledge(self) -> None:
-        message = pb.SendWeightsRequest(acknowledged=pb.WeightsAcknowledged())
+        message = trainer_pb.SendWeightsRequest(acknowledged=trainer_pb.WeightsAcknowledged())
         self._messages.put_nowait(message)
 
-    async def _next(self) -> pb.SendWeightsEvent:
+    async def _next(self) -> trainer_pb.SendWeightsEvent:
         try:
-            event: pb.SendWeightsEvent = await anext(self._stream)
+            event: trainer_pb.SendWeightsEvent = await anext(self._stream)
         except StopAsyncIteration as error:
             raise Aborted("the trainer sent less than it has published") from error
         return event
@@ -262,11 +262,11 @@ class _Update:
             await anext(self._stream)
             raise Unavailable("the trainer sent more than it has published")
 
-    async def _outgoing(self) -> AsyncIterator[pb.SendWeightsRequest]:
+    async def _outgoing(self) -> AsyncIterator[trainer_pb.SendWeightsRequest]:
         while (message := await self._messages.get()) is not None:
             yield message
 
 
-def _num_bytes(bucket: pb.WeightBucket) -> int:
+def _num_bytes(bucket: trainer_pb.WeightBucket) -> int:
     size = dtype_of(bucket.dtype).itemsize
     return sum(int(torch.Size(one.shape).numel()) * size for one in bucket.tensors)

@@ -43,7 +43,7 @@ from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.rpc.ids import new_id
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 MISSES_UNTIL_DEAD: Final = 3
 # How long an aborted turn waits for the server to return its tokens.
@@ -152,7 +152,7 @@ class SglangEngine(ServingEngine):
         """See `ServingEngine.follow_keeper`."""
         self._followed = self._server.followed = followed
 
-    async def follow(self, ref: pb.WeightsRef) -> None:
+    async def follow(self, ref: common_pb.WeightsRef) -> None:
         """See `ServingEngine.follow`. Nothing is paused: turns in flight go on, and the server says
         which version drew each of their tokens."""
         async with self._changing:
@@ -218,9 +218,9 @@ class SglangEngine(ServingEngine):
             cache_hit_rate=reported.cache_hit_rate,
         )
 
-    async def check(self) -> pb.EngineState.ValueType:
+    async def check(self) -> common_pb.EngineState.ValueType:
         """Probe the server: answered turns are proof of life; else it is asked for a token."""
-        if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
+        if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
             return self.state
         if self._server.exited is not None:
             self._die(self._server.exited)
@@ -248,11 +248,11 @@ class SglangEngine(ServingEngine):
                 )
                 gone = not healthy and not await client.alive()
         # An update may have begun meanwhile: a paused server does not generate.
-        if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
+        if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
             return self.state
         if healthy:
             self._misses = 0
-            if self.state == pb.ENGINE_STATE_SUSPECT:
+            if self.state == common_pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
             if self._followed:
                 await self._compare_version()
@@ -260,7 +260,7 @@ class SglangEngine(ServingEngine):
             self._misses += 1
             if gone or self._misses >= MISSES_UNTIL_DEAD:
                 self._die(f"{client.url} generates nothing")
-            elif self.state == pb.ENGINE_STATE_HEALTHY:
+            elif self.state == common_pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(f"{client.url} missed a probe")
         return self.state
 
@@ -269,7 +269,7 @@ class SglangEngine(ServingEngine):
         known = self.version  # before the server is asked: it may reach a later one meanwhile
         with contextlib.suppress(UpdateFailed):
             held = await self._named_version()
-            if known is None or self.state != pb.ENGINE_STATE_HEALTHY:
+            if known is None or self.state != common_pb.ENGINE_STATE_HEALTHY:
                 return
             if not held.isdecimal() or int(held) < known:
                 self._life.distrusted(f"the server holds version '{held}' now")
@@ -364,7 +364,7 @@ class SglangEngine(ServingEngine):
             self._die(f"{failure}: {error!r}")
             raise EngineDied(self.engine_id, self.message) from error
 
-    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         await asyncio.to_thread(
             check_published, tensors, self._server.layout, self._spec.lora, ref.key
         )
@@ -372,7 +372,9 @@ class SglangEngine(ServingEngine):
     async def _fits_base(self, adapted: Adapted) -> None:
         await asyncio.to_thread(check_base, adapted, self._server.layout)
 
-    def _read(self, ref: pb.WeightsRef, transfer: Transfer) -> tuple[Tensors, Adapted | None]:
+    def _read(
+        self, ref: common_pb.WeightsRef, transfer: Transfer
+    ) -> tuple[Tensors, Adapted | None]:
         self._source = transfer
         return super()._read(ref, transfer)
 
@@ -381,7 +383,7 @@ class SglangEngine(ServingEngine):
         super().distrust(reason)
         self._left_open = True
 
-    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
         if self._left_open:
             self._left_open = False
             with contextlib.suppress(ServerGone, BrokenReply, Refused):
@@ -401,7 +403,7 @@ class SglangEngine(ServingEngine):
                 str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
             ) from error
 
-    async def _replace(self, tensors: Tensors, ref: pb.WeightsRef, known: str) -> float:
+    async def _replace(self, tensors: Tensors, ref: common_pb.WeightsRef, known: str) -> float:
         """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
         self._updates += 1
         each_once = untied(tensors, self._server.layout)
@@ -416,7 +418,7 @@ class SglangEngine(ServingEngine):
         self._way = updater.way
         return exposed
 
-    async def _load_adapter(self, adapted: Adapted, ref: pb.WeightsRef) -> float:
+    async def _load_adapter(self, adapted: Adapted, ref: common_pb.WeightsRef) -> float:
         """Load the base, unless the server has it, and the adapter, while the server generates."""
         versions, base, exposed = self._versions, adapted.base, 0.0
         if versions.base != base.ref.checksum:
@@ -436,7 +438,7 @@ class SglangEngine(ServingEngine):
         (Adapters have their own caches already.)"""
         return f"v{self._loaded}" if self._spec.engine.cache == "keep" else None
 
-    def _gate(self, ref: pb.WeightsRef, is_open: bool) -> None:
+    def _gate(self, ref: common_pb.WeightsRef, is_open: bool) -> None:
         """Let turns into the server, which holds `ref`, or hold them back."""
         if is_open:
             self._loaded = ref.version

@@ -33,7 +33,7 @@ from troupe.job import ModelSpec
 from troupe.transfer import Transfer
 from troupe.transfer.flat_buckets import handles
 from troupe.transfer.in_place import ModelDirectory
-from troupe.v1 import common_pb2 as pb
+from troupe.v1 import common_pb2 as common_pb
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class NewWeights:
     under the key of `ref`; None if it is not published with just these tensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    ref: pb.WeightsRef
+    ref: common_pb.WeightsRef
     source: Transfer | None = None
 
     @property
@@ -177,7 +177,7 @@ class Updater:
             await asyncio.sleep(0.05)
 
     async def _verify(
-        self, ref: pb.WeightsRef, proof: Proof, before: str | None, num_bytes: int
+        self, ref: common_pb.WeightsRef, proof: Proof, before: str | None, num_bytes: int
     ) -> None:
         named = (await self._client.model_info()).get("weight_version")
         if named is not None and named != str(ref.version):
@@ -208,7 +208,7 @@ class Updater:
 
 
 async def prove(
-    client: SglangClient, proof: Proof, ref: pb.WeightsRef, *, adapter: str | None = None
+    client: SglangClient, proof: Proof, ref: common_pb.WeightsRef, *, adapter: str | None = None
 ) -> None:
     """Raise `UpdateFailed` unless the server (with `adapter`) gives the log-probs of `proof`; also
     `BrokenReply` and `ServerGone`."""
