@@ -735,15 +735,21 @@ class StepWindow:
 
     async def _show_progress(self) -> None:
         """Shows followers the progress of the oldest step, and writes ended trajectories."""
-        job = self._context.job
         while True:
-            if self._open:
-                oldest = self._open[0][0]
-                over, total = oldest.progress
-                text = oldest.describe()
-                if more := len(self._open) - 1:
-                    text += f"; {more} more step{'s' if more > 1 else ''} open"
-                job.show(text, step=oldest.step + 1, done=over, total=total)
-            await asyncio.sleep(job.shared.settings.activity_seconds)
-            for runner, _ in list(self._open):
-                await runner.recent.flush()
+            # In calls of their own: a step that ends in the meantime must not stay in a variable.
+            self._show()
+            await asyncio.sleep(self._context.job.shared.settings.activity_seconds)
+            await self._flush()
+
+    def _show(self) -> None:
+        if self._open:
+            oldest = self._open[0][0]
+            over, total = oldest.progress
+            text = oldest.describe()
+            if more := len(self._open) - 1:
+                text += f"; {more} more step{'s' if more > 1 else ''} open"
+            self._context.job.show(text, step=oldest.step + 1, done=over, total=total)
+
+    async def _flush(self) -> None:
+        for runner, _ in list(self._open):
+            await runner.recent.flush()
