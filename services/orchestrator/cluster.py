@@ -192,7 +192,7 @@ class ClusterView:
     async def picture(self) -> orchestrator_pb.GetClusterResponse:
         """Workers, engines, bindings, services, and the trajectories in flight per job."""
         services = await asyncio.gather(
-            self._redis(), *(self._probe(name) for name in self._channels)
+            self._redis(), *(self.probe(name) for name in self._channels)
         )
         response = orchestrator_pb.GetClusterResponse(
             services=services,
@@ -221,7 +221,8 @@ class ClusterView:
         _remove_moved(response)
         return response
 
-    async def _probe(self, name: str) -> orchestrator_pb.ServiceStatus:
+    async def probe(self, name: str) -> orchestrator_pb.ServiceStatus:
+        """The state of a service as its health check tells it; one that is away is not serving."""
         address, channel = self._channels[name]
         status = orchestrator_pb.ServiceStatus(name=name, address=address)
         try:

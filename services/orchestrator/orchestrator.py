@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -14,7 +15,7 @@ from services.chassis.telemetry import Telemetry
 from services.orchestrator.cluster import ClusterView, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
-from services.orchestrator.errors import Deadline
+from services.orchestrator.errors import Deadline, cancel_all
 from services.orchestrator.functions import Catalogue, FunctionGateway
 from services.orchestrator.jobs.manager import Jobs
 from services.orchestrator.placement.nodes import NodeRegistry, check_devices
@@ -66,6 +67,7 @@ _ACTIVE: Final = frozenset(
 # Jobs wait for an experience store that is away; their own limits bound how long.
 _STORE_RETRY: Final = RetryPolicy(max_attempts=100_000)
 _STORE_SECONDS: Final = 7200.0
+_STORE_WATCH_SECONDS: Final = 5.0
 
 
 class Orchestrator:
@@ -111,6 +113,7 @@ class Orchestrator:
         self.jobs = Jobs(self.shared, self._guard, self._check_job, self.functions.catalogue)
         self.generation = GenerationService(self.shared, self.jobs)
         self.cluster = ClusterView(self.shared, self._probes)
+        self._store_watch: asyncio.Task[None] | None = None
 
     async def _check_job(self, spec: JobSpec) -> None:
         """Raises for a job that this cluster cannot run."""
@@ -124,6 +127,7 @@ class Orchestrator:
         """
         await self._redis.wait_ready()
         self._redis_watch.start(self._tell_jobs)
+        self._store_watch = asyncio.create_task(self._watch_store(), name="store watch")
         self.shared.workers.start()
         self.shared.trainer_scheduler.start()
         self.functions.start()
@@ -135,20 +139,31 @@ class Orchestrator:
         return self._redis.problem
 
     async def _tell_jobs(self, trouble: TroupeError | None) -> None:
-        """Tells the users of running jobs that Redis has become unfit."""
+        """Tells the users of running jobs that Redis has become unfit, or is fit again."""
+        self.shared.log.set_trouble("redis", "" if trouble is None else str(trouble))
         if trouble is None:
             return
         for job_id in list(self.shared.store.live):
-            self.shared.log.show(job_id, orchestrator_pb.Activity(text=str(trouble)))
+            activity = orchestrator_pb.Activity(text=str(trouble))
+            self.shared.log.show(job_id, activity, with_troubles=False)
             if isinstance(trouble, FailedPrecondition):  # Redis takes a notice
                 with suppress(TroupeError):
                     await self.shared.log.notice(
                         job_id, orchestrator_pb.Notice.SEVERITY_WARNING, str(trouble)
                     )
 
+    async def _watch_store(self) -> None:
+        """Looks every few seconds at the experience store, on whose Redis calls of jobs wait."""
+        while True:
+            status = await self.cluster.probe("experience_store")
+            self.shared.log.set_trouble(status.name, "" if status.serving else status.message)
+            await asyncio.sleep(_STORE_WATCH_SECONDS)
+
     async def stop(self) -> None:
         """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
         await self._redis_watch.stop()
+        if self._store_watch is not None:
+            await cancel_all([self._store_watch])
         await self.jobs.stop()
         await self._guard.close()
         await self.functions.stop()

@@ -168,7 +168,8 @@ async def test_a_job_waits_while_redis_is_full_and_loses_nothing(
     service = own.orchestrator.service  # type: ignore[union-attr]
     service._at._redis._patience = 0.1
     own.rollouts[0].script.seconds = 0.1
-    job_id = await own.submit(job_yaml(pipeline__steps=4))
+    # Wherever its calls wait for the store: its own limits must not end the wait.
+    job_id = await own.submit(job_yaml(pipeline__steps=4, limits__step_seconds=PATIENCE))
     await own.until(job_id, lambda job: job.step >= 1)
     limit(durable_redis, 1)
     await own.until(job_id, lambda job: "is full: it uses" in job.activity)

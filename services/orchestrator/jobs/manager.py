@@ -329,7 +329,8 @@ class Jobs:
                 return None
             except NO_STATE as error:
                 _log.error("job waits for Redis", job_id=job_id, error=str(error))
-                self._shared.log.show(job_id, orchestrator_pb.Activity(text=f"waiting: {error}"))
+                activity = orchestrator_pb.Activity(text=f"waiting: {error}")
+                self._shared.log.show(job_id, activity, with_troubles=False)
                 await self._wait_for_redis()
                 # What the old runner had in memory may be older than what is in Redis.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)

@@ -31,6 +31,8 @@ class EventLog:
     def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
         self._activities: dict[str, orchestrator_pb.JobEvent] = {}
+        # By service: what is wrong with it, for all jobs.
+        self._troubles: dict[str, str] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     async def notice(
@@ -52,8 +54,25 @@ class EventLog:
         )
         self.wake(job_id)
 
-    def show(self, job_id: str, activity: orchestrator_pb.Activity) -> None:
-        """Sends followers what the job does now; not stored."""
+    def set_trouble(self, service: str, text: str) -> None:
+        """Sets what is wrong with a service that all jobs need; empty: nothing is.
+
+        The activities of jobs say so as well: their calls of that service wait and report nothing.
+        """
+        self._troubles[service] = text
+
+    def show(
+        self, job_id: str, activity: orchestrator_pb.Activity, *, with_troubles: bool = True
+    ) -> None:
+        """Sends followers what the job does now; not stored.
+
+        `with_troubles`: unless the activity itself says what is wrong.
+        """
+        if with_troubles and (troubles := list(filter(None, self._troubles.values()))):
+            said = orchestrator_pb.Activity()
+            said.CopyFrom(activity)
+            said.text = "; ".join([activity.text, *dict.fromkeys(troubles)])
+            activity = said
         last = self._activities.get(job_id)
         if last is not None and last.activity == activity:
             return
