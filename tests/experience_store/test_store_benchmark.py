@@ -29,8 +29,9 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     # Of unique bytes' four per token, ids take three.
     assert 0.85 < links["rollout to store"] < 0.95
     assert 0.85 < links["store to trainer"] < 0.95
-    # Of so few rows Redis may reuse memory; jemalloc rounds 2,099 bytes up to 2,560.
-    assert 0.85 < links["Redis"] < 1.4
+    # jemalloc rounds 2,099 bytes up to 2,560. There is no lower bound: Redis' memory before is that
+    # of other rows, too, some of which it gives back while these few are written.
+    assert 0 < links["Redis"] < 1.4
     assert 1 < links["append-only file"] < 1.15
     assert set(results.pop("cpu_us_per_row_4k")) == {
         "client",

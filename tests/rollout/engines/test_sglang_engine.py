@@ -315,7 +315,7 @@ async def test_servers_that_cannot_be_used(tmp_path: Path) -> None:
 
 async def test_a_launch_that_fails_shows_the_log(tmp_path: Path) -> None:
     missing = policy_spec(kind="sglang", python=str(tmp_path / "no-python"))
-    with pytest.raises(EngineStartFailed, match="exited with code"):
+    with pytest.raises(EngineStartFailed, match=r"no-python: the server cannot be started"):
         await SglangEngine("e0", "solver", missing).start()
     script = tmp_path / "python"
     script.write_text('#!/bin/sh\necho "no sglang here: $2"; exit 3\n')
