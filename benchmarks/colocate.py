@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.colocate [--quick] [--json]
 
-Simulated engines and trainers of the research team (benchmarks/pipeline/workload.py): five policies
-on ten devices. Split: each policy has one engine on a device and one trainer on another. Colocated
-(`pipeline.colocate`): both have both devices, so that rollout has twice the engines and training
-twice the rate, but one waits for the other; training states are moved to the host and back, and
-engines load weights anew. The last line is one JSON object: `colocate_over_split` (seconds per step
-of split over those of colocated, mode `sync`), the same over split in mode `micro_batch`, and the
-seconds of every row.
+Simulated engines and trainers of the research team (benchmarks/papers/pipeline/workload.py): five
+policies on ten devices. Split: each policy has one engine on a device and one trainer on another.
+Colocated (`pipeline.colocate`): both have both devices, so that rollout has twice the engines and
+training twice the rate, but one waits for the other; training states are moved to the host and
+back, and engines load weights anew. The last line is one JSON object: `colocate_over_split`
+(seconds per step of split over those of colocated, mode `sync`), the same over split in mode
+`micro_batch`, and the seconds of every row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, Final
 from rich.console import Console
 
 from benchmarks.command import finish, options_of, run_program, scratch
-from benchmarks.pipeline.figures import Figures, figures
-from benchmarks.pipeline.measure import Run, cluster, run
-from benchmarks.pipeline.workload import MA, Mode, Setup, job, quick
-from benchmarks.workloads.research_team import AGENTS
+from benchmarks.papers.pipeline.figures import Figures, figures
+from benchmarks.papers.pipeline.measure import Run, cluster, run
+from benchmarks.papers.pipeline.research_team import AGENTS
+from benchmarks.papers.pipeline.workload import MA, Mode, Setup, job, quick
 from troupe.client.cli.options import make_table
 from troupe.job import JobSpec
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, options_of, run_program
-from benchmarks.pipeline.measure import step_ends
+from benchmarks.papers.pipeline.measure import step_ends
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster

@@ -58,7 +58,7 @@ def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any
     """A job whose trajectories are turns and nothing else."""
     args = sections.pop("args", {})
     tokens = sections.pop("max_new_tokens", RESPONSE)
-    module = f"benchmarks.workloads.{sections.pop('module', 'plain_turns')}"
+    module = sections.pop("module", "benchmarks.workloads.plain_turns")
     return JobSpec.model_validate(
         {
             "name": JOB,

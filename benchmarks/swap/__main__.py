@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.command import finish, run_program, scratch
 from benchmarks.swap.bandwidth import Bandwidth, measure
 from benchmarks.swap.sharing import SHARED, Scale, Sharing, run
-from benchmarks.workloads.six_players import AGENTS
+from benchmarks.swap.six_players import AGENTS
 
 # Hidden size and layers of the policies: 16, 257 and 1026 MiB of training state in a step.
 SIZES = ((256, 1), (512, 4), (1024, 4))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.pipeline.measure import StepEnd, step_ends
-from benchmarks.workloads.six_players import AGENTS
+from benchmarks.papers.pipeline.measure import StepEnd, step_ends
+from benchmarks.swap.six_players import AGENTS
 from benchmarks.workloads.tokenizer import save_tokenizer
 from testbed.timeline import TimelineSpan, busy_within, read_spans
 from troupe.client import AsyncClient
@@ -120,8 +120,8 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
     return JobSpec.model_validate(
         {
             "name": "swap",
-            "workflow": "benchmarks.workloads.six_players:play",
-            "tasks": {"source": "benchmarks.workloads.six_players:Queries"},
+            "workflow": "benchmarks.swap.six_players:play",
+            "tasks": {"source": "benchmarks.swap.six_players:Queries"},
             "agents": {
                 name: {"policy": name, "sampling": {"max_new_tokens": 200}} for name in AGENTS
             },

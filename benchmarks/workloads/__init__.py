@@ -1,1 +1,1 @@
-"""Made-up work of the papers' shape, for benchmarks."""
+"""A workflow and a tokenizer that several benchmarks use."""

@@ -64,15 +64,15 @@ def test_every_benchmark_ends_by_it() -> None:
         f"benchmarks/{side}.py"
         for side in (
             "end_to_end/trl_side",
-            "psro/openspiel",
-            "psro/openspiel_learned",
+            "papers/psro/openspiel",
+            "papers/psro/openspiel_learned",
             "rollout/direct",
-            "sampling/ours",
-            "sampling/rllib",
-            "sampling/samplefactory",
+            "papers/sampling/ours",
+            "papers/sampling/rllib",
+            "papers/sampling/samplefactory",
             "trainer/ours",
             "trainer/theirs",
-            "twin/pictures",
+            "papers/twin/pictures",
         )
     }
     for path in done.stdout.split():
@@ -84,7 +84,7 @@ def test_every_benchmark_ends_by_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("module", ["experience_store", "panel", "pipeline"])
+@pytest.mark.parametrize("module", ["experience_store", "panel", "papers.pipeline"])
 def test_a_signal_ends_a_benchmark_with_all_that_it_started(
     module: str, number: signal.Signals
 ) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pipeline.measure import StepEnd
+from benchmarks.papers.pipeline.measure import StepEnd
 from benchmarks.swap.sharing import figures
-from benchmarks.workloads.six_players import AGENTS
+from benchmarks.swap.six_players import AGENTS
 from testbed.timeline import TimelineSpan
 from tests.benchmarks.quick import quick_run
 

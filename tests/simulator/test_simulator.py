@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import simpy
 
-from benchmarks.actions.simulated import least
+from benchmarks.papers.actions.simulated import least
 from testbed.simulator.models import Dedicated, ServedModel, SharedPool
 from testbed.simulator.rollout import BatchResult, ask, play
 from testbed.simulator.trace import (

@@ -11,7 +11,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.twin import tangram
+from benchmarks.papers.twin import tangram
 from services.reward.dispatch import dispatcher as live
 from tests.twin.jobs import constant, two_policies
 from troupe.scheduling import elastic

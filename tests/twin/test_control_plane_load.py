@@ -1,4 +1,4 @@
-"""What `benchmarks.twin.control` says of one orchestrator, one store and one Redis."""
+"""What `benchmarks.papers.twin.control` says of one orchestrator, one store and one Redis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.twin import control, mechanisms
+from benchmarks.papers.twin import control, mechanisms
 
 _LOAD = control.ControlLoad(64, 400.0, 160_000.0, 80_000.0, 4000)
 

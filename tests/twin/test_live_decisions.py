@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline import workload
+from benchmarks.papers.pipeline import workload
 from tests.support import decision_log
 from tests.support.decision_log import Decision, DecisionLog, replay
 from troupe.client import AsyncClient

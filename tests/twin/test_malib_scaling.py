@@ -1,4 +1,4 @@
-"""`benchmarks.twin.malib`: sampling by many workers, and best responses trained at once."""
+"""`benchmarks.papers.twin.malib`: sampling by many workers, and best responses trained at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from benchmarks.twin import malib
+from benchmarks.papers.twin import malib
 
 
 @pytest.mark.parametrize("name", malib.CASES)

@@ -1,4 +1,4 @@
-"""The jobs by which `benchmarks.twin` reproduces published tables: what must hold at any size."""
+"""What holds at any size of the jobs by which `benchmarks.papers.twin` reproduces tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.twin import flexmarl, mechanisms, rollart, rollart_rows
+from benchmarks.papers.twin import flexmarl, mechanisms, rollart, rollart_rows
 from troupe.twin.cluster import Twin
 from troupe.twin.job import TwinJob
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.twin.pictures import FOLDER, drawn, picture
+from benchmarks.papers.twin.pictures import FOLDER, drawn, picture
 
 _PAGE = FOLDER.parent / "benchmarks" / "twin.md"
 
@@ -17,7 +17,7 @@ def test_pictures_are_those_of_the_kept_figures_and_shown() -> None:
     page = _PAGE.read_text(encoding="utf-8")
     for name, svg in drawn(figures).items():
         assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == svg, (
-            f"{name}: run python -m benchmarks.twin.pictures"
+            f"{name}: run python -m benchmarks.papers.twin.pictures"
         )
         assert f"(../twin/{name}.svg)" in page
 

@@ -1,1 +1,0 @@
-"""`python -m benchmarks.actions`: actions scheduled one by one, beside reservations."""

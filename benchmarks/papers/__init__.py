@@ -1,0 +1,1 @@
+"""Benchmarks that reproduce published figures of FlexMARL, RollArt, ARL-Tangram and MALib."""

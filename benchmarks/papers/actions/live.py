@@ -1,0 +1,100 @@
+"""A trace of trajectories, played against a reward service in real time.
+
+elastic   every action gets as many cores as the scheduler gives it
+told      the same, and functions declare how long a call takes on one core (`seconds_per`)
+fcfs      as elastic, but first come, first served
+fixed     every action that is elastic gets the same number of cores
+reserved  a trajectory waits for cores of its own and holds them until it ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.papers.actions.served import Ran, Reward
+from testbed.simulator.trace import SHELL, TESTS, CodingLaw, Trajectory
+from troupe.rpc import new_id
+from troupe.scheduling.elastic.order import SHORTEST, Order
+from troupe.twin.workload import REWARD
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one batch. `wait_seconds`: for a reservation, mean per action. `service_cpu`: seconds of
+    the service itself, without its workers."""
+
+    mode: str
+    cores: int
+    trajectories: int
+    ran: Sequence[Ran]
+    wait_seconds: float
+    seconds: float
+    service_cpu: float
+
+    @property
+    def act(self) -> float:
+        """Mean action completion time, in seconds; the wait for a reservation is part of it."""
+        return sum(one.act for one in self.ran) / len(self.ran) + self.wait_seconds
+
+    @property
+    def overhead(self) -> float:
+        """What running takes beyond what the functions take: pipes, leases, control groups."""
+        return sum(one.run for one in self.ran) / sum(one.own for one in self.ran) - 1
+
+    @property
+    def scheduler(self) -> float:
+        """CPU of the service over core-seconds of the actions."""
+        return self.service_cpu / sum(one.own * max(1, one.cores) for one in self.ran)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How cores are given. `fixed`: so many to every action that could use more; None: elastic.
+    `slots`: reservations that there are; None: nobody waits for one. `order` is the service's.
+    What one of the same `job` was seen to do is known; empty: its own name."""
+
+    name: str
+    fixed: int | None = None
+    slots: int | None = None
+    told: bool = False
+    order: Order = SHORTEST
+    job: str = ""
+
+
+async def play(
+    reward: Reward, trajectories: Sequence[Trajectory], mode: Mode, cores: int, law: CodingLaw
+) -> Result:
+    """All trajectories begin at once, on a service with so many cores."""
+    suffix = (mode.job or mode.name) if mode.fixed is None else f"{mode.fixed}-cores"
+    for name in (SHELL, TESTS, REWARD):
+        # As a user would guess it, not as it is.
+        fixed = 1 if name == SHELL else mode.fixed
+        given = (1, law.max_cores, 0.9) if fixed is None else (fixed, fixed, 0.0)
+        kind = REWARD if name == REWARD else "tool"
+        await reward.register(f"{name}-{suffix}", *given, kind=kind, told=mode.told)
+    pods = asyncio.Semaphore(mode.slots) if mode.slots is not None else None
+    ran: list[Ran] = []
+    waited = 0.0
+
+    async def one(trajectory: Trajectory) -> None:
+        nonlocal waited
+        who = (suffix, new_id("trajectory"))
+        asked = time.perf_counter()
+        async with pods or contextlib.nullcontext():
+            waited += time.perf_counter() - asked
+            for turn in trajectory:
+                await asyncio.sleep(turn.think)
+                name = f"{turn.call.function}-{suffix}"
+                ran.append(await reward.run(name, turn.call, who))
+
+    began, cpu = time.perf_counter(), reward.cpu_seconds()
+    async with asyncio.TaskGroup() as group:
+        for trajectory in trajectories:
+            group.create_task(one(trajectory))
+    seconds = time.perf_counter() - began
+    used = reward.cpu_seconds() - cpu
+    return Result(mode.name, cores, len(trajectories), ran, waited / len(ran), seconds, used)

@@ -1,0 +1,155 @@
+"""A reward service's process, its functions, and how they are called."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import psutil
+
+from benchmarks.command import end, scratch
+from benchmarks.papers.actions.functions import PACED_DIR
+from benchmarks.papers.actions.real_time import go_ahead
+from testbed.simulator.trace import SHELL
+from troupe.rpc import ClientSettings, connect, new_id
+from troupe.scheduling.elastic.order import SHORTEST, Order
+from troupe.twin.workload import SimulatedAction
+from troupe.v1 import reward_pb2 as reward_pb
+from troupe.v1.reward_pb2_grpc import RewardStub
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+_START_SECONDS = 60.0
+_CALL_SECONDS = 600.0
+# What workers are warmed up with: long enough that each gets one.
+_NOTHING = SimulatedAction(SHELL, 1, 1, 0.02, 0.0)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One action: seconds from asking to the answer, of running as the service and as the function
+    saw it, and its cores."""
+
+    act: float
+    run: float
+    own: float
+    cores: int
+
+
+class Reward:
+    """A service that has started."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, process: psutil.Process, workers: int, paced: bool
+    ) -> None:
+        self._stub: RewardAsyncStub = RewardStub(channel)
+        self._process = process
+        self._workers = workers
+        self._entrypoint = f"benchmarks.papers.actions.functions:{'paced' if paced else 'burnt'}"
+
+    def cpu_seconds(self) -> float:
+        """What the service itself has used, without its workers."""
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+    async def register(
+        self,
+        name: str,
+        lowest: int,
+        highest: int,
+        fraction: float = 0.0,
+        *,
+        kind: str = "tool",
+        told: bool = False,
+    ) -> None:
+        """A function that takes `lowest` .. `highest` cores; every worker imports it. `told`: it
+        declares how long a call takes on one core by its arguments, as users can."""
+        spec = reward_pb.FunctionSpec(
+            name=name,
+            version="1",
+            entrypoint=self._entrypoint,
+            timeout_seconds=_CALL_SECONDS,
+            cores=lowest,
+            max_cores=highest if highest > lowest else 0,
+            parallel_fraction=fraction,
+            kind=kind,
+            seconds_per={"serial": 1.0, "parallel": 1.0} if told else {},
+        )
+        await self._stub.RegisterFunction(
+            reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        )
+        await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
+
+    async def run(self, name: str, call: SimulatedAction, who: tuple[str, str] = ("", "")) -> Ran:
+        """Run an action for `who`, job and trajectory."""
+        asked = time.perf_counter()
+        response = await self._stub.Invoke(
+            reward_pb.InvokeRequest(
+                invocation_id=new_id(),
+                name=name,
+                version="1",
+                arguments_json=json.dumps({"serial": call.serial, "parallel": call.parallel}),
+                job_id=who[0],
+                trajectory_id=who[1],
+                query_id=call.query,
+            ),
+            timeout=_CALL_SECONDS,
+        )
+        if response.HasField("error"):
+            raise RuntimeError(f"{name}: {response.error.message}")
+        own = float(json.loads(response.result_json))
+        return Ran(time.perf_counter() - asked, response.run_seconds, own, response.cores)
+
+
+@contextlib.asynccontextmanager
+async def started(
+    cores: int, workers: int, *, paced: bool, order: Order = SHORTEST
+) -> AsyncIterator[Reward]:
+    """A service with so many cores and workers, warm."""
+    with _process(cores, workers, paced, order) as (process, address):
+        channel = connect(address, ClientSettings())
+        try:
+            reward = Reward(channel, process, workers, paced)
+            await reward.register(SHELL, 1, 1)
+            go_ahead(process)
+            yield reward
+        finally:
+            await channel.close(None)
+
+
+@contextlib.contextmanager
+def _process(
+    cores: int, workers: int, paced: bool, order: Order
+) -> Iterator[tuple[psutil.Process, str]]:
+    module = "benchmarks.papers.actions.paced_service" if paced else "services.reward"
+    with scratch() as directory, contextlib.ExitStack() as stack:
+        ports, log = directory / "ports", directory / "service.log"
+        env = {
+            "TROUPE_PORT": "0",
+            "TROUPE_PORT_FILE": str(ports),
+            "TROUPE_REWARD_WORKERS": str(workers),
+            "TROUPE_REWARD_MIN_WORKERS": str(workers),
+            "TROUPE_REWARD_CORES": str(cores),
+            "TROUPE_REWARD_ORDER": order,
+            PACED_DIR: str(directory),
+        }
+        out = stack.enter_context(log.open("wb"))
+        command = [sys.executable, "-m", module]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env)
+        stack.callback(end, process)
+        deadline = time.monotonic() + _START_SECONDS
+        while not (ports.exists() and ports.read_text().strip()):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the reward service did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield psutil.Process(process.pid), f"127.0.0.1:{ports.read_text().split()[0]}"

@@ -1,0 +1,168 @@
+"""The jobs that every mode runs: five policies, a skewed team, simulated hardware, in two set-ups.
+
+What the figures stand for, and where they come from, is in docs/benchmarks/pipeline.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.papers.pipeline.research_team import AGENTS
+from benchmarks.workloads.tokenizer import save_tokenizer
+from troupe.job import JobSpec
+
+TRAINERS: Final = 3
+# Tool calls at once: each has a process of the reward service.
+TOOL_PROCESSES: Final = 24
+
+# One second here is about sixteen of the papers' hardware. What follows is a policy of 14B
+# parameters; one of 32B reads and trains 2.3 times slower and decodes 1.7 times slower.
+SMALL: Final = {
+    "prefill_tokens_per_second": 40_000.0,
+    "decode_seconds": 0.00135,
+    "decode_seconds_per_turn": 0.000022,
+    "response_tokens_mean": 75.0,
+    "response_tokens_sigma": 0.6,
+    "backward_tokens_per_second": 12_700.0,
+    "step_seconds": 0.05,
+    "load_seconds": 0.05,
+}
+_LARGE_TRAINS: Final = 2.3
+_LARGE_DECODES: Final = 1.7
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row of a table: what differs from the other rows, and nothing else does."""
+
+    name: str
+    label: str
+    stands_for: str
+    pipeline: dict[str, Any]
+    steps: int
+    after: int = 0
+    """Steps at the end that only keep busy what the measured ones overlap with."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One table: the job that its rows share.
+
+    `published` are the ratios that the papers report for what it stands for, by the names of the
+    JSON object (`micro_batch_over_sync`, ...).
+    """
+
+    name: str
+    stands_for: str
+    published: dict[str, float]
+    queries_per_step: int
+    in_flight: int
+    micro_batch_samples: int
+    tasks: dict[str, float]
+    # Policies of 32B; bound to trainers like all others, in the order of names, each to the least
+    # loaded one: coder and searcher share the first, critic and writer the second.
+    large: tuple[str, ...] = ()
+    small: dict[str, float] = field(default_factory=lambda: dict(SMALL))
+    group_size: int = 4
+
+    def simulated(self, policy: str) -> dict[str, float]:
+        """The cost model of a policy."""
+        if policy not in self.large:
+            return self.small
+        return self.small | {
+            "prefill_tokens_per_second": self.small["prefill_tokens_per_second"] / _LARGE_TRAINS,
+            "decode_seconds": self.small["decode_seconds"] * _LARGE_DECODES,
+            "backward_tokens_per_second": self.small["backward_tokens_per_second"] / _LARGE_TRAINS,
+        }
+
+
+# 96 queries of 4 are 384 trajectories of which 24 run at once, one in 16 as in the paper (64 of
+# 1,024); a micro-batch is one group's worth of samples, as there.
+MA: Final = Setup(
+    name="ma",
+    stands_for="FlexMARL MA: all agents of 14B, training takes as long as rollout",
+    published={"micro_batch_over_serial": 7.3, "micro_batch_over_sync": 2.03},
+    queries_per_step=96,
+    in_flight=24,
+    micro_batch_samples=4,
+    tasks={"rounds": 1.33, "sigma": 0.3, "tool_seconds": 0.11, "tool_sigma": 1.0},
+    small=SMALL | {"backward_tokens_per_second": 8_200.0},
+)
+CA: Final = Setup(
+    name="ca",
+    stands_for="FlexMARL CA: agents of 14B and 32B, long tails of tools",
+    published={
+        "micro_batch_over_serial": 5.6,
+        "micro_batch_over_sync": 1.57,
+        "async_over_sync": 2.05,  # RollArt's
+    },
+    queries_per_step=64,
+    in_flight=32,
+    micro_batch_samples=8,
+    tasks={"rounds": 2.0, "sigma": 0.3, "tool_seconds": 0.11, "tool_sigma": 1.25},
+    large=("critic", "searcher"),
+)
+SETUPS: Final = {one.name: one for one in (MA, CA)}
+
+
+def quick(setup: Setup) -> Setup:
+    """The same with a small step, which says little about speed."""
+    return replace(setup, queries_per_step=12, in_flight=16)
+
+
+def modes() -> list[Mode]:
+    """The rows, slowest first.
+
+    The first step is warm-up and not measured, but for `serial`, whose one step is long. Of the
+    others the same three steps are measured: steps differ by some percent in what they hold.
+    """
+    return [
+        Mode("serial", "serial", "MAS-RL: colocated", {"mode": "serial"}, 1),
+        Mode("sync", "sync", "DistRL, Sync", {"mode": "sync"}, 4),
+        Mode("micro_batch", "micro_batch", "FlexMARL", {"mode": "micro_batch"}, 4),
+        Mode("async", "async (alpha 1)", "RollArt, AReaL", {"mode": "async", "alpha": 1}, 5, 1),
+    ]
+
+
+def job(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
+    """The job of one row; its tokenizer is put under `directory`."""
+    vocabulary = save_tokenizer(directory / "tokenizer")
+    model = {
+        # Never built: simulated policies need a configuration's vocabulary only.
+        "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
+        "tokenizer": str(directory / "tokenizer"),
+    }
+    return JobSpec.model_validate(
+        {
+            "name": f"pipeline-{setup.name}-{mode.name.replace('_', '-')}",
+            "workflow": "benchmarks.papers.pipeline.research_team:play",
+            "tasks": {
+                "source": "benchmarks.papers.pipeline.research_team:Queries",
+                "args": setup.tasks,
+            },
+            "tools": {"run": {"entrypoint": "benchmarks.papers.pipeline.research_team:run"}},
+            "agents": {
+                name: {"policy": name, "sampling": {"max_new_tokens": 600}} for name in AGENTS
+            },
+            "policies": {
+                name: {
+                    "model": model,
+                    "engine": {"max_running": 64, "max_context": 1024},
+                    "simulated": setup.simulated(name),
+                }
+                for name in AGENTS
+            },
+            "pipeline": {
+                "steps": mode.steps,
+                "queries_per_step": setup.queries_per_step,
+                "group_size": setup.group_size,
+                "micro_batch_samples": setup.micro_batch_samples,
+                **mode.pipeline,
+            },
+            "evaluation": {"queries": 0},
+            "limits": {"max_concurrent_trajectories": setup.in_flight},
+            "logging": {"tensorboard": False},
+        }
+    )

@@ -1,0 +1,57 @@
+"""Runs OpenSpiel's side in the reference's Python, and tells how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+_RUN_SECONDS: Final = 1800.0
+
+
+def progress(side: str, game: str, iteration: int, nash_conv: float, seconds: float) -> None:
+    """For who waits: a line per iteration."""
+    said = f"{side}, {game}: iteration {iteration}, NashConv {nash_conv:.4g}, {seconds:.1f} CPU s"
+    print(said, file=sys.stderr, flush=True)
+
+
+def iterations(python: Path, module: str, game: str, *arguments: object) -> list[dict[str, Any]]:
+    """Run `python -m benchmarks.papers.psro.MODULE GAME ARGUMENTS`; an object for each iteration.
+
+    Raises SystemExit with what it said last if it fails or takes half an hour.
+    """
+    command = [str(python), "-m", f"benchmarks.papers.psro.{module}", game, *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said: list[str] = []
+    errors = process.stderr
+    listening = threading.Thread(target=lambda: said.extend(errors), daemon=True)
+    listening.start()
+    timer = threading.Timer(_RUN_SECONDS, process.kill)
+    timer.start()
+    found = []
+    try:
+        for line in process.stdout:
+            one = json.loads(line)
+            progress("OpenSpiel", game, one["iteration"], one["nash_conv"], one["seconds"])
+            found.append(one)
+        failed = process.wait()
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+    listening.join()
+    if failed or not found:
+        raise SystemExit(f"OpenSpiel's PSRO failed: {''.join(said).strip()[-500:]}")
+    return found

@@ -1,0 +1,103 @@
+"""Troupe's sampling: `python -m benchmarks.papers.sampling.ours WORLD WORKERS COPIES`.
+
+WORKERS processes with COPIES copies each, one torch thread a process; an actor plays whole episodes
+of all copies. What is counted has come back to the driver as fragments.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.papers.sampling.clock import serve
+from benchmarks.papers.sampling.worlds import AGENTS, CALL, STEPS
+from troupe.job.network import NetworkSpec
+from troupe.networks.actor import Actor, Seat
+from troupe.networks.environments.openspiel import GameCopies
+from troupe.networks.jobs import make_learner
+from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment, make_environment
+
+_JOIN_SECONDS = 20.0
+
+
+class Leduc(GameCopies):
+    """As `worlds.Leduc`: all moves are offered, and one that is not legal is a call."""
+
+    def reset(self, seed: int) -> Observed:
+        """A new game in every copy."""
+        return self._offered(super().reset(seed))
+
+    def step(self, actions: Actions) -> Stepped:
+        """Move the first player, then all others."""
+        may = np.take_along_axis(self._may[:, 0], np.asarray(actions, np.int64), axis=1)
+        stepped = super().step(np.where(may, actions, CALL))
+        return stepped._replace(observed=self._offered(stepped.observed))
+
+    def _offered(self, observed: Observed) -> Observed:
+        assert observed.legal is not None
+        self._may = observed.legal
+        return observed._replace(legal=None)
+
+
+def environment(world: str, copies: int) -> VectorEnvironment:
+    """So many copies of it."""
+    if world == "leduc":
+        return Leduc(copies)
+    return make_environment("simple_spread", copies, agents=AGENTS, steps=STEPS)
+
+
+def work(world: str, copies: int, seed: int, out: Connection) -> None:
+    """Play until nobody reads any more."""
+    torch.set_num_threads(1)
+    played, spec = environment(world, copies), NetworkSpec(hidden=(64, 64), activation="tanh")
+    actor = Actor(played, {"p": Seat(spec, played.agents)})
+    learner = make_learner(spec, played.spaces, played.agents, 0)
+    actor.load("p", learner.published(), 0)
+    try:
+        while True:
+            seed += 1
+            out.send(actor.sample(seed).fragments["p"])
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def main() -> None:
+    """Measure whenever asked to."""
+    world, workers, copies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # A worker begins with all that is imported here, once for all of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.papers.sampling.ours"])
+    processes, ends = [], []
+    for number in range(workers):
+        end, out = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(world, copies, number << 32, out))
+        process.start()
+        out.close()
+        processes.append(process)
+        ends.append(end)
+    for end in ends:  # everybody plays
+        end.recv()
+
+    def collect(some: int) -> int:
+        # Who is not read from stands still.
+        ready: list[Any] = wait(ends[:some] if some else ends)
+        return sum(end.recv().steps for end in ready)
+
+    try:
+        serve(collect)
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(_JOIN_SECONDS)
+            if process.is_alive():
+                process.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Agentic tasks of several kinds on two classes of device, as RollArt (arXiv 2512.22560) has them:
+what affinity, environments, redundancy and failing hosts are worth or cost in the twin.
+`benchmarks.papers.twin.rollart_rows` has the table of step times.
+
+Published: H800 beside H20, models up to 32B, responses whose longest is 5 to 9 times the mean,
+environments of 10 s, alpha 1, 29.7 s of a pull of 32B. What else is needed is assumed here, named
+at each constant. docs/benchmarks/twin.md says which of it was changed after a look at results.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from troupe.scheduling.binding import RankWorker
+from troupe.scheduling.routing import Rates
+from troupe.twin.cluster import Twin, TwinMeans
+from troupe.twin.costs import DEVICES, EngineRates, engine_rates, model_shape, trainer_rates
+from troupe.twin.engines import RoutingRules
+from troupe.twin.faults import NodeFaults
+from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
+from troupe.twin.workload import Lengths, MixedWorkload, TeamWorkload, TwinTrajectory, TwinTurn
+
+# Seconds of a pull of 32B, and what is exposed of it.
+PULL: Final = (29.7, 9.6)
+
+MODEL: Final = "Qwen3-32B"
+# Devices (assumed): engines of four on 24 H800 and 48 H20; 24 more H800 train.
+_TENSOR: Final = 4
+_GENERATING: Final = {"H800": 6, "H20": 12}
+_TRAINING_HOSTS: Final = 3
+# What an H800 costs over an H20 (assumed: about what clouds charge).
+_PRICE: Final = 2.85
+_QUERIES: Final = 64
+_GROUP: Final = 8
+CONTEXT: Final = 8000.0
+_LIMIT: Final = 64
+# By kind of task, prefill-heavy ones with short replies, and one that is all decoding (assumed):
+# turns, tokens that are new in a prompt, tokens of a reply, seconds of an environment's step.
+_SHORT: Final = {
+    "software": (25.0, 1200.0, 150.0, 5.0),
+    "web": (12.0, 2500.0, 80.0, 4.0),
+    "game": (30.0, 200.0, 60.0, 0.5),
+}
+_LONG: Final = {"mathematics": (1.0, 300.0, 3000.0, 0.5)}
+# Share of trajectories with a step of the environment that takes so much longer, and with one that
+# breaks (assumed: as in benchmarks.papers.trajectories).
+_STALLS, _STALL_SECONDS, _FAULTS = 0.04, 100.0, 0.03
+
+
+def tasks(share: float = 0.5, group: int = _GROUP, *, disturbed: bool = False) -> MixedWorkload:
+    """Queries of every kind; `share` of them are all decoding. `disturbed`: environments stall and
+    break."""
+    parts = []
+    for kinds, part in ((_SHORT, 1 - share), (_LONG, share)):
+        for kind, (turns, prompt, response, wait) in kinds.items():
+            workload = TeamWorkload(
+                agents=("agent",),
+                rounds=Lengths(turns, 0.5 if turns > 1 else 0.0, 2 * turns),
+                prompt=Lengths(prompt, 0.5),
+                # A sigma of 0.7: the longest of a batch is 5 to 9 times the mean.
+                response=Lengths(response, 0.7, 28_000),
+                wait=Lengths(wait, 0.8, 20 * wait),
+                group_size=group,
+                reset=Lengths(5.0, 1.0, 60.0),
+                stalls=_STALLS if disturbed and turns > 1 else 0.0,
+                stall_seconds=_STALL_SECONDS,
+                faults=_FAULTS if disturbed and turns > 1 else 0.0,
+                domain=kind,
+            )
+            parts.append((workload, part / len(kinds)))
+    return MixedWorkload(parts)
+
+
+def _rates(device: str, *, fetched: bool) -> EngineRates:
+    """An engine of the model; its weights take the published pull, fetched beside serving or not.
+
+    What is exposed of a fetched pull is copying from host memory to the devices.
+    """
+    shape, costs = model_shape(MODEL), DEVICES[device]
+    rates = engine_rates(shape, costs, tensor_parallel=_TENSOR, context=CONTEXT)
+    copy = 2 * shape.parameters / (_TENSOR * costs.host_link * 0.5)
+    if fetched:
+        return replace(rates, load_seconds=copy, fetch_seconds=PULL[0])
+    return replace(rates, load_seconds=PULL[0] + copy)
+
+
+def _known(rates: EngineRates) -> Rates:
+    step = rates.decode_seconds + rates.decode_seconds_per_turn * _LIMIT
+    return Rates(rates.prefill_tokens_per_second, _LIMIT / step)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which of RollArt's mechanisms a job has."""
+
+    mode: str = "async"
+    alpha: int = 1
+    whole_batches: bool = False
+    affinity: bool = True
+    redundant: int = 0
+    fetched: bool = True
+
+
+def training_hosts(count: int) -> list[RankWorker]:
+    """Trainer workers on hosts of eight GPUs."""
+    return [RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(count)]
+
+
+def engine_fleet(device: str, count: int, features: Features) -> EngineFleet:
+    """Engines of the model on one class of device."""
+    rates = _rates(device, fetched=features.fetched)
+    if not features.affinity:
+        return EngineFleet(count, rates, _LIMIT, _TENSOR)
+    return EngineFleet(count, rates, _LIMIT, _TENSOR, device, _known(rates))
+
+
+# Rows of the table of step times. Between whole batches all engines load at once.
+FEATURES: Final = {
+    "sync": Features("sync", 0, whole_batches=True, affinity=False, fetched=False),
+    "one_off": Features(whole_batches=True, affinity=False),
+    "areal": Features(affinity=False, fetched=False),
+    "rollart": Features(),
+}
+
+
+def job(
+    features: Features,
+    *,
+    share: float = 0.5,
+    fleet: dict[str, int] | None = None,
+    disturbed: bool = False,
+) -> TwinJob:
+    """A job with these mechanisms. `share`: of queries that are all decoding; `fleet`: engines of
+    each class; `disturbed`: environments stall and break."""
+    fleets = [
+        engine_fleet(device, count, features) for device, count in (fleet or _GENERATING).items()
+    ]
+    ranks = 8 * _TRAINING_HOSTS
+    trainer = trainer_rates(model_shape(MODEL), DEVICES["H800"], ranks=ranks, context=CONTEXT)
+    by_domain = [(kind, "H800") for kind in _SHORT] + [(kind, "H20") for kind in _LONG]
+    routing = RoutingRules(by_domain=tuple(by_domain)) if features.affinity else RoutingRules()
+    return TwinJob(
+        policies={"agent": TwinPolicy(tuple(fleets), trainer, ranks=ranks)},
+        workload=tasks(share, _GROUP + features.redundant, disturbed=disturbed),
+        trainers=training_hosts(_TRAINING_HOSTS),
+        mode=features.mode,  # type: ignore[arg-type]
+        alpha=features.alpha,
+        queries_per_step=_QUERIES,
+        micro_batch=64,
+        in_flight=2 * _QUERIES * (_GROUP + features.redundant),
+        redundant=features.redundant,
+        whole_batches=features.whole_batches,
+        routing=routing,
+        share_prefixes=True,
+        control=ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1),
+    )
+
+
+def run(one: TwinJob, steps: int = 4) -> TwinMeans:
+    """Means without the first step (two that begin at once, where steps overlap), and without the
+    last ones, in which nothing is left to begin."""
+    first, after = (2, 1 + one.alpha) if one.mode == "async" else (1, 0)
+    return Twin(one).run(first + steps + after).means(first, after)
+
+
+def one_class(steps: int = 4) -> dict[str, float]:
+    """Seconds per step with all mechanisms, without affinity, and on as many engines of one class
+    as cost the same."""
+    full = FEATURES["rollart"]
+    h800, h20 = _GENERATING["H800"], _GENERATING["H20"]
+    jobs = {
+        "both": job(full),
+        "both, no affinity": job(replace(full, affinity=False)),
+        "H800 only": job(full, fleet={"H800": round(h800 + h20 / _PRICE)}),
+        "H20 only": job(full, fleet={"H20": round(h20 + h800 * _PRICE)}),
+    }
+    return {name: run(one, steps).seconds for name, one in jobs.items()}
+
+
+def environments(sigma: float, *, queries: int = 16) -> float:
+    """Step time of environments that advance as a batch, over trajectories that wait for nobody:
+    six turns, steps of 10 s on average, Gaussian with this sigma;
+    as in benchmarks.papers.trajectories."""
+    shape, device = model_shape("Qwen3-8B"), DEVICES["H800"]
+    engine = engine_rates(shape, device, context=1000.0)
+    trainer = trainer_rates(shape, device, ranks=8, context=1000.0)
+
+    def workload(index: int) -> Sequence[TwinTrajectory]:
+        rng = random.Random(f"{sigma}/{index}")
+        reply = Lengths(100.0, 0.6, 900)
+        return [
+            TwinTrajectory(
+                tuple(
+                    TwinTurn(
+                        "agent", 200, round(reply.draw(rng)) + 1, max(0.0, rng.gauss(10, sigma))
+                    )
+                    for _ in range(6)
+                )
+            )
+            for _ in range(_GROUP)
+        ]
+
+    whole = TwinJob(
+        policies={"agent": TwinPolicy((EngineFleet(4, engine),), trainer, ranks=8)},
+        workload=workload,
+        trainers=[RankWorker("t", devices=8, device="cuda", host="h")],
+        mode="async",
+        queries_per_step=queries,
+        micro_batch=queries,
+        in_flight=queries * _GROUP,
+        barrier=True,
+    )
+    return run(whole, 6).seconds / run(replace(whole, barrier=False), 6).seconds
+
+
+def redundancy(steps: int = 3) -> dict[int, float]:
+    """Seconds per step by redundant trajectories of a group, where environments stall and break."""
+    features = replace(FEATURES["rollart"], mode="micro_batch", alpha=0)
+    return {
+        count: run(job(replace(features, redundant=count), disturbed=True), steps).seconds
+        for count in (0, 2)
+    }
+
+
+# Unexpected interruptions of Llama 3's pre-training: 419 in 54 days on 16,384 GPUs of 2,048 hosts
+# (arXiv 2407.21783, section 3.3.4).
+HOST_MTBF: Final = 54 * 86_400 * 2048 / 419
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What failing hosts cost: measured at a multiple of the published rate, for a day at it."""
+
+    failures: int
+    lost_seconds: float
+    """Per failure, over the same steps without."""
+    per_day: float
+    """Failures per day that the published rate gives."""
+
+    @property
+    def share(self) -> float:
+        """Part of a day's work that is left."""
+        return 1 - self.per_day * self.lost_seconds / 86_400
+
+
+def goodput(
+    large: TwinJob, hosts: int, steps: int, *, faster: float = 100.0, spare: int = 0
+) -> Goodput:
+    """The cost of failures of a job on so many hosts: one that fails `faster` than published is
+    compared with one that does not. A lost host is away for 300 s; a gang needs 120 s more.
+    `spare`: hosts besides those that the gang needs. `faster` must leave most steps without a
+    failure, else what is lost is not by failure."""
+    more = [RankWorker(f"spare{n}", devices=8, device="cuda", host=f"s{n}") for n in range(spare)]
+    large = replace(large, trainers=[*large.trainers, *more])
+    faults = NodeFaults(HOST_MTBF / faster, 300.0, 120.0)
+    good, bad = Twin(large).run(steps), Twin(replace(large, faults=faults)).run(steps)
+    lost = bad.steps[-1].at - good.steps[-1].at
+    per_day = 86_400 * hosts / HOST_MTBF
+    return Goodput(bad.failures, lost / max(1, bad.failures), per_day)
