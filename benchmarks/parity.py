@@ -17,7 +17,7 @@ import asyncio
 import json
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,6 @@ from rich.table import Table
 from scipy import stats
 
 from benchmarks.command import finish, run_program, scratch
-from benchmarks.end_to_end.curves import draw
 from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_steps
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import DTYPES, SMALL, Work, save_model
@@ -41,6 +40,9 @@ QUICK: Final = Work(steps=4, lr=1.5e-3, queries=4)
 LAST: Final = 10
 HALF_WIDTH: Final = 0.03
 _TRL_SECONDS: Final = 1200.0
+# Of the picture of the curves.
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 320, 50, 40, 30
+_COLOURS: Final = ("#1f77b4", "#d95f02")
 
 Curve = list[float]
 
@@ -130,6 +132,42 @@ def told(found: dict[str, Any]) -> Table:
         cells = [f"{statistics.fmean(v):.3f} ± {statistics.stdev(v):.3f}" for v in at]
         table.add_row(name, *cells, f"{found[name]['mean']:.3f} ± {found[name]['sd']:.3f}")
     return table
+
+
+def draw(curves: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Draw `{system: [curve of each seed]}` as SVG: a line per seed, a thick one for their mean.
+
+    All curves have equally many steps.
+    """
+    steps = len(next(iter(curves.values()))[0])
+    highest = max(value for seeds in curves.values() for curve in seeds for value in curve)
+
+    def line(curve: Sequence[float], colour: str, width: float, opacity: float) -> str:
+        points = " ".join(
+            f"{_LEFT + (_WIDTH - _LEFT - 10) * step / max(1, steps - 1):.1f},"
+            f"{_HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / highest:.1f}"
+            for step, value in enumerate(curve)
+        )
+        return (
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" '
+            f'stroke-opacity="{opacity}"/>'
+        )
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 10}" fill="none" stroke="#333"/>',
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">steps (of {steps})</text>',
+        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{highest:.2f}</text>',
+        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">0</text>',
+    ]
+    for number, ((name, seeds), colour) in enumerate(zip(curves.items(), _COLOURS, strict=True)):
+        parts += [line(curve, colour, 1, 0.35) for curve in seeds]
+        parts.append(line([statistics.fmean(at) for at in zip(*seeds, strict=True)], colour, 3, 1))
+        x = _LEFT + 20 + 160 * number
+        parts.append(f'<text x="{x}" y="{_TOP - 10}" fill="{colour}">{name}, mean of seeds</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, run_program
-from benchmarks.store.served import Ending, Timings, create, drop, run_step
-from benchmarks.store.servers import Stub, started
-from benchmarks.store.workload import Shape, make_appends
+from benchmarks.experience_store.served import Ending, Timings, create, drop, run_step
+from benchmarks.experience_store.servers import Stub, started
+from benchmarks.experience_store.workload import Shape, make_appends
 from troupe.cluster.settings import Fsync
 
 SETTINGS: tuple[Fsync, ...] = ("everysec", "always")

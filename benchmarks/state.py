@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, run_program, scratch
-from benchmarks.store.servers import Stub, started
+from benchmarks.experience_store.servers import Stub, started
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.chassis.app import serve
 from services.trainer.server import TrainerService

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.selfplay.__main__ import JOBS, job, main
-from benchmarks.selfplay.figure import draw
-from benchmarks.selfplay.measure import Curve
+from benchmarks.selfplay import JOBS, Curve, draw, job, main
 from tests.benchmarks.quick import figures
 
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from benchmarks import experience_store
 from benchmarks.command import machine
+from benchmarks.experience_store.__main__ import main
 
 
 def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    experience_store.main(["--quick"])
+    main(["--quick"])
     *table, last = capsys.readouterr().out.splitlines()
     results = json.loads(last)
     assert {name: results.pop(name) for name in machine()} == machine()

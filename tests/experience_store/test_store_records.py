@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.store.workload import GROUP_SIZE, Shape, make_row
+from benchmarks.experience_store.workload import GROUP_SIZE, Shape, make_row
 from services.experience_store.log import Log
 from services.experience_store.records import PolicyKeys, StagedRow
 from services.experience_store.store import Store

@@ -48,8 +48,7 @@ from benchmarks.command import finish, options_of, run_program
 from benchmarks.papers.actions import report, simulated
 from benchmarks.papers.actions.decisions import decision_seconds
 from benchmarks.papers.actions.live import Mode, Result, play
-from benchmarks.papers.actions.real_time import breathe, modestly
-from benchmarks.papers.actions.served import started
+from benchmarks.papers.actions.served import breathe, modestly, started
 from testbed.simulator.rollout import BatchResult
 from testbed.simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
 from troupe.scheduling.elastic.order import FCFS, SHORTEST

@@ -1,4 +1,5 @@
-"""A reward service's process, its functions, and how they are called."""
+"""A reward service's process, its functions, how they are called, and what goes before what where
+the benchmark runs in a real-time class (`chrt -r`)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import psutil
 
 from benchmarks.command import end, scratch
 from benchmarks.papers.actions.functions import PACED_DIR
-from benchmarks.papers.actions.real_time import go_ahead
 from testbed.simulator.trace import SHELL
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60.0
 _CALL_SECONDS = 600.0
+# What other work on the machine gets after each batch that is played.
+_PAUSE_SECONDS: Final = 5.0
 # What workers are warmed up with: long enough that each gets one.
 _NOTHING = SimulatedAction(SHELL, 1, 1, 0.02, 0.0)
 
@@ -153,3 +155,37 @@ def _process(
                 raise RuntimeError(f"the reward service did not start: {log.read_text()[-2000:]}")
             time.sleep(0.05)
         yield psutil.Process(process.pid), f"127.0.0.1:{ports.read_text().split()[0]}"
+
+
+def go_ahead(service: psutil.Process) -> None:
+    """The service and this process go before workers that burn, as they do without a real-time
+    class: in one nobody gets a core until another's turn is over."""
+    if not _real_time():
+        return
+    priority = os.sched_param(os.sched_getparam(0).sched_priority + 1)
+    for process in (service, psutil.Process()):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(thread.id, os.SCHED_RR, priority)
+
+
+@contextlib.contextmanager
+def modestly() -> Iterator[None]:
+    """What measures no time but its own CPU's, or none, needs no class."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    if _real_time():
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
+async def breathe() -> None:
+    """Let others have the machine for a while."""
+    if _real_time():
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _real_time() -> bool:
+    return os.sched_getscheduler(0) == os.SCHED_RR

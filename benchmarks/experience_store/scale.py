@@ -8,9 +8,16 @@ import time
 
 import redis
 
-from benchmarks.store.served import CALL_SECONDS, Ending, Timings, append_all, create, drop
-from benchmarks.store.servers import Stub
-from benchmarks.store.workload import (
+from benchmarks.experience_store.served import (
+    CALL_SECONDS,
+    Ending,
+    Timings,
+    append_all,
+    create,
+    drop,
+)
+from benchmarks.experience_store.servers import Stub
+from benchmarks.experience_store.workload import (
     GROUP_SIZE,
     Shape,
     claim_request,

@@ -108,7 +108,7 @@ def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
         _wait("the store", lambda: ports.read_text())
         echo = directory / "echo"
         with echo.open("wb") as out:
-            command = [sys.executable, "-m", "benchmarks.store.echo"]
+            command = [sys.executable, "-m", "benchmarks.experience_store.echo"]
             echo_pid = _run(stack, command, out.fileno(), {})
         _wait("the echo", lambda: int(echo.read_text()))
         yield Servers(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import redis
 
-from benchmarks.store.scale import used_bytes
-from benchmarks.store.served import CALL_SECONDS, MICRO_BATCH, create, drop
-from benchmarks.store.servers import Stub
-from benchmarks.store.workload import (
+from benchmarks.experience_store.scale import used_bytes
+from benchmarks.experience_store.served import CALL_SECONDS, MICRO_BATCH, create, drop
+from benchmarks.experience_store.servers import Stub
+from benchmarks.experience_store.workload import (
     GROUP_SIZE,
     Shape,
     claim_request,

@@ -1,7 +1,7 @@
 """The same bytes through gRPC alone: a server that takes requests and answers with as many bytes.
 
 No store, no Redis, no protobuf: what gRPC itself costs on the way in and on the way out. Run as a
-module it is that server (`python -m benchmarks.store.echo`), on the loop that the store runs on.
+module (`python -m benchmarks.experience_store.echo`) it is that server, on the store's event loop.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from benchmarks.store.servers import Stub
-from benchmarks.store.workload import (
+from benchmarks.experience_store.servers import Stub
+from benchmarks.experience_store.workload import (
     GROUP_SIZE,
     POLICY,
     Shape,

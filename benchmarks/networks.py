@@ -1,0 +1,304 @@
+"""Do small networks reach what was published? Three seeds per task.
+
+`--only mappo` runs one of them. Draws `docs/figures/networks-TASK.svg` and writes the numbers to
+`docs/figures/networks.json`, where other tasks' stay. The last line is a JSON object: per task the
+plateau of every seed, their mean, what was published, whether it was reached, CPU seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.command import finish, options_of, run_program
+from troupe.job.network import NetworkSpec
+from troupe.networks.actor import Actor, Seat
+from troupe.networks.jobs import make_learner
+from troupe.networks.vector import make_environment
+
+FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
+SEEDS: Final = (1, 2, 3)
+# Far from the seeds that training plays with.
+_HELD_OUT = 10**9
+_POLICY = "team"
+_PAPOUDAKIS: Final = (
+    "Papoudakis et al. 2021 (Benchmarking multi-agent deep reinforcement learning algorithms in "
+    "cooperative tasks), table 3, MPE Spread, with parameter sharing"
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A paradigm on an environment. Returns are per agent."""
+
+    name: str
+    environment: str
+    network: dict[str, Any]
+    """A `NetworkSpec`."""
+    copies: int
+    """Episodes per update."""
+    updates: int
+    every: int
+    """Updates from one point of the curve to the next."""
+    published: float
+    """The plateau that is to be reached."""
+    margin: float
+    """What it is stated with, plus or minus."""
+    source: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    trials: int = 4
+    """Episodes per copy in which a point is measured."""
+    ceiling: bool = False
+    """Whether it cannot be passed either."""
+
+    @property
+    def spec(self) -> NetworkSpec:
+        """What is trained."""
+        return NetworkSpec.model_validate(self.network)
+
+    def reached(self, mean: float) -> bool:
+        """Whether this mean of all seeds has reached the plateau."""
+        beyond = mean - self.published
+        return beyond >= -self.margin and (not self.ceiling or beyond <= self.margin)
+
+
+TASKS: Final = {
+    task.name: task
+    for task in (
+        Task(
+            "mappo",
+            "simple_spread",
+            {
+                "learning": {
+                    "paradigm": "mappo",
+                    "lr": 2e-3,
+                    "gamma": 0.9,
+                    "epochs": 5,
+                    "minibatches": 2,
+                    "entropy_coefficient": 0.003,
+                }
+            },
+            copies=64,
+            updates=1300,
+            every=50,
+            published=-133.54,
+            margin=3.08,
+            source=_PAPOUDAKIS,
+            settings={"variant": "mpe"},
+        ),
+        Task(
+            "maddpg",
+            "simple_spread",
+            {
+                "learning": {
+                    "paradigm": "maddpg",
+                    "actor_lr": 2e-3,
+                    "critic_lr": 4e-3,
+                    "gamma": 0.9,
+                    "batch": 256,
+                    "updates": 8,
+                    "warmup": 4000,
+                    "standardize_rewards": True,
+                }
+            },
+            copies=16,
+            updates=1000,
+            every=50,
+            published=-141.70,
+            margin=1.74,
+            source=_PAPOUDAKIS,
+            settings={"variant": "mpe"},
+            trials=16,
+        ),
+        *(
+            Task(
+                paradigm,
+                "two_step",
+                {
+                    "hidden": [64],
+                    "parameters": "per_agent",
+                    "learning": {
+                        "paradigm": paradigm,
+                        "lr": 3e-3,
+                        "buffer": 500,
+                        "updates": 4,
+                        "epsilon": [1.0, 1.0],
+                    },
+                },
+                copies=32,
+                updates=100,
+                every=10,
+                published=optimum,
+                margin=0.0,
+                source="Rashid et al. 2018 (QMIX), section 5.1: the optimum is 8, VDN finds 7",
+                trials=1,
+                ceiling=True,
+            )
+            for paradigm, optimum in (("qmix", 8.0), ("vdn", 7.0))
+        ),
+    )
+}
+
+
+@dataclass
+class Curve:
+    """What a seed came to."""
+
+    seed: int
+    steps: list[int] = field(default_factory=list)
+    """Of the environment, in all copies together."""
+    returns: list[float] = field(default_factory=list)
+    """Mean return of an agent, without exploration."""
+    seconds: float = 0.0
+    """CPU, playing, learning and measuring."""
+    load: float = 0.0
+    """Of the machine in the last minute, when it ended."""
+
+    @property
+    def plateau(self) -> float:
+        """Of the last fifth of the curve."""
+        last = self.returns[-max(1, len(self.returns) // 5) :]
+        return sum(last) / len(last)
+
+
+def learn(task: Task, seed: int, updates: int, say: Any) -> Curve:
+    """A curve of so many updates; `say` is called with a line at each of its points."""
+    began = time.process_time()
+    environment = make_environment(task.environment, task.copies, **task.settings)
+    spec, agents = task.spec, environment.agents
+    learner = make_learner(spec, environment.spaces, agents, seed)
+    actor = Actor(environment, {_POLICY: Seat(spec, agents)})
+    curve, played = Curve(seed), 0
+    for version in range(updates + 1):
+        actor.load(_POLICY, learner.published(), version)
+        if version % task.every == 0 or version == updates:
+            trials = range(_HELD_OUT, _HELD_OUT + task.trials)
+            curve.returns.append(round(float(actor.evaluate(trials).mean()), 3))
+            curve.steps.append(played)
+            spent = time.process_time() - began
+            say(f"{task.name} seed {seed}: {played} steps, {curve.returns[-1]:.2f}, {spent:.0f} s")
+        if version < updates:
+            fragment = actor.sample(seed * 10**6 + version).fragments[_POLICY]
+            played += fragment.steps
+            learner.update([fragment])
+    environment.close()
+    curve.seconds = round(time.process_time() - began, 1)
+    curve.load = round(os.getloadavg()[0], 1)
+    return curve
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 280, 60, 16, 40, 30
+_COLOURS: Final = ("#3366aa", "#dd7733", "#8855aa")
+
+
+def draw(task: Task, curves: Sequence[Curve]) -> str:
+    """An SVG document."""
+    values = [value for curve in curves for value in curve.returns] + [task.published]
+    low, high = min(values), max(values)
+    # The first points, of an untrained greedy policy, would flatten all others.
+    low = max(low, high - 3 * (high - sorted(values)[len(values) // 4]) - 1e-9)
+    most = max(curve.steps[-1] for curve in curves)
+
+    def x(steps: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * steps / most
+
+    def y(value: float) -> float:
+        inside = _HEIGHT - _BOTTOM - _TOP
+        return _HEIGHT - _BOTTOM - inside * (max(value, low) - low) / max(high - low, 1e-9)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(task.name)} on '
+        f"{escape(task.environment)}: return of an agent, {len(curves)} seeds</text>",
+        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}" fill="none" '
+        'stroke="#333"/>',
+        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">'
+        f"steps of the environment (to {most:,})</text>",
+        f'<path d="M{_LEFT} {y(task.published):.1f}H{_WIDTH - _RIGHT}" stroke="#888" '
+        'stroke-dasharray="4 4"/>',
+        f'<text x="{_WIDTH - _RIGHT}" y="{y(task.published) + 14:.1f}" text-anchor="end" '
+        f'fill="#555">published: {task.published:g}</text>',
+    ]
+    parts += [
+        f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.1f}</text>'
+        for value in (low, high)
+    ]
+    for curve, colour in zip(curves, _COLOURS, strict=False):
+        points = " ".join(
+            f"{x(steps):.1f},{y(value):.1f}"
+            for steps, value in zip(curve.steps, curve.returns, strict=True)
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def summary(task: Task, curves: Sequence[Curve]) -> dict[str, Any]:
+    """A task's part of the JSON object."""
+    plateaus = [round(curve.plateau, 2) for curve in curves]
+    mean = sum(plateaus) / len(plateaus)
+    return {
+        "plateaus": plateaus,
+        "mean": round(mean, 2),
+        "published": task.published,
+        "margin": task.margin,
+        "reached": task.reached(mean),
+        "steps": curves[0].steps[-1],
+        "cpu_seconds": [curve.seconds for curve in curves],
+        "load": [curve.load for curve in curves],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is asked for and print it."""
+    options = options_of(__doc__, arguments, parts=list(TASKS))
+    torch.set_num_threads(1)
+    tasks = [TASKS[options.only]] if options.only else list(TASKS.values())
+    found: dict[str, Any] = {}
+    for task in tasks:
+        curves = []
+        for seed in SEEDS[:1] if options.quick else SEEDS:
+            updates = 2 if options.quick else task.updates
+            curves.append(learn(task, seed, updates, lambda line: print(line, file=sys.stderr)))
+        found[task.name] = summary(task, curves)
+        if not options.quick:
+            _keep(task, curves, found[task.name])
+    if not options.json:
+        print(f"{'task':8} {'environment':14} {'plateaus':>26} {'mean':>9} {'published':>16}")
+        for name, row in found.items():
+            seeds = " ".join(f"{value:.2f}" for value in row["plateaus"])
+            stated = f"{row['published']:g} +- {row['margin']:g}"
+            print(
+                f"{name:8} {TASKS[name].environment:14} {seeds:>26} {row['mean']:9.2f} {stated:>16}"
+            )
+    finish(found, quiet=options.json)
+
+
+def _keep(task: Task, curves: Sequence[Curve], row: dict[str, Any]) -> None:
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    (FIGURES / f"networks-{task.name}.svg").write_text(draw(task, curves))
+    path = FIGURES / "networks.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[task.name] = {
+        **row,
+        "source": task.source,
+        "curves": [dataclasses.asdict(curve) for curve in curves],
+    }
+    path.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_program(main)

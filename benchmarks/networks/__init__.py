@@ -1,1 +1,0 @@
-"""Learning curves of small networks against published plateaus: `python -m benchmarks.networks`."""

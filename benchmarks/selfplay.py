@@ -1,0 +1,242 @@
+"""A small language model learns Kuhn poker by naive self-play, fictitious self-play and PSRO.
+
+    python -m benchmarks.selfplay [--quick] [--json] [--only JOB] [--seed N] [--out DIR]
+
+Each JOB (naive, fictitious, psro) is one of examples/self_play, through all services of an embedded
+cluster, from the same random weights. What is measured is exploitability: half of NashConv, which
+the job itself computes exactly (`population.game`) from the log-probs of its members in every
+information state, under its rule for illegal answers (a random legal move): of naive self-play that
+of the newest version, of the others that of an equilibrium between their members. About three
+minutes a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from benchmarks.command import finish, run_program, scratch
+from benchmarks.end_to_end.troupe_side import cluster
+from examples.self_play.model import make_player
+from troupe.client import AsyncClient
+from troupe.job import JobSpec
+from troupe.rpc import TroupeError, connect
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
+from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
+
+JOBS: Final = ("naive", "fictitious", "psro")
+EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "self_play"
+POLICY: Final = "player"
+# The naive job has no pool; here it has one that is measured, and that nobody is drawn from.
+_NAIVE: Final = {
+    "algorithm": "self_play",
+    "meta_solver": "latest",
+    "iteration_steps": 8,
+    "slots": 2,
+}
+# Steps of a smoke run, and of its iterations.
+_QUICK: Final = (4, 2)
+# For people only: what is measured is read when the job is over.
+_LOOK_SECONDS: Final = 5.0
+_CALL_SECONDS: Final = 60.0
+
+
+@dataclass
+class Curve:
+    """What came of one job. Exploitability is half of NashConv: what a best response gets per game,
+    over the seats, against who plays so; the value of the game being 0 for who changes seats."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """Steps done, and exploitability of what the job's meta-solver makes of its members: of naive
+    self-play the newest one, else an equilibrium between them."""
+    seconds: float = 0.0
+
+    @property
+    def untrained(self) -> float:
+        """Before the first step."""
+        step, value = self.points[0]
+        if step:
+            raise ValueError(f"the first of these members was made after step {step}")
+        return value
+
+    @property
+    def final(self) -> float:
+        """After the last step."""
+        return self.points[-1][1]
+
+    @property
+    def tail(self) -> float:
+        """Mean over the last quarter of the steps."""
+        since = 0.75 * self.points[-1][0]
+        return statistics.fmean(value for step, value in self.points if step >= since)
+
+
+def points_of(population: orchestrator_pb.Population) -> list[tuple[int, float]]:
+    """The curve that the job has computed so far."""
+    return [
+        (one.step, one.nash_conv / 2) for one in population.history if one.HasField("nash_conv")
+    ]
+
+
+def progress(text: str) -> None:
+    """For who waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+async def measured(
+    client: AsyncClient, spec: JobSpec, tell: Callable[[str], None] = progress
+) -> Curve:
+    """Train `spec` to its end. Raises `JobFailed`."""
+    began = time.monotonic()
+    channel = connect(client.address)
+    api = orchestrator_grpc.OrchestratorStub(channel)
+    handle = await client.submit(spec)
+    asked = orchestrator_pb.GetPopulationRequest(job_id=handle.id)
+
+    async def look() -> list[tuple[int, float]]:
+        answer = await api.GetPopulation(asked, timeout=_CALL_SECONDS)
+        return points_of(answer.population)
+
+    async def keep_telling() -> None:
+        told = 0
+        while True:
+            with contextlib.suppress(TroupeError):  # nothing is known before it has begun
+                found = await look()
+                for step, value in found[told:]:
+                    tell(f"{spec.name}: step {step}, exploitability {value:.3f}")
+                told = len(found)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    telling = asyncio.create_task(keep_telling())
+    try:
+        await handle.result()
+        seconds = time.monotonic() - began
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+    curve = Curve(await look(), seconds)
+    await channel.close(None)
+    return curve
+
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 340, 52, 40, 50
+_COLOURS: Final = ("#1f77b4", "#d95f02", "#2ca02c")
+
+
+def draw(curves: Mapping[str, Curve]) -> str:
+    """SVG: exploitability over steps, of what `Curve.points` says."""
+    steps = max(curve.points[-1][0] for curve in curves.values()) or 1
+    highest = max(value for curve in curves.values() for _, value in curve.points)
+
+    def at(step: float, value: float) -> str:
+        x = _LEFT + (_WIDTH - _LEFT - 10) * step / steps
+        y = _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / highest
+        return f"{x:.1f},{y:.1f}"
+
+    def line(points: Sequence[tuple[int, float]], colour: str, width: float) -> str:
+        drawn = " ".join(at(step, value) for step, value in points)
+        return f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+
+    third = next(iter(curves.values())).untrained / 3
+    goal, end = at(0, third), at(steps, third)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 10}" fill="none" stroke="#333"/>',
+        f'<path d="M{goal}L{end}" stroke="#999" stroke-dasharray="4 3"/>',
+        f'<text x="{_WIDTH - 12}" y="{float(goal.split(",")[1]) - 4}" text-anchor="end" '
+        'fill="#666">a third of the untrained</text>',
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">optimizer steps (of '
+        f"{steps})</text>",
+        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{highest:.2f}</text>',
+        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">0</text>',
+        f'<text x="{_LEFT}" y="16">exploitability on Kuhn poker; thick: the pool mixture, '
+        "or the newest where there is none</text>",
+    ]
+    for number, ((name, curve), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
+        parts.append(line(curve.points, colour, 2))
+        parts.append(f'<text x="{_LEFT + 20 + 130 * number}" y="36" fill="{colour}">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def job(name: str, model: Path, *, quick: bool, seed: int = 0) -> JobSpec:
+    """The example's job, beginning with `model`."""
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
+    spec["policies"][POLICY]["model"]["path"] = str(model)
+    spec["seed"] = seed
+    population = spec.setdefault("population", dict(_NAIVE))
+    population |= {"game": "kuhn_poker", "matches": {"least": 0}}
+    if quick:
+        spec["pipeline"] |= {"steps": _QUICK[0], "queries_per_step": 4, "group_size": 4}
+        population |= {"iteration_steps": _QUICK[1], "redraw_steps": 0, "slots": 2}
+    return JobSpec.model_validate(spec)
+
+
+async def run(names: Sequence[str], *, quick: bool, seed: int) -> dict[str, Curve]:
+    """One job after the other on one cluster."""
+    found = {}
+    with scratch() as directory:
+        model = make_player(directory / "model", seed=seed)
+        async with cluster(directory / "data") as client:
+            for name in names:
+                found[name] = await measured(client, job(name, model, quick=quick, seed=seed))
+    return found
+
+
+def row(name: str, curve: Curve) -> str:
+    """A line of the table."""
+    lowest = min(value for _, value in curve.points)
+    return (
+        f"{name:12} {curve.untrained:>10.3f} {curve.final:>9.3f} {lowest:>9.3f} "
+        f"{curve.tail:>12.3f} {curve.points[-1][0]:>6} {curve.seconds:>8.0f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, print a table and the JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--only", choices=JOBS, help="one of them")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the jobs")
+    parser.add_argument("--out", type=Path, help="where curves (JSON, SVG) go")
+    options = parser.parse_args(arguments)
+    names = [options.only] if options.only else list(JOBS)
+    curves = asyncio.run(run(names, quick=options.quick, seed=options.seed))
+    first = next(iter(curves.values()))
+    result = {
+        "untrained": round(first.untrained, 4),
+        **{name: round(curve.final, 4) for name, curve in curves.items()},
+    }
+    if not options.json:
+        print(
+            f"{'':12} {'untrained':>10} {'trained':>9} {'lowest':>9} {'last quarter':>12} "
+            f"{'steps':>6} {'seconds':>8}"
+        )
+        for name, curve in curves.items():
+            print(row(name, curve))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "selfplay.svg").write_text(draw(curves))
+        told = {
+            name: {"points": curve.points, "seconds": round(curve.seconds, 1)}
+            for name, curve in curves.items()
+        }
+        (options.out / "selfplay.json").write_text(json.dumps(told) + "\n")
+    finish(result, quiet=options.json)
+
+
+if __name__ == "__main__":
+    run_program(main)
