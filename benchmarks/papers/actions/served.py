@@ -144,6 +144,7 @@ def _process(
             "TROUPE_REWARD_CORES": str(cores),
             "TROUPE_REWARD_ORDER": order,
             PACED_DIR: str(directory),
+            "TROUPE_REWARD_ENVIRONMENT": PACED_DIR,
         }
         out = stack.enter_context(log.open("wb"))
         command = [sys.executable, "-m", module]
