@@ -75,7 +75,8 @@ def main() -> int:
     logs.configure("services.trainer.gang", settings.log_level, settings.log_format)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        # Not in the handler itself: the thread that it interrupts may hold the event's lock.
+        signal.signal(number, lambda *_: threading.Thread(target=stop.set).start())
     follow(settings, stop)
     return 0
 

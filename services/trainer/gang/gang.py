@@ -60,6 +60,8 @@ from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 log = structlog.get_logger("troupe.gang")
 
 _VARIABLE = "TROUPE_GANG_TERMS"
+# Names the lead's host to torchrun, for a gang of several hosts.
+_LEAD = "TROUPE_GANG_LEAD"
 _LENGTH_BYTES = 8
 _POLL_SECONDS = 0.2
 # Seconds between SIGTERM and SIGKILL.
@@ -582,9 +584,8 @@ def launch(
         # Every host has the same number of ranks, so they need not be exchanged.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
-    if nodes > 1 and (interface := interface_towards(address)) is not None:
-        # Gloo would listen at the address of the host's name, which may be loopback.
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if nodes > 1:
+        environment[_LEAD] = address
     if len(find_devices()) >= ranks:
         # Each rank sees one device of this process's and no other.
         options.append("--virtual-local-rank")
@@ -729,6 +730,11 @@ def main() -> None:
         end_with_parent(int(parent))
     # Ranks are children of this process: they are to end with it, as it ends with the worker.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
+    # Looked up in this process, which SIGTERM ends at once: while the lead is away, a name server
+    # may take longer to answer than the follower has to stop.
+    if (lead := os.environ.get(_LEAD)) and (interface := interface_towards(lead)) is not None:
+        # Gloo would listen at the address of the host's name, which may be loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

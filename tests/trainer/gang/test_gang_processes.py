@@ -21,7 +21,7 @@ from services.trainer.gang.gang import Gangs, free_port
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from tests.support.processes import ports_of
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, block_until
 from tests.trainer.gang.test_gang import (
     alone,
     assert_close,
@@ -237,3 +237,37 @@ def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
         gangs.close()
         follower.terminate()
         assert follower.wait(PATIENCE) == 0
+
+
+# A name server that never answers: Python imports `sitecustomize` when it starts.
+_NO_ANSWER = """
+import pathlib, socket, time
+found = socket.getaddrinfo
+def getaddrinfo(host, *others, **named):
+    if host == "lead.invalid":
+        pathlib.Path({asked!r}).touch()
+        time.sleep(3600)
+    return found(host, *others, **named)
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+def test_a_follower_that_looks_its_lead_up_ends_on_sigterm(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    (tmp_path / "sitecustomize.py").write_text(_NO_ANSWER.format(asked=str(asked)))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "TROUPE_GANG_NODE": "1",
+        "TROUPE_GANG_NODES": "2",
+        "TROUPE_GANG_RANKS": "1",
+        "TROUPE_GANG_ENDPOINT": "lead.invalid:29500",
+        "TROUPE_DATA_DIR": str(tmp_path / "data"),
+    }
+    follower = subprocess.Popen([sys.executable, "-m", "services.trainer.gang"], env=environment)
+    try:
+        block_until(asked.exists)
+        follower.terminate()
+        assert follower.wait(PATIENCE) == 0
+    finally:
+        follower.kill()
