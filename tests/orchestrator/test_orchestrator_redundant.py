@@ -20,11 +20,18 @@ def number(ticket: rollout_pb.Ticket) -> int:
     return int(ticket.trajectory_id.rpartition("-t")[2])
 
 
+def failing(ticket: rollout_pb.Ticket) -> str:
+    """The trajectory of a ticket's group that fails."""
+    return ticket.trajectory_id.rpartition("-t")[0] + "-t2"
+
+
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> None:
     """Of every four, one fails and one never ends: the two others are the group."""
     rollout = cluster.rollouts[0]
-    rollout.script.slow = lambda ticket: (0.1, 1000, 0.0, 0.1)[number(ticket)]
+    rollout.script.slow = lambda ticket: 1000 if number(ticket) == 1 else 0.0
+    # The failure comes before the group is complete: after that, it would be cancelled.
+    rollout.script.after = lambda ticket: failing(ticket) if number(ticket) in (0, 3) else None
     rollout.script.fail = lambda ticket: "tool_failed: no" if number(ticket) == 2 else None
     text = job_yaml(pipeline__mode=mode, pipeline__redundant_trajectories=2, pipeline__steps=3)
     job_id = await cluster.submit(text)

@@ -198,27 +198,30 @@ async def test_a_functions_own_queue_is_limited(client: Client) -> None:
         assert (await call).error.kind == Kind.KIND_CANCELLED
 
 
-async def test_jobs_take_turns(client: Client) -> None:
+async def test_jobs_take_turns(tmp_path: Path) -> None:
     """However much one job asks for, the next one's first call does not wait for all of it."""
     async with client_of(reward_workers=1) as alone:
-        await alone.register("sleeps", version="turns")
-        version = alone.versions["sleeps"]
+        await alone.register("waits", version="turns")
+        version = alone.versions["waits"]
+        given = tmp_path / "given"
         ended: list[str] = []
 
         async def call(job: str) -> None:
             request = reward_pb.InvokeRequest(
                 invocation_id=new_id(),
-                name="sleeps",
+                name="waits",
                 version=version,
-                arguments_json='{"seconds": 0.05}',
+                arguments_json=json.dumps({"path": str(given)}),
                 job_id=job,
             )
             await alone.stub.Invoke(request)
             ended.append(job)
 
         greedy = [asyncio.create_task(call("greedy")) for _ in range(20)]
-        await asyncio.sleep(0.1)
+        await alone.until_running("waits", 1, queued=19)
         modest = [asyncio.create_task(call("modest")) for _ in range(3)]
+        await alone.until_running("waits", 1, queued=22)
+        given.touch()
         await asyncio.gather(*greedy, *modest)
         assert ended.index("modest") < 10
         last = len(ended) - 1 - ended[::-1].index("modest")

@@ -109,6 +109,7 @@ class House:
     """The service under test, and its neighbours."""
 
     service: RolloutService
+    address: str
     rollout: Any
     store: Any
     transfer: Transfer
@@ -280,6 +281,7 @@ async def open_house(
     async with serve(factory, settings) as server, _channels(server.address, store) as channels:
         yield House(
             kept[0],
+            server.address,
             rollout_grpc.RolloutStub(channels[0]),
             store_grpc.ExperienceStoreStub(channels[1]),
             Transfer(directory / "transfer"),

@@ -8,10 +8,18 @@ import pytest
 
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation
-from tests.support.waiting import until
-from troupe.rpc import FailedPrecondition, NotFound, Unavailable
+from tests.support.waiting import PATIENCE, until
+from troupe.rpc import (
+    NO_RETRY,
+    ClientSettings,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+    connect,
+)
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 
 COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 HEALTHY = common_pb.ENGINE_STATE_HEALTHY
@@ -184,11 +192,12 @@ async def test_an_update_that_fails_everywhere_is_reported_and_can_be_repeated(
 ) -> None:
     await house.prepare("one_turn")
     [engine] = workshop.engines["big"]
-    engine.failing_updates = 100
+    engine.failing_updates = 10**9  # however often the engine is tried
     ref = house.publish("big", 1)
     request = rollout_pb.UpdateWeightsRequest(request_id="u1", weights=ref)
-    with pytest.raises(Unavailable, match="the link broke"):
-        await house.rollout.UpdateWeights(request, timeout=3)
+    async with connect(house.address, ClientSettings(retry=NO_RETRY)) as channel:
+        with pytest.raises(Unavailable, match="the link broke"):
+            await rollout_grpc.RolloutStub(channel).UpdateWeights(request, timeout=PATIENCE)
     assert (await house.run_one()).state == COMPLETED
     engine.failing_updates = 0
     await house.update(ref)

@@ -58,7 +58,9 @@ async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
         async with serve(lambda s, t: RolloutService(s, t, make=workshop), settings) as server:
             channel = connect(server.address)
             stub: Any = rollout_grpc.RolloutStub(channel)
-            house = House(server.service, stub, None, Transfer(tmp_path / "transfer"))  # type: ignore[arg-type]
+            house = House(
+                server.service, server.address, stub, None, Transfer(tmp_path / "transfer")
+            )
             await house.prepare("long_winded")
             [engine] = workshop.engines["big"]
             running = asyncio.create_task(house.run(evaluation(4)))

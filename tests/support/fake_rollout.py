@@ -16,6 +16,7 @@ from services.chassis.settings import ServiceSettings
 from services.rollout.games import describe
 from tests.support.experience import make_sample
 from tests.support.fake_worker import FakeWorker
+from tests.support.waiting import until
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as common_pb
@@ -32,6 +33,8 @@ class RolloutScript:
     seconds: float = 0.002
     # Besides.
     slow: Callable[[rollout_pb.Ticket], float] = lambda ticket: 0.0
+    # The id of another trajectory, whose end is told before this one ends.
+    after: Callable[[rollout_pb.Ticket], str | None] = lambda ticket: None
     reward: Callable[[rollout_pb.Ticket], dict[str, float]] = lambda ticket: {
         "solver": 1.0,
         "team": 1.0,
@@ -103,6 +106,8 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         # Jobs of which everything in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.ran: list[str] = []
+        # Trajectories whose end was told.
+        self.told: set[str] = set()
         self.tickets: list[rollout_pb.Ticket] = []
         # By policy: where the weights are that it serves.
         self.keys: dict[str, str] = {}
@@ -378,6 +383,8 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
         versions = dict(self.versions.get(request.job_id, {}))
         event.start_versions.update(versions)
         events.put_nowait(event)
+        if (other := script.after(ticket)) is not None:
+            await until(lambda: other in self.told)
         await asyncio.sleep(script.seconds + script.slow(ticket))
         event = rollout_pb.TrajectoryEvent(
             query_id=ticket.query_id, trajectory_id=ticket.trajectory_id, seconds=script.seconds
@@ -438,7 +445,13 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
             event.group_complete = ended.group_complete
             if ended.drop_reason:
                 event.state, event.reason = common_pb.TRAJECTORY_STATE_ABORTED, ended.drop_reason
-        asyncio.get_running_loop().call_later(script.late(ticket), events.put_nowait, event)
+        asyncio.get_running_loop().call_later(script.late(ticket), self._tell, event, events)
+
+    def _tell(
+        self, event: rollout_pb.TrajectoryEvent, events: asyncio.Queue[rollout_pb.TrajectoryEvent]
+    ) -> None:
+        events.put_nowait(event)
+        self.told.add(event.trajectory_id)
 
     def _job(self, job_id: str) -> dict[str, int]:
         if job_id not in self.versions:

@@ -7,16 +7,29 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, block_until
 from tests.transfer.conftest import SETTINGS, TOKEN
 from tests.transfer.sent import KEY, corrupting, leftovers, state
 from troupe.transfer import Transfer, TransferTimeout, checksum_of
 from troupe.transfer.remote import Peer, TransferOwner
+from troupe.transfer.remote.partial_state import PartialState
+
+
+def arriving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks that readers of this process have, in the order in which they came."""
+    came: list[int] = []
+    note = PartialState.arrived
+
+    def arrived(part: PartialState, index: int) -> None:
+        note(part, index)
+        came.append(index)
+
+    monkeypatch.setattr(PartialState, "arrived", arrived)
+    return came
 
 
 def test_a_broken_connection_goes_on_where_it_was(
@@ -31,11 +44,14 @@ def test_a_broken_connection_goes_on_where_it_was(
         again.append(TransferOwner(there, port=port, token=TOKEN, use_ucx=False))
 
     restarter = threading.Thread(target=restart)
+    came = arriving(monkeypatch)
 
     def spoil(nth: int, data: bytearray) -> None:
         if nth == 3:
+            block_until(lambda: 0 in came)
             restarter.start()
-            time.sleep(0.3)  # the connection breaks while this chunk is being sent
+            # The connection breaks while this chunk is being sent.
+            block_until(lambda: here.counters.retries().get("broken_connection"))
 
     sent = corrupting(monkeypatch, spoil)
     assert checksum_of(here.get(KEY)[0]) == manifest.checksum
@@ -51,17 +67,23 @@ def test_an_owner_that_stays_away_half_way(
 ) -> None:
     there.set(KEY, state(mib=26))
     stopper = threading.Thread(target=owner.stop, args=[0])
+    timed_out = threading.Event()
 
     def spoil(nth: int, data: bytearray) -> None:
         if nth == 3:
             stopper.start()
-            time.sleep(0.3)
+        if nth >= 3:
+            timed_out.wait(PATIENCE)  # not the whole state, however slowly the owner stops
 
     corrupting(monkeypatch, spoil)
     source = Peer(owner.address, SETTINGS)
     here = Transfer(tmp_path / "here", peers=[source])
-    with pytest.raises(TransferTimeout, match="chunks are missing"):
-        here.get(KEY, timeout=2)
+    for seconds in (2, 20, PATIENCE):
+        with pytest.raises(TransferTimeout, match="chunks are missing"):
+            here.get(KEY, timeout=seconds)
+        if stopper.ident is not None:
+            break  # unless the machine was busy for longer than it takes to come half way
+    timed_out.set()
     stopper.join()
     assert not here.keys()
     # What has arrived stays for who goes on.
