@@ -13,7 +13,7 @@ from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import NOBODY, House, evaluation, weights
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.rpc import connect
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -46,8 +46,8 @@ async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
         experience_store_address=NOBODY,
         reward_address=NOBODY,
         orchestrator_address=f"127.0.0.1:{port}",
-        drain_seconds=20,
-        stream_drain_seconds=20,
+        drain_seconds=PATIENCE,
+        stream_drain_seconds=PATIENCE,
         worker_id="w0",
     )
     for seed in (0, 99):

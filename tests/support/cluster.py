@@ -46,7 +46,7 @@ def job_yaml(
             for policy in policies
         },
         "pipeline": {"steps": 2, "queries_per_step": 2, "group_size": 2},
-        "limits": {"step_seconds": 30},
+        "limits": {"step_seconds": PATIENCE},
         "logging": {"tensorboard": False},
     }
     return job_text(job, over)

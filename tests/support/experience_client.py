@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from tests.support.experience import make_sample
+from tests.support.waiting import PATIENCE
 from troupe.experience import ExperienceWriter
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common_pb
@@ -54,7 +55,7 @@ class Client:
             "policy": "solver",
             "claimant": "trainer",
             "max_samples": 8,
-            "lease_seconds": 30,
+            "lease_seconds": PATIENCE,
         }
         return store_pb.ClaimMicroBatchRequest(
             request_id=new_id("claim"), job_id=self.job, **(values | fields)

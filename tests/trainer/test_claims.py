@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.claims import StepClaims, is_lost
+from tests.support.waiting import PATIENCE
 from tests.trainer.stage import TrainingStage
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
 from troupe.v1 import common_pb2 as common_pb
@@ -14,7 +15,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 async def _claimed(stage: TrainingStage) -> StepClaims:
     await stage.open()
     await stage.play(stage.first_model(stage.spec()))
-    claims = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
+    claims = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), PATIENCE)
     answer = await claims.claim({"max_samples": 64}, 5)
     assert answer.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_CLAIMED
     return claims
@@ -38,7 +39,7 @@ async def test_the_store_refuses_other_samples_than_it_handed_out(stage: Trainin
 
 async def test_a_renewal_of_what_was_taken_says_so(stage: TrainingStage) -> None:
     claims = await _claimed(stage)
-    other = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
+    other = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), PATIENCE)
     await other.supersede()
     with pytest.raises(TroupeError) as lost:
         await claims.renew()

@@ -13,7 +13,7 @@ from services.rollout.engines.errors import EngineStale
 from services.rollout.engines.factory import make_engine
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.states import IllegalTransition
 from troupe.transfer import Transfer
@@ -46,7 +46,7 @@ async def engine(
 async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: ServingEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=20))
     await until(lambda: engine.load().running + engine.load().waiting > 0)
-    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
+    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=PATIENCE))
     await until(lambda: engine.state == common_pb.ENGINE_STATE_DRAINING)
     with pytest.raises(EngineStale, match="DRAINING"):
         await ask(engine, "late", [5])
@@ -90,7 +90,7 @@ async def test_it_serves_the_other_policy_only_after_a_verified_update(
 async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: ServingEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)
-    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
+    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=PATIENCE))
     await until(lambda: engine.state == common_pb.ENGINE_STATE_DRAINING)
     engine._die("the plug was pulled")
     await drained

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tests.workflow.environments.hosting import (
     QUICK,
     counts,
@@ -38,7 +39,7 @@ from troupe.workflow.environments import (
     ],
 )
 async def test_a_fault_in_a_step_is_not_repeated(what: str, reason: str, says: str) -> None:
-    seconds = 0.3 if reason == "deadline" else 20
+    seconds = 0.3 if reason == "deadline" else PATIENCE
     limits = FaultLimits(step_seconds=seconds, retries=2, backoff_seconds=0.01)
     environment = naughty(what, "step", limits)
     await environment.reset(0)
@@ -71,7 +72,9 @@ async def test_a_fault_in_a_step_is_not_repeated(what: str, reason: str, says: s
 async def test_a_beginning_is_tried_again_on_a_fresh_process(
     tmp_path: Path, what: str, when: str
 ) -> None:
-    limits = FaultLimits(start_seconds=20, reset_seconds=20, retries=2, backoff_seconds=0.01)
+    limits = FaultLimits(
+        start_seconds=PATIENCE, reset_seconds=PATIENCE, retries=2, backoff_seconds=0.01
+    )
     if what == "hang":  # a start has to import the interpreter's world first
         limits = replace(
             limits, **{"start_seconds": 3} if when == "init" else {"reset_seconds": 0.3}
