@@ -1,4 +1,4 @@
-"""Rows per policy, exactly once: appended by rollout, claimed and committed by trainers.
+"""Experience store: rollout appends rows per policy; trainers claim and commit each exactly once.
 
 - `server`: the gRPC servicer, and the validation and translation of its requests (`requests`).
 - `store`: wires the parts below; watchers of tables, the sweeper, audit, high-water mark.
@@ -9,7 +9,7 @@
 - `samples`: late columns, payloads, listing.
 - `claims`: leases on ready samples, and commits: samples become TRAINED and the version moves.
 - `notices`: wakes callers that wait for a change, made here or by another replica.
-- `log`: what became of every sample, kept after its step is forgotten.
+- `log`: the fate of every sample, kept after its step is forgotten.
 
-Every change of a sample's state is made by a Lua script, so it is atomic.
+A Lua script makes every change of a sample's state, so each change is atomic.
 """

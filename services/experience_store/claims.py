@@ -1,11 +1,12 @@
 """Leases on ready samples.
 
-A claim holds its samples until it is committed or released, or its lease runs out by the clock of
-Redis. In the last two cases it is lost for good: its id never holds samples again, and a claimant
-that lost a lease must give up what it accumulated (release) before it may claim in this step again.
+A claim holds its samples until it is committed or released, or until its lease expires by the Redis
+clock. A released or expired claim is lost for good: its id never holds samples again. A claimant
+that lost a lease must discard its accumulated gradients and release before it may claim in this
+step again.
 
-A commit ends a policy's step: the samples that its claims hold become TRAINED, and the version
-moves, in one script. `KeptRows` are copies of trained rows from which a version can be made again.
+A commit ends a policy's step: one script marks the samples of its claims TRAINED and moves the
+version. `KeptRows` holds copies of trained rows, from which a version can be recomputed.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _SAMPLE: Final = tag(store_pb.ClaimedSample.SAMPLE_FIELD_NUMBER)
 
 @dataclass(frozen=True)
 class Delivery:
-    """The answer to a claim, serialized: the samples' payloads are joined, not parsed and
-    serialized again, which would take the store a third more CPU per row (4096 tokens)."""
+    """The serialized answer to a claim. It joins the samples' payloads: to parse and serialize them
+    again would cost a third more CPU per row (4096 tokens)."""
 
     outcome: store_pb.ClaimMicroBatchResponse.Outcome.ValueType
     message: bytes
@@ -56,7 +57,7 @@ class Delivery:
 
     @staticmethod
     def of(outcome: store_pb.ClaimMicroBatchResponse.Outcome.ValueType) -> Delivery:
-        """An answer without samples."""
+        """Return an answer without samples."""
         return Delivery(outcome, Response(outcome=outcome).SerializeToString())
 
     @staticmethod
@@ -66,8 +67,8 @@ class Delivery:
         rewards: Sequence[Sequence[float]],
         stems: Iterable[Payload] = (),
     ) -> Delivery:
-        """An answer with samples: the payload and record of each, and the index of its group's
-        rewards in `rewards`; `stems`: payloads of others that they refer to."""
+        """Return an answer with samples: the payload and record of each, and the index of its
+        group's rewards in `rewards`. `stems` has the other payloads that they refer to."""
         ends = [
             store_pb.ClaimedSample(group_rewards=values).SerializeToString() for values in rewards
         ]
@@ -86,9 +87,9 @@ class Delivery:
         return Delivery(outcome, b"".join(parts), count)
 
 
-# Payload bytes of one claim: its response must pass the message limit (64 MiB by default).
+# Payload bytes of one claim: its response must stay within the message limit (64 MiB by default).
 CLAIM_BYTES: Final = 32 * 2**20
-# A group that may not be split can need more, but it has to pass that limit too.
+# A group that may not be split can need more, within the same limit.
 GROUP_BYTES: Final = 60 * 2**20
 _CAUSES: Final = {
     "expired": "its lease ran out",
@@ -96,7 +97,7 @@ _CAUSES: Final = {
     "superseded": "another binding took over",
     "unknown": "no such claim is held",
 }
-# The state of a step's samples after its commit, by outcome.
+# State of a step's samples after its commit, by outcome.
 _TARGETS: Final = {
     store_pb.STEP_OUTCOME_APPLIED: LETTER_OF[common_pb.SAMPLE_STATE_TRAINED],
     store_pb.STEP_OUTCOME_SKIPPED: LETTER_OF[common_pb.SAMPLE_STATE_DROPPED],
@@ -126,12 +127,13 @@ class Claims:
     ) -> Delivery:
         """Lease a micro-batch, waiting at most `wait_seconds` for a full one.
 
-        `oldest_version` belongs to the step: the highest that any claim named holds, a lower one is
-        ignored, because what the higher one excluded is gone for good. Once a claim asked for
-        `balance_tokens`, the samples of its step are kept in order of tokens, not of their ids.
+        `oldest_version` belongs to the step: the highest value that any claim named applies. A
+        lower one is ignored, because samples excluded by a higher one are gone for good. Once a
+        claim has asked for `balance_tokens`, the step's samples are ordered by tokens instead of
+        ids.
 
-        Raises `FailedPrecondition` of kind `claim_lost` when the claim was lost before, or its
-        claimant was superseded, of kind `group_too_large` when a whole group cannot be sent.
+        Raises `FailedPrecondition` of kind `claim_lost` when the claim is already lost or its
+        claimant superseded, and of kind `group_too_large` when a whole group cannot be sent.
         """
         job, policy, step = request.job_id, request.policy, request.step
         await self._tables.check_policy(job, policy)
@@ -152,7 +154,7 @@ class Claims:
                 await subscription.wait(min(left, expiry_seconds))
 
     async def _try(self, request: store_pb.ClaimMicroBatchRequest) -> tuple[Delivery, float]:
-        """One attempt; with WAIT, the seconds until a lease runs out."""
+        """Try once; return the answer and, with WAIT, the seconds until a lease expires."""
         outcome, *rest = await self._steps.on_table(
             "claim",
             request.job_id,
@@ -190,11 +192,11 @@ class Claims:
         groups: bytes,
         rewards: bytes,
     ) -> Delivery:
-        """The answer from the reply of claim.lua: lines of samples, of their records and of
-        rewards; `groups` gives for every sample the line of `rewards`, from 1, of its group.
+        """Parse the reply of claim.lua: lines of samples, records and rewards. `groups` gives each
+        sample the line of its group in `rewards`, from 1.
         """
         if not samples:
-            # A repeated claim, whose samples were all dropped meanwhile.
+            # A repeated claim whose samples have all been dropped since.
             return Delivery.claimed(request.request_id, [], [])
         ids, texts = samples.decode().split("\n"), records.decode().split("\n")
         parsed = list(zip(ids, map(SampleRecord.parse, texts), strict=True))
@@ -204,7 +206,7 @@ class Claims:
                 request.job_id, request.policy, request.step, parsed, request.known_claims
             )
         except PayloadGoneError as error:
-            # Committed or dropped by another caller since the script ran.
+            # Another caller committed or dropped them since the script ran.
             raise lost(request.request_id, "its samples are gone") from error
         rows = (
             (payload, record, int(group) - 1)
@@ -217,7 +219,7 @@ class Claims:
     async def renew(
         self, job: str, policy: str, step: int, claimant: str, lease_seconds: float
     ) -> int:
-        """Extend all live leases of `claimant`; returns how many claims it holds.
+        """Extend all live leases of `claimant` and return the number of claims that it holds.
 
         Raises `FailedPrecondition` of kind `claim_lost` when it lost one.
         """
@@ -230,10 +232,10 @@ class Claims:
         return int(value)
 
     async def release(self, job: str, policy: str, step: int, claimant: str) -> int:
-        """Give back what `claimant` holds ('': what all claimants hold); returns how many samples.
+        """Give back the samples of `claimant` ('': of all claimants) and return their number.
 
-        A claimant that releases starts afresh. Claimants that '' releases are superseded: the next
-        one to claim goes on, the others are refused.
+        A claimant that releases starts afresh. '' supersedes all claimants: the next one to claim
+        goes on, and the others are refused.
         """
         await self._tables.check_policy(job, policy)
         _, released = await self._steps.on_table("release", job, policy, step, claimant)
@@ -249,8 +251,8 @@ class Claims:
         claim: str,
         samples: Sequence[str],
     ) -> int:
-        """Drop those of `samples` that a claim holds, because values of theirs are lost. The claim
-        keeps the others. Returns how many were dropped.
+        """Drop the claim's samples among `samples`, whose values are lost, and return how many. The
+        claim keeps its other samples.
 
         Raises `FailedPrecondition` of kind `claim_lost` for a claim that is not `claimant`'s.
         """
@@ -275,24 +277,25 @@ class Claims:
         durable: bool = False,
         kept: int | None = None,
     ) -> tuple[store_pb.StepCommit, bool]:
-        """End a step with `commit`; returns the commit that is stored, and whether it was before.
+        """End a step with `commit`; return the stored commit and whether it existed before this
+        call.
 
-        `durable`: the training state of its weights is on disk; `kept`: it is not yet, and the
-        claimant has kept the rows of so many micro-batches.
+        `durable`: the training state of its weights is on disk. `kept`: the state is not on disk
+        yet, and the claimant has kept the rows of so many micro-batches.
 
-        Raises `FailedPrecondition`, and changes nothing, when a claim is lost (`claim_lost`),
-        trajectories are still running (`step_unsealed`), samples are left that these claims do not
-        hold (`step_incomplete`), other rows are kept (`rows_not_kept`), the version goes
-        backwards (`version_backwards`), or the claims' samples have another digest than `commit`
-        names (`digest_mismatch`). Without one it gets that of the samples.
+        Raises `FailedPrecondition` and changes nothing when a claim is lost (`claim_lost`),
+        trajectories still run (`step_unsealed`), these claims do not hold all remaining samples
+        (`step_incomplete`), other rows are kept (`rows_not_kept`), the version would go backwards
+        (`version_backwards`), or the digest of the samples differs from the commit's
+        (`digest_mismatch`). A commit without a digest gets the samples' digest.
         """
         await self._tables.check_policy(job, commit.policy)
         table = await self._tables.get(job)
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
-        # The samples of a live claim change by a call of its claimant only (DropGone); the script
-        # refuses a claim that is lost before it runs.
+        # Only the claimant changes the samples of a live claim (DropGone). The script refuses a
+        # claim that is lost before it runs.
         samples = await self._held(job, commit.policy, commit.step, distinct)
         digest = samples_digest(samples)
         agrees = not commit.HasField("samples_digest") or commit.samples_digest == digest
@@ -322,7 +325,7 @@ class Claims:
         raise _refusal(outcome, rest, commit, claimant)
 
     async def _held(self, job: str, policy: str, step: int, claims: Sequence[str]) -> list[str]:
-        """The samples of those of these claims that are not lost."""
+        """Return the samples of these claims, except lost ones."""
         if not claims:
             return []
         key = PolicyKeys(job, policy).step(step, "claims")
@@ -333,12 +336,12 @@ class Claims:
 
 
 class KeptRows:
-    """Copies of trained rows, kept until the training state that they made is on disk.
+    """Copies of trained rows, kept until the resulting training state is on disk.
 
     A trainer that writes its state behind the steps commits versions that only its memory holds.
-    The rows of those steps, micro-batch by micro-batch in the order of their accumulation, let
-    another trainer compute them again from the last version on disk. The rows themselves are freed
-    with their step, whether they are used again or not.
+    The rows of those steps, by micro-batch in order of accumulation, let another trainer recompute
+    the versions from the last one on disk. The original rows are freed with their step, whether or
+    not the copies are used.
     """
 
     def __init__(self, database: Database, tables: TableRegistry, steps: StepStore) -> None:
@@ -361,11 +364,11 @@ class KeptRows:
                 kind="step_committed",
                 field="step",
                 value=step,
-                remedy="Read its commit; another binding has made the step.",
+                remedy="Read its commit; another binding did the step.",
             )
 
     async def describe(self, job: str, policy: str) -> store_pb.DescribeKeptRowsResponse:
-        """The version on disk, and the later ones whose rows are kept."""
+        """Return the version on disk, and the later ones whose rows are kept."""
         await self._tables.check_policy(job, policy)
         keys = PolicyKeys(job, policy)
         (durable, checksum), commits, sizes = await self._database.call_each(
@@ -392,7 +395,7 @@ class KeptRows:
         )
 
     async def read(self, job: str, policy: str, version: int) -> AsyncIterator[bytes]:
-        """The micro-batches that made a version, in order, as serialized `KeptMicroBatch`es.
+        """Yield the micro-batches that made a version, in order, as serialized `KeptMicroBatch`es.
 
         Raises `DataLoss` of kind `kept_rows_gone` when one is missing.
         """
@@ -407,18 +410,18 @@ class KeptRows:
                     kind="kept_rows_gone",
                     field="version",
                     value=version,
-                    remedy="Look again which version is on disk: a later one may be.",
+                    remedy="Ask again which version is on disk: a later one may be.",
                 )
             yield batch
 
     async def free(self, job: str, policy: str, version: int, checksum: str) -> None:
-        """Note that a version is on disk; free what was kept for it and earlier ones."""
+        """Note that a version is on disk, and free the rows kept for it and earlier versions."""
         await self._tables.check_policy(job, policy)
         await self._database.run("free_rows", PolicyKeys(job, policy).base, 0, version, checksum)
 
 
 def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:
-    """The error of a claim that holds no samples any more."""
+    """Return the error for a claim that no longer holds samples."""
     subject = f"claim {claim}" if claim else f"a claim of {claimant}"
     return FailedPrecondition(
         f"{subject} is lost: {why}",
@@ -430,7 +433,7 @@ def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondi
 
 
 def cause_text(value: bytes) -> str:
-    """Why a claim was lost, in words."""
+    """Describe why a claim was lost."""
     return _CAUSES.get(value.decode(), value.decode())
 
 
@@ -467,7 +470,7 @@ def _refusal(
     if outcome == b"unsealed":
         return FailedPrecondition(
             f"{where} has {int(rest[0])} of {int(rest[1])} trajectories"
-            + (", and is held open for more" if int(rest[2]) else ""),
+            + (", and is held open for more queries" if int(rest[2]) else ""),
             kind="step_unsealed",
             field="step",
             value=commit.step,
@@ -477,29 +480,29 @@ def _refusal(
         pending, ready, others = (int(number) for number in rest)
         return FailedPrecondition(
             f"{where} has samples that these claims do not hold: "
-            f"{pending} pending, {ready} ready, {others} claimed otherwise",
+            f"{pending} pending, {ready} ready, {others} in other claims",
             kind="step_incomplete",
             field="claim_ids",
             remedy="Claim until OUTCOME_EXHAUSTED and name all claims.",
         )
     if outcome == b"digest":
         return FailedPrecondition(
-            f"{where}: what was trained on are not the samples that the claims hold",
+            f"{where}: the trained samples differ from the samples that the claims hold",
             kind="digest_mismatch",
             field="samples_digest",
             remedy="Throw the accumulated gradients away, release, and begin the step again.",
         )
     if outcome == b"backwards":
         return FailedPrecondition(
-            f"policy {commit.policy} is at version {int(rest[0])} already",
+            f"policy {commit.policy} is already at version {int(rest[0])}",
             kind="version_backwards",
             field="weights.version",
             value=commit.weights.version,
-            remedy="Bind the policy at the ledger's version and run the step again.",
+            remedy="Bind the policy at its committed version and run the step again.",
         )
     return InvalidArgument(
-        f"{where} has {int(rest[0])} samples: the outcome must say what became of them",
+        f"{where} has {int(rest[0])} samples: the outcome must say what happened to them",
         field="outcome",
         value=store_pb.StepOutcome.Name(commit.outcome),
-        remedy="EMPTY is for a step without samples, and only for that.",
+        remedy="Use EMPTY only for a step without samples.",
     )

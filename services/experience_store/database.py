@@ -32,7 +32,7 @@ _POLICY_SCRIPTS: Final = (
     "keep_rows",
     "free_rows",
 )
-# What is put between the prelude and scripts that share more than that.
+# Code inserted between the prelude and the scripts that share it.
 _BETWEEN: Final = {
     "open_step": ("tasks",),
     "amend_step": ("tasks",),
@@ -40,19 +40,19 @@ _BETWEEN: Final = {
     "end_trajectory": ("decide",),
     "append_rows": ("carry",),
     "end_trajectories": ("decide", "carry"),
-    # They work on several steps of a table.
+    # These scripts work on several steps of a table.
     "commit": ("return", "kept"),
     "forget_step": ("kept",),
     "free_rows": ("kept",),
     "admit": ("return", "roster"),
 }
-# Short: callers repeat too, and must learn soon that Redis is away.
+# Short, since callers retry too and must learn quickly that Redis is away.
 RETRIES: Final = RetryPolicy(max_attempts=3, initial_backoff=0.05, max_backoff=0.5)
 
 
 @cache
 def load_scripts() -> Mapping[str, str]:
-    """The texts of all scripts by name, each behind the prelude that it is written against."""
+    """Return the text of each script by name, with its prelude in front."""
     folder = files(__package__) / "lua"
 
     def read(name: str) -> str:
@@ -69,17 +69,17 @@ def load_scripts() -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """One script on one job's or policy's keys (`base`), with its arguments."""
+    """A call of one script on the keys of one job or policy (`base`)."""
 
     script: str
     base: str
     args: Sequence[str | bytes | int]
     before: Sequence[Command] = ()
-    """Commands that are sent just ahead of it, on keys of the same slot."""
+    """Commands sent just before it, on keys of the same slot."""
 
 
 class Database(RedisClient):
-    """The Redis that holds samples; raises `Unavailable` naming its address when it is away."""
+    """The Redis that holds samples. Calls raise `Unavailable` with its address when it is away."""
 
     def __init__(self, url: str, *, timeout: float = 5.0, retries: RetryPolicy = RETRIES) -> None:
         super().__init__(
@@ -102,11 +102,12 @@ class Database(RedisClient):
         await super().close()
 
     async def run(self, script: str, base: str, *args: str | bytes | int) -> list[Any]:
-        """The reply of one script."""
+        """Run one script and return its reply."""
         return list(await self.run_script(script, [base], args))
 
     async def run_each(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
-        """The replies of several scripts, sent together. Each is atomic, together they are not."""
+        """Run several scripts, sent together, and return their replies. Each is atomic by
+        itself."""
         commands: list[Command] = []
         places: list[int] = []
         for call in calls:
@@ -119,8 +120,8 @@ class Database(RedisClient):
     async def run_all(
         self, before: Sequence[Command], calls: Sequence[ScriptCall]
     ) -> list[list[Any]]:
-        """The replies of several scripts, sent together behind commands on any of their keys: only
-        where one server has them all."""
+        """Run several scripts, sent together after commands on any of their keys, and return the
+        replies. Requires that one server holds all keys."""
         scripts = [self.script_command(call.script, [call.base], call.args) for call in calls]
         replies = await self.call_each([*before, *scripts])
         return [list(reply) for reply in replies[len(before) :]]
@@ -132,6 +133,7 @@ class Database(RedisClient):
         return [self._shaped(*pair) for pair in zip(commands, replies, strict=True)]
 
     def _shaped(self, command: Command, reply: Any) -> Any:
-        """The reply as redis-py shapes that of this command: HGETALL as a dictionary, and so on."""
+        """Return the reply in redis-py's form for this command, such as a dictionary for
+        HGETALL."""
         shape = self._redis.response_callbacks.get(command[0])
         return reply if shape is None or isinstance(reply, Exception) else shape(reply)

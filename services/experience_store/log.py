@@ -2,9 +2,9 @@
 
 A step that is trimmed leaves one compressed record per policy (`LoggedStep`: its commit and the
 fate of each sample) and one for the job (`StepMembership`: its queries, and how each trajectory
-ended). In order, each arrow repeatable: log every policy -> log the roster -> forget the records.
-A crash between two of them loses nothing: a step is in the log, in the book of records, or in both
-alike.
+ended). The steps, in order and each repeatable: log every policy -> log the roster -> forget the
+records. A crash between two of them loses nothing: a step is in the log, in the live records, or
+identically in both.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from troupe.v1 import experience_store_pb2 as store_pb
 # Reason of rows of an uncommitted step that are DROPPED with the tables.
 JOB_OVER: Final = "job_over"
 
-# Records read at once, so that a long book holds up neither Redis nor this process.
+# Records read at once, so that a long table blocks neither Redis nor this process.
 _PAGE: Final = 1000
-# Samples, or bytes of their record: from here on another thread (de)compresses.
+# From so many samples, or bytes of their record, another thread (de)compresses.
 _LONG: Final = 10_000
 _FINAL: Final = frozenset({common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_DROPPED})
 
 
 @dataclass(frozen=True)
 class StepMembership:
-    """A job's own record of one of its steps: its roster, and how its trajectories ended."""
+    """A job's record of one step: its roster, and how its trajectories ended."""
 
     step: int
     fields: dict[str, str]
@@ -66,29 +66,29 @@ class StepMembership:
 
     @property
     def redundant(self) -> int:
-        """Trajectories per query beyond these, which are ended once so many have completed."""
+        """Further trajectories per query, which are ended once `group_size` have completed."""
         return int(self.fields["redundant"])
 
     @property
     def versions(self) -> dict[str, int]:
-        """Version that each policy rolled out with."""
+        """Version with which each policy generated."""
         return {name: int(version) for name, version in json.loads(self.fields["versions"]).items()}
 
     def format(self) -> bytes:
-        """The compressed text in Redis."""
+        """Return the compressed text in Redis."""
         endings = {trajectory: ending.format() for trajectory, ending in self.endings.items()}
         return zlib.compress(json.dumps({"fields": self.fields, "endings": endings}).encode())
 
     @staticmethod
     def parse(step: int, stored: bytes) -> StepMembership:
-        """The roster that `format` wrote."""
+        """Return the roster that `format` wrote."""
         value = json.loads(zlib.decompress(stored))
         endings = {name: Ending.parse(text) for name, text in value["endings"].items()}
         return StepMembership(step, value["fields"], endings)
 
 
 class Log:
-    """Writes the log, and reads it and the live books as one."""
+    """The log of a store. Reads combine it with the live records."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -138,7 +138,7 @@ class Log:
         await self._database.call("SET", JobTableKeys(job).logged_tables, declaration)
 
     async def tables(self, job: str) -> bytes | None:
-        """The declaration of a job's dropped tables; None while they exist."""
+        """Return the declaration of a job's dropped tables; None while the tables exist."""
         stored: bytes | None = await self._database.call("GET", JobTableKeys(job).logged_tables)
         return stored
 
@@ -153,11 +153,11 @@ class Log:
             await self._database.call("UNLINK", key)
 
     async def has(self, job: str, step: int) -> bool:
-        """Whether all of a step is in the log."""
+        """Return whether all of a step is in the log."""
         return bool(await self._database.call("HEXISTS", JobTableKeys(job).log, step))
 
     async def steps(self, job: str) -> list[int]:
-        """All steps that the job has opened, oldest first."""
+        """Return all steps that the job has opened, oldest first."""
         keys = JobTableKeys(job)
         logged, known = await self._database.call_each(
             [("HKEYS", keys.log), ("ZRANGE", keys.steps, 0, -1)]
@@ -165,8 +165,9 @@ class Log:
         return sorted({int(step) for step in (*logged, *known)})
 
     async def roster(self, job: str, step: int) -> StepMembership | None:
-        """A step's roster, from the log or from the live job; None for a step never opened."""
-        # Twice: it may be logged and forgotten between the two reads.
+        """Return a step's roster, from the log or from the live job; None for a step never
+        opened."""
+        # Read twice, since it may be logged and forgotten between the two reads.
         for _ in range(2):
             stored = await self._database.call("HGET", JobTableKeys(job).log, step)
             if stored is not None:
@@ -176,7 +177,7 @@ class Log:
         return None
 
     async def policy_step(self, job: str, policy: str, step: int) -> store_pb.LoggedStep:
-        """The fate of every sample of a policy's step, so far."""
+        """Return the fate of every sample of a policy's step, so far."""
         keys = PolicyKeys(job, policy)
         logged = store_pb.LoggedStep(step=step)
         for _ in range(2):
@@ -189,7 +190,8 @@ class Log:
         return logged
 
     async def _live(self, keys: PolicyKeys, step: int) -> store_pb.LoggedStep:
-        """The book of a policy's step. A commit while it is read makes it be read again."""
+        """Return the live records of a policy's step. A commit in the meantime triggers another
+        read."""
         while True:
             before = await self._database.call("HGET", keys.commits, step)
             samples = await self._book(keys, step, before is not None)
@@ -242,33 +244,34 @@ class Log:
 
 
 def pack(logged: store_pb.LoggedStep) -> bytes:
-    """A policy's logged step, compressed, as Redis holds it."""
+    """Return a policy's logged step, compressed, as Redis holds it."""
     return zlib.compress(logged.SerializeToString(deterministic=True))
 
 
 async def packed(logged: store_pb.LoggedStep) -> bytes:
-    """`pack`, without holding up this process for a long step."""
+    """Run `pack` without blocking this process for a long step."""
     if len(logged.samples) < _LONG:
         return pack(logged)
     return await asyncio.to_thread(pack, logged)
 
 
 async def unpacked(stored: bytes) -> store_pb.LoggedStep:
-    """`unpack`, without holding up this process for a long step."""
+    """Run `unpack` without blocking this process for a long step."""
     if len(stored) < _LONG:
         return unpack(stored)
     return await asyncio.to_thread(unpack, stored)
 
 
 def unpack(stored: bytes) -> store_pb.LoggedStep:
-    """The step that `pack` wrote."""
+    """Return the step that `pack` wrote."""
     return store_pb.LoggedStep.FromString(zlib.decompress(stored))
 
 
-# Violations that a report lists at most; the figures beside them count all.
+# Maximum number of violations that a report lists; its figures count all of them.
 LONGEST_LIST: Final = 200
 _TRAINED, _DROPPED = common_pb.SAMPLE_STATE_TRAINED, common_pb.SAMPLE_STATE_DROPPED
-# Reason of rows that were kept out by another trajectory's row of the same id: counted, no record.
+# Reason of rows rejected because another trajectory has a row of the same id: counted, not
+# recorded.
 _TAKEN: Final = "sample_id_taken"
 
 
@@ -283,8 +286,8 @@ class _Policy:
     """Hash of a sample's name and origin -> applied steps that trained it."""
 
 
-class StepLedger:
-    """The audit of a job: takes its steps in order, then reports."""
+class StepAudit:
+    """An audit of a job's log: `add` takes the steps in order, `report` returns the result."""
 
     def __init__(self, policies: Collection[str], max_uses: int) -> None:
         self._max_uses = max_uses
@@ -294,18 +297,18 @@ class StepLedger:
         self._hidden = 0
         self._last: int | None = None
         self.live = False
-        """Whether some step is not over: another look may find it changed."""
+        """Whether some step is not over, so that a later audit may differ."""
 
     def add(
         self, step: int, roster: StepMembership | None, tables: Mapping[str, store_pb.LoggedStep]
     ) -> None:
         """Add the next step: its roster, its endings, and the fate of their rows."""
         if self._last is not None and step != self._last + 1:
-            self._say(f"steps {self._last + 1} to {step - 1} are in no log")
+            self._say(f"the log lacks steps {self._last + 1} to {step - 1}")
         self._last = step
         self._report.steps += 1
         if roster is None:
-            self._say(f"step {step}: its roster is in no log")
+            self._say(f"step {step}: the log lacks its roster")
             return
         over = any(table.HasField("commit") for table in tables.values())
         self._add_endings(roster, over=over)
@@ -313,7 +316,7 @@ class StepLedger:
             self._add_table(policy, step, roster, tables[name])
 
     def report(self, heads: Mapping[str, int]) -> store_pb.AuditTablesResponse:
-        """The audit. `heads`: the version of each policy's table."""
+        """Return the audit. `heads`: the version of each policy's table."""
         for name, policy in self._policies.items():
             audit = policy.audit
             audit.version = -1 if policy.version is None else policy.version
@@ -340,7 +343,7 @@ class StepLedger:
         ended = Counter(ending.query for ending in roster.endings.values())
         self._compare_groups(roster)
         queries = roster.queries
-        # Those of queries that left are ended too, all of them.
+        # All trajectories of queries that left are ended too.
         left = ended.keys() - set(queries)
         self._report.trajectories_admitted += size * (len(queries) + len(left))
         self._report.trajectories_ended += len(roster.endings)
@@ -351,7 +354,7 @@ class StepLedger:
         for trajectory, ending in roster.endings.items():
             self._report.trajectories_by_state[ending.state] += 1
             if "\t" in trajectory:
-                # It has no name of its own; a query may be taken again in another step.
+                # It has no name, and another step may take the query again.
                 continue
             name = xxhash.xxh3_64_intdigest(trajectory.encode())
             earlier = self._ended.setdefault(name, step)
@@ -359,8 +362,8 @@ class StepLedger:
                 self._say(f"trajectory {trajectory} ended in step {earlier} and in step {step}")
 
     def _compare_groups(self, roster: StepMembership) -> None:
-        """Where trajectories are redundant: no group has more members than its size, and a
-        trajectory was ended as redundant only when its group was full."""
+        """Check redundant trajectories: no group has more members than its size, and a trajectory
+        is ended as redundant only when its group is full."""
         if not roster.redundant:
             return
         where, size = f"step {roster.step}", roster.group_size
@@ -406,7 +409,7 @@ class StepLedger:
         """Check that the rows of each ending are in the table, and no others."""
         name, step = policy.audit.policy, roster.step
         there = Counter(sample.trajectory_id for sample in own)
-        # Which rows were kept out is not known, only how many.
+        # Only the number of rejected rows is known, not which ones.
         excused = table.drop_reasons.get(_TAKEN, 0)
         missing: list[str] = []
         for trajectory, ending in roster.endings.items():
@@ -491,7 +494,7 @@ class StepLedger:
             rise, expected = 1, len(trained)
             named = commit.samples_digest if commit.HasField("samples_digest") else None
             if named not in (None, samples_digest(trained)):
-                self._say(f"{where}: the trainer accumulated other samples than are trained")
+                self._say(f"{where}: the trainer accumulated other samples than the trained ones")
         else:
             if commit.outcome == store_pb.STEP_OUTCOME_SKIPPED:
                 audit.steps_skipped += 1
@@ -511,5 +514,6 @@ class StepLedger:
 
 
 def _was_redundant(name: str, ending: Ending) -> bool:
-    """Whether the store ended it because its group was complete: such an ending has no name."""
+    """Return whether the store ended it because its group was complete. Such an ending has no
+    name."""
     return "\t" in name and ending.reason == kinds.REDUNDANT

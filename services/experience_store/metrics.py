@@ -21,7 +21,7 @@ _PERIOD_SECONDS: Final = 5.0
 
 
 class Meters:
-    """Counters that the servicer increments, and gauges of tables and Redis."""
+    """Counters incremented by the servicer, and gauges of tables and Redis."""
 
     def __init__(self, telemetry: Telemetry, store: Store) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class Meters:
         self._samples = gauge("troupe_store_samples", "Samples of live jobs.", [*table, "state"])
         self._lag = gauge("troupe_store_lag_steps", "Steps opened and not committed.", table)
         self._oldest = gauge(
-            "troupe_store_oldest_pending_seconds", "Age of the oldest sample that waits.", table
+            "troupe_store_oldest_pending_seconds", "Age of the oldest waiting sample.", table
         )
         self._table_bytes = gauge(
             "troupe_store_table_bytes", "Payloads of a table of a live job.", table
@@ -55,7 +55,7 @@ class Meters:
             "troupe_store_over_high_water", "1 while payloads are above the high-water mark."
         )
         self._recent_bytes = gauge(
-            "troupe_store_recent_bytes", "Payloads that this process keeps for claims."
+            "troupe_store_recent_bytes", "Payloads kept in this process for claims."
         )
         self._recent_found = gauge(
             "troupe_store_recent_found", "Claimed rows that were not read from Redis."
@@ -102,7 +102,7 @@ class Meters:
         found: dict[str, store_pb.DescribeTablesResponse] = {}
         for name in await store.database.call("SMEMBERS", JOBS):
             job = name.decode()
-            # Jobs that are over may be many, and do not change.
+            # There may be many finished jobs, and they do not change.
             if await store.steps.live(job):
                 with contextlib.suppress(TroupeError, *DAMAGED):
                     found[job] = await store.descriptions.describe(job)
@@ -127,5 +127,5 @@ class Meters:
                 self._redis_up.set(1)
             except TroupeError:
                 self._redis_up.set(0)
-            # Seldom where there is much: whoever appends and claims comes first.
+            # Large stores are observed rarely, so that appends and claims come first.
             await asyncio.sleep(max(_PERIOD_SECONDS, 10 * (time.monotonic() - began)))

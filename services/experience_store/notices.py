@@ -1,9 +1,9 @@
-"""Wakes callers that wait for a change of a table, so that none of them polls.
+"""Notices that wake callers waiting for a change of a table, so that no caller polls.
 
-The scripts publish what they changed; every replica of the store subscribes to all of it on one
-connection, and so learns of its own writes and of those of the others. While that connection is
-down this process wakes waiters after its own writes; when it is back all waiters are woken, since
-any notice may have been missed.
+The scripts publish their changes. Every replica of the store subscribes to all of them on one
+connection, and so learns of its own writes and of other replicas' writes. While that connection is
+down, this process wakes waiters after its own writes. When the connection is back, it wakes all
+waiters, since it may have missed any notice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Background:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work`, which never ends by itself."""
+        """Start `work`, which never ends by itself."""
         self._task = asyncio.create_task(work, name=name)
 
     async def stop(self) -> None:
@@ -63,7 +63,7 @@ class Subscription:
         """The job's tables are gone."""
 
     def matches(self, policy: str, step: int, kind: str) -> bool:
-        """Whether such a notice is for this waiter."""
+        """Return whether this waiter waits for such a notice."""
         return kind in self._kinds and self._policy in (None, policy) and self._step in (None, step)
 
     def wake(self, step: int | None = None, *, dropped: bool = False) -> None:
@@ -74,7 +74,7 @@ class Subscription:
         self._event.set()
 
     async def wait(self, timeout: float) -> bool:
-        """Wait for a notice for at most `timeout` seconds; whether one came."""
+        """Wait up to `timeout` seconds for a notice; return whether one came."""
         try:
             async with asyncio.timeout(timeout):
                 await self._event.wait()
@@ -84,7 +84,7 @@ class Subscription:
         return True
 
     def take_steps(self) -> set[int]:
-        """The steps that notices named since the last call."""
+        """Return the steps that notices named since the last call."""
         steps, self._steps = self._steps, set()
         return steps
 
@@ -98,13 +98,13 @@ class Notices:
         self._background = Background()
         self._connected = asyncio.Event()
         self.closing = False
-        """The service stops: waiting calls answer with what they have."""
+        """The service is stopping: waiting calls answer with their present results."""
 
     @contextlib.contextmanager
     def listen(
         self, job: str, *, policy: str | None = None, step: int | None = None, kinds: frozenset[str]
     ) -> Iterator[Subscription]:
-        """A subscription to changes of `job`; read the state after this, so that none is missed."""
+        """Subscribe to changes of `job`. Read the state after this, so that no change is missed."""
         subscription = Subscription(policy, step, kinds)
         subscriptions = self._subscriptions.setdefault(job, set())
         subscriptions.add(subscription)
@@ -129,13 +129,13 @@ class Notices:
                 subscription.wake(step)
 
     def wake_all(self) -> None:
-        """Wake all waiters: something changed that no table's notice tells."""
+        """Wake all waiters after a change that no table's notice announces."""
         for subscriptions in self._subscriptions.values():
             for subscription in subscriptions:
                 subscription.wake()
 
     async def start(self, timeout: float = 5.0) -> None:
-        """Subscribe; returns once subscribed, or after `timeout` seconds, still trying."""
+        """Subscribe; return once subscribed, or after `timeout` seconds while still trying."""
         self._background.start(self._listen_forever(), "notices")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._connected.wait(), timeout)

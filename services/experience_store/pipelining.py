@@ -1,8 +1,8 @@
-"""Few connections to one Redis that all calls of the store share.
+"""A few connections to one Redis, shared by all calls of the store.
 
-Calls that come while others are in flight are written together, and replies are read as they come:
-one connection for small calls, three for those with rows in them. redis-py's own pool has a
-connection checked out, written to and read from for each call.
+Calls that arrive while others are in flight are written together, and replies are read as they
+come. One connection serves small calls, three serve calls with rows. redis-py's own pool checks a
+connection out for each call, writes to it and reads from it.
 
 Measured with rows of 4096 tokens and 64 writers (`benchmarks.experience_store`, in turns on two
 cores): with redis-py's own pool instead of this module the store's `raw_ratio_4k` is 35 % to 45 %
@@ -23,7 +23,7 @@ from redis._parsers import BaseParser
 
 from services.chassis.redis import Command
 
-# Small calls share one connection. Each of the others goes to the connection with the least to do.
+# Small calls share one connection. Every other call goes to the least busy connection.
 _BULK_CONNECTIONS: Final = 3
 _BULK_BYTES: Final = 32 * 2**10
 # Replies to these may be large though the commands are short.
@@ -33,26 +33,26 @@ _READ_BYTES: Final = 2**20
 
 
 class RedisReplyParser:
-    """Parses replies of the Redis protocol (version 2) from bytes as they arrive."""
+    """A parser of Redis protocol replies (version 2) from bytes as they arrive."""
 
     def __init__(self, error_of: Callable[[str], Exception]) -> None:
-        """`error_of` makes the exception of an error reply's text."""
+        """`error_of` makes the exception for the text of an error reply."""
         self._error_of = error_of
-        # Bytes that are not parsed yet: no reply is complete before there are `_wanted` of them.
+        # Bytes not parsed yet. No reply is complete before there are `_wanted` of them.
         self._chunks: list[bytes] = []
         self._size = 0
         self._wanted = 1
-        # Arrays that are not complete: how many elements each has, and those that came.
+        # Incomplete arrays: the length of each, and the elements so far.
         self._open: list[tuple[int, list[Any]]] = []
 
     def feed(self, data: bytes) -> list[Any]:
-        """The replies that `data` completes; error replies as exceptions.
+        """Return the replies that `data` completes, with error replies as exceptions.
 
-        Raises `InvalidResponse` for bytes that are no reply.
+        Raises `InvalidResponse` for bytes that are not a reply.
         """
         try:
             return self._read(data)
-        except ValueError as error:  # a size or an integer that is no number
+        except ValueError as error:  # a size or an integer that is not a number
             raise exceptions.InvalidResponse(f"Protocol Error: {error}") from error
 
     def _read(self, data: bytes) -> list[Any]:
@@ -112,16 +112,16 @@ class RedisReplyParser:
 
 
 class PipelinedConnections:
-    """The connections to one server. `connect` makes one of redis-py that is not connected yet."""
+    """The connections to one server. `connect` makes an unconnected redis-py connection."""
 
     def __init__(self, connect: Callable[[], Any], timeout: float) -> None:
         self._small = _PipelinedConnection(connect, timeout)
         self._bulk = [_PipelinedConnection(connect, timeout) for _ in range(_BULK_CONNECTIONS)]
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies, as they came; an exception where the server answered with an error.
+        """Send commands and return the replies as received; an error reply is an exception.
 
-        Raises what redis-py raises when the server is away, or does not answer in time.
+        Raises redis-py's errors when the server is away or does not answer in time.
         """
         connection = self._small
         if _is_bulk(commands):
@@ -129,13 +129,13 @@ class PipelinedConnections:
         return await connection.send(commands)
 
     async def close(self) -> None:
-        """Disconnect; calls that wait for replies raise `ConnectionError`."""
+        """Disconnect. Calls that wait for replies raise `ConnectionError`."""
         for connection in (self._small, *self._bulk):
             await connection.close()
 
 
 class _Call:
-    """Commands of one caller, and the replies that came so far."""
+    """Commands of one caller, and their replies so far."""
 
     def __init__(self, commands: Sequence[Command]) -> None:
         self.commands = commands
@@ -144,7 +144,7 @@ class _Call:
 
 
 class _PipelinedConnection:
-    """A connection to Redis: made when first needed, and again after it broke."""
+    """A connection to Redis, made when first needed and remade after it broke."""
 
     def __init__(self, connect: Callable[[], Any], timeout: float) -> None:
         self._connect = connect
@@ -168,7 +168,7 @@ class _PipelinedConnection:
         self._queue.append(call)
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
-        # When the caller is cancelled its commands are executed all the same: its replies are read
+        # When the caller is cancelled, Redis still executes its commands, and the replies are read
         # and discarded.
         return await call.done
 
@@ -183,7 +183,7 @@ class _PipelinedConnection:
         await self._break(exceptions.ConnectionError("the connection was closed"))
 
     async def _write(self) -> None:
-        """Send what is queued until the queue is empty."""
+        """Send queued commands until the queue is empty."""
         try:
             while self._queue:
                 async with asyncio.timeout(self._timeout):
@@ -208,7 +208,7 @@ class _PipelinedConnection:
                 self._writer = asyncio.create_task(self._write())
 
     async def _read(self, connection: Any) -> None:
-        """Give replies to their calls until every call has its own."""
+        """Hand replies to their calls until every call has all its replies."""
         replies = RedisReplyParser(BaseParser.parse_error)
         try:
             while self._in_flight:
@@ -235,7 +235,7 @@ class _PipelinedConnection:
                 self._reader = None
 
     def _set_alarm(self) -> None:
-        """Check for progress after `timeout`: a timer per reply would cost more than the reply."""
+        """Check for progress after `timeout`. A timer per reply would cost more than the reply."""
         oldest = self._in_flight[0]
         seen = len(oldest.replies)
 
@@ -260,7 +260,7 @@ class _PipelinedConnection:
         for call in calls:
             if not call.done.done():
                 call.done.set_exception(error)
-                # Marked as retrieved, should the caller have been cancelled.
+                # Mark the exception as retrieved, in case the caller was cancelled.
                 call.done.exception()
         reader, self._reader = self._reader, None
         if reader is not None and reader is not asyncio.current_task():

@@ -21,7 +21,7 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 PREFIX: Final = "troupe"
-# Set: all jobs that have tables; the sweeper walks over them.
+# Set: all jobs that have tables, for the sweeper.
 JOBS: Final = f"{PREFIX}:jobs"
 # Field of staged rows that holds their query and, one a line, their records (`StagedRow.record`).
 RECORDS: Final = "records"
@@ -32,11 +32,11 @@ _RATES: Final = 100
 # Matches the channels of all policies of all jobs.
 CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 
-# Keys of one step under its policy, besides `rows:<trajectory>` and
+# Keys of one step under its policy, apart from `rows:<trajectory>` and
 # `staged:<trajectory>:<attempt>`.
 STEP_KEYS: Final = (
     "step",  # hash: group_size, expected, counts per state, flags
-    "ended",  # hash: trajectory -> how, query, why; its rows are in this table
+    "ended",  # hash: trajectory -> how it ended, query, reason; its rows are in this table
     "queries",  # hash: query -> trajectories ended
     "book",  # hash: sample -> record (records.py); of a committed step see `SampleRecord.settled`
     "members",  # sorted set: query, group, sample; in this order
@@ -50,8 +50,8 @@ STEP_KEYS: Final = (
     "roster",  # hash: query that left or came -> how (lua/roster.lua)
     "tallies",  # hash: query, kind -> rows
     "stages",  # set of what is staged, `trajectory:attempt`, to free it with the step
-    "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
-    "gone",  # hash: group that came back -> members whose values went before, and their rewards
+    "leaving",  # hash: sample -> its record in the next step, which the table does not have yet
+    "gone",  # hash: returned group -> members whose values were lost earlier, and their rewards
     "returned",  # set of the keys of rows that came from an earlier step
     "completed",  # hash: query -> trajectories completed; only where some are redundant
     "keeping",  # set of the keys `keeping:<claimant>`: index -> rows of a micro-batch
@@ -60,7 +60,7 @@ STEP_KEYS: Final = (
 
 @dataclass(frozen=True)
 class JobTableKeys:
-    """Keys that a job's policies share."""
+    """Keys shared by a job's policies."""
 
     job: str
 
@@ -76,7 +76,7 @@ class JobTableKeys:
     live = KeyName("live")
     """Sorted set of the steps that some policy has not committed."""
     log = KeyName("log")
-    """Hash: step -> its roster and endings (log.Roster); outlives the step."""
+    """Hash: step -> its roster and endings (log.Roster). Outlives the step."""
     logged_tables = KeyName("logged-tables")
     """The value of `tables`, kept after the tables are dropped."""
     rosters = KeyName("rosters")
@@ -90,7 +90,7 @@ class JobTableKeys:
         return f"{self.base}:tasks:{source}:{pool}"
 
     def task_keys(self, stored: Mapping[bytes, bytes]) -> list[str]:
-        """All keys of pools and success rates; `stored`: the hash `curriculum`."""
+        """Return all keys of pools and success rates; `stored`: the hash `curriculum`."""
         found: list[str] = []
         for source in range(int(stored.get(b"sources", 0))):
             found += (self.pool(source, pool) for pool in TaskPool)
@@ -107,19 +107,19 @@ class JobTableKeys:
         """Hash: group_size, redundant; versions (JSON); queries, now and as `opened` (JSON);
         expected and ended trajectories; complete queries; held_open; cursor.
 
-        Trajectories of queries that were dropped are expected, and have ended. Queries that were
-        carried to another step are gone from here with all that is theirs.
+        Trajectories of dropped queries count as expected and as ended. Queries carried to another
+        step are removed from here with everything that belongs to them.
         """
         return f"{self.base}:{step}:step"
 
     def all_of(self, step: int) -> tuple[str, ...]:
-        """All keys of a step; first the one whose existence says that it is open."""
+        """Return all keys of a step, first the key whose existence says that it is open."""
         names = ("step", "ended", "queries", "left", "came", "completed")
         return tuple(f"{self.base}:{step}:{name}" for name in names)
 
     def ended(self, step: int) -> str:
-        """Hash: trajectory -> its one ending (records.Ending). Those that ended because their query
-        was dropped, or complete without them, are named `query TAB number`.
+        """Hash: trajectory -> its only ending (records.Ending). Trajectories that ended because
+        their query was dropped, or complete without them, are named `query TAB number`.
         """
         return f"{self.base}:{step}:ended"
 
@@ -143,21 +143,21 @@ class PolicyKeys:
     commits = KeyName("commits")
     """Hash: step -> its commit (records.commit_bytes)."""
     head = KeyName("head")
-    """Hash: version and step of the latest commit; number of the rosters that it knows; the version
-    whose training state was noted to be on disk, and its checksum."""
+    """Hash: version and step of the latest commit, number of known rosters, newest version with its
+    training state on disk, and its checksum."""
     kept = KeyName("kept")
     """Sorted set: versions after that one, whose rows are kept (lua/kept.lua). Hashes beside it:
     `kept:<version>`: index -> rows of a micro-batch; `kept:commits` and `kept:bytes`, by version.
     """
     log = KeyName("log")
-    """Hash: step -> fate of its samples (log.pack); outlives the step."""
+    """Hash: step -> fate of its samples (log.pack). Outlives the step."""
     totals = KeyName("totals")
     """Hash: counts of the steps that were forgotten, since the job began."""
     channel = KeyName("changes")
     """Channel on which the scripts publish changes: `<step> <kind>`."""
 
     def step(self, step: int, name: str) -> str:
-        """The key `name` of a step; `name` is one of `STEP_KEYS`."""
+        """Return the key `name`, one of `STEP_KEYS`, of a step."""
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:
@@ -175,12 +175,12 @@ class PolicyKeys:
 
 
 def parse_channel(channel: str) -> tuple[str, str]:
-    """(job, policy) of a policy's channel."""
+    """Return (job, policy) of a policy's channel."""
     job, _, policy = channel[channel.index("{") + 1 : channel.index("}")].partition("/")
     return job, policy
 
 
-# A serialized sample: bytes of its own, or a view of the message that it came in.
+# A serialized sample: its own bytes, or a view of the message that contained it.
 Payload: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
@@ -196,7 +196,7 @@ LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.
 _PENDING: Final = LETTER_OF[common_pb.SAMPLE_STATE_PENDING]
 _CLAIMED: Final = LETTER_OF[common_pb.SAMPLE_STATE_CLAIMED]
 _TRAINED: Final = LETTER_OF[common_pb.SAMPLE_STATE_TRAINED]
-# Bytes of a hash that make `SampleRecord.spread`, four of its characters each three.
+# Bytes of a hash that make up `SampleRecord.spread`; three bytes give four characters.
 _SPREAD_BYTES: Final = 12
 
 
@@ -220,8 +220,8 @@ class StagedRow(NamedTuple):
     shared: int = 0
     """Tokens of its stem; they count among `tokens`."""
     names: int = 0
-    """Bytes at the beginning of `payload` that say whose row it is: the table, the key and the
-    record say that, too, so that they are not stored (`SampleRecord.named`)."""
+    """Bytes at the beginning of `payload` that identify the row. They are not stored, since the
+    table, the key and the record identify it too (`SampleRecord.named`)."""
 
     @property
     def stored(self) -> Payload:
@@ -230,7 +230,7 @@ class StagedRow(NamedTuple):
 
     @staticmethod
     def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
-        """The row of `sample`; `payload`: its serialization, where that is known."""
+        """Return the row of `sample`; `payload`: its serialization, where that is known."""
         versions = sample.versions
         columns = sample.columns
         stem = sample.stem if sample.HasField("stem") else None
@@ -251,9 +251,8 @@ class StagedRow(NamedTuple):
         )
 
     def record(self, required: Collection[str], stem: str = "") -> str:
-        """First `SampleRecord` of a sample, formatted, without query and trajectory, which all rows
-        of an ending have in common; `required`: columns besides the reward; `stem`: as in the
-        record."""
+        """Format the first `SampleRecord` of a sample, without query and trajectory, which all rows
+        of an ending share. `required`: columns besides the reward; `stem`: as in the record."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
@@ -273,7 +272,7 @@ class StemTree:
     """How the rows of one trajectory and policy refer to each other (Sample.stem)."""
 
     def __init__(self, rows: Sequence[StagedRow]) -> None:
-        """`rows`: each behind the one that it refers to."""
+        """`rows`: each after the row that it refers to."""
         self._turns: dict[int, tuple[list[int], int]] = {}
         self._referring: dict[int, int] = {}
         if all(row.parent is None for row in rows):
@@ -292,7 +291,7 @@ class StemTree:
         return "".join(f",{turn}={number + 1}" for turn, number in self._referring.items())
 
     def text(self, turn: int) -> str:
-        """`SampleRecord.stem` of a row."""
+        """Return `SampleRecord.stem` of a row."""
         if turn not in self._turns:
             return ""
         path, size = self._turns[turn]
@@ -319,7 +318,7 @@ class SampleRecord(NamedTuple):
     reward: str
     """As `repr` of the float, never parsed in Lua; empty until known."""
     missing: str
-    """Required columns not there yet, joined by commas; `reward` is one of them."""
+    """Missing required columns, joined by commas; `reward` is one of them."""
     early: str
     """Columns that came with the append, joined by commas."""
     late: str
@@ -337,25 +336,25 @@ class SampleRecord(NamedTuple):
     since: str
     """When it entered the table, ms of the Redis clock; empty while it is only staged."""
     origin: str
-    """The step that it was appended to, where it comes back in a later one; else empty."""
+    """The step of its append, if the sample returned in a later one; else empty."""
     stem: str
     """The turns whose samples hold the beginning of its prompt, as `0-3,7`, from the first on, a
     blank, and the bytes of their payloads; empty for none."""
     spread: str
     """Random characters. Lua hashes only every third to eighth character of a string of this
-    length: records that differ in few others would share one bucket of its string table, and each
+    length. Records that differ in few others would share one bucket of its string table, and each
     new one would be compared with all of them."""
 
     def format(self) -> str:
-        """The text in Redis."""
+        """Return the text in Redis."""
         return "\t".join(self)
 
     def ancestors(self) -> list[str]:
-        """The samples whose payloads hold the beginning of its prompt."""
+        """Return the samples whose payloads hold the beginning of its prompt."""
         return [f"{self.query}_{turn}_{self.trajectory}" for turn in self.ancestor_turns()]
 
     def ancestor_turns(self) -> list[int]:
-        """Their turns."""
+        """Return the turns of `ancestors`."""
         found: list[int] = []
         for part in self.stem.partition(" ")[0].split(",") if self.stem else ():
             first, _, last = part.partition("-")
@@ -364,12 +363,13 @@ class SampleRecord(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> SampleRecord:
-        """The record that `format` wrote."""
+        """Return the record that `format` wrote."""
         return SampleRecord(*text.split("\t"))
 
     def settled(self, committed: bool) -> SampleRecord:
-        """The record as of its step's commit, if that is `committed`: a commit does not rewrite the
-        records of samples that are used once, and those CLAIMED are TRAINED (lua/commit.lua).
+        """Return the record as of its step's commit, if that is `committed`. A commit does not
+        rewrite the records of samples that are used once: CLAIMED then means TRAINED
+        (lua/commit.lua).
         """
         if not committed or self.state != _CLAIMED:
             return self
@@ -386,13 +386,14 @@ class SampleRecord(NamedTuple):
             sample.reward = float(self.reward)
 
     def read(self, payload: bytes) -> store_pb.Sample:
-        """The sample: its payload, and the fields that changed since its append."""
+        """Return the sample: its payload, and the fields that changed since its append."""
         sample = store_pb.Sample.FromString(payload)
         self.apply_to(sample)
         return sample
 
     def moved(self) -> bytes:
-        """The fields that `apply_to` sets, serialized: appended to the payload they merge."""
+        """Return the fields that `apply_to` sets, serialized: appended to the payload they
+        merge."""
         if self.origin:
             sample = store_pb.Sample()
             self.apply_to(sample)
@@ -405,7 +406,7 @@ class SampleRecord(NamedTuple):
         return f"{self.trajectory}@{self.origin}" if self.origin else self.trajectory
 
     def named(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """Whose row it is: what its payload in Redis leaves out."""
+        """Return the fields that identify the row, which its payload in Redis omits."""
         return store_pb.Sample(
             sample_id=sample_id,
             policy=policy,
@@ -417,11 +418,11 @@ class SampleRecord(NamedTuple):
         )
 
     def turn_of(self, ancestor: str) -> int:
-        """The turn of a sample that its stem refers to."""
+        """Return the turn of the sample that its stem refers to."""
         return int(ancestor[len(self.query) + 1 : -len(self.trajectory) - 1])
 
     def named_ancestor(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """The same as `named` of a sample that its stem refers to, as far as stems need it."""
+        """Return the part of `named` that stems need, for a sample that its stem refers to."""
         return store_pb.Sample(
             sample_id=sample_id,
             policy=policy,
@@ -431,7 +432,7 @@ class SampleRecord(NamedTuple):
         )
 
     def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """The sample without its payload (which is freed when its step is committed)."""
+        """Return the sample without its payload (which is freed when its step is committed)."""
         sample = self.named(sample_id, policy)
         self.apply_to(sample)
         return sample
@@ -443,7 +444,7 @@ class Ending:
 
     state: str
     attempt: str
-    """The append that won; its rows are staged under this name until they are in the table."""
+    """The append that won. Its rows are staged under this name until they are in the table."""
     query: str
     reason: str
     rows: str = ""
@@ -454,23 +455,24 @@ class Ending:
     """Redundant trajectories of its query that ended with it; empty for none (written in Lua)."""
 
     def format(self) -> str:
-        """The text that Redis holds."""
+        """Return the text that Redis holds."""
         how = (self.state, self.attempt, self.query, self.reason)
         return "\t".join((*how, self.rows, self.solved, self.spare))
 
     @staticmethod
     def parse(text: str) -> Ending:
-        """The ending that `format` wrote."""
+        """Return the ending that `format` wrote."""
         return Ending(*text.split("\t"))
 
     def claimed_rows(self) -> Mapping[str, int]:
-        """Rows that came with it, per policy."""
+        """Return the rows that came with it, per policy."""
         return _rows_of(self.rows)
 
 
 @functools.lru_cache(maxsize=1024)
 def _moved(state: str, uses: str, reward: str) -> bytes:
-    """`SampleRecord.moved` of a sample in its first step; cached, as many have the same reward."""
+    """Return `SampleRecord.moved` of a sample in its first step. Cached, since many samples have
+    the same reward."""
     sample = store_pb.Sample(state=STATE_OF[state], uses=int(uses))
     if reward:
         sample.reward = float(reward)
@@ -479,18 +481,18 @@ def _moved(state: str, uses: str, reward: str) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _rows_of(text: str) -> dict[str, int]:
-    """`Ending.rows` parsed; cached, as millions of endings have few different ones."""
+    """Parse `Ending.rows`. Cached, since millions of endings have few different values."""
     pairs = (part.partition("=") for part in text.split(",") if part)
     return {policy: int(number) for policy, _, number in pairs}
 
 
 def commit_bytes(commit: store_pb.StepCommit) -> bytes:
-    """A commit as Redis holds it; the script puts `num_samples` before it."""
+    """Return a commit as Redis holds it; the script puts `num_samples` before it."""
     return commit.SerializeToString(deterministic=True)
 
 
 def parse_commit(stored: bytes) -> store_pb.StepCommit:
-    """The commit whose stored form is `<number of samples> NEWLINE <bytes>`."""
+    """Return the commit whose stored form is `<number of samples> NEWLINE <bytes>`."""
     number, _, body = stored.partition(b"\n")
     commit = store_pb.StepCommit.FromString(body)
     commit.num_samples = int(number)
@@ -498,7 +500,7 @@ def parse_commit(stored: bytes) -> store_pb.StepCommit:
 
 
 def lua_transitions() -> str:
-    """The transitions of sample states as a Lua table, for the scripts."""
+    """Return the transitions of sample states as a Lua table, for the scripts."""
     rows = []
     for source, targets in states.SAMPLE.items():
         moves = ", ".join(f"{LETTER_OF[target]} = true" for target in sorted(targets))

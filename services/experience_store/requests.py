@@ -21,11 +21,11 @@ _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 ID_LENGTH: Final = 256
 _REASON_LENGTH: Final = 1000
-# A claim's response holds at least one row, and must pass the message limit.
+# A claim's response holds at least one row, and must stay within the message limit.
 ROW_BYTES: Final = 16 * 2**20
 LONGEST_LEASE: Final = 86_400.0
 LONGEST_WAIT: Final = 600.0
-# More samples than any response can carry. (A claim may ask for more than its step will ever have.)
+# More samples than any response can carry. A claim may ask for more than its step will ever have.
 LARGEST_CLAIM: Final = 65_536
 LARGEST_PAGE: Final = 1000
 DEFAULT_PAGE: Final = 50
@@ -35,13 +35,13 @@ _TYPED_COLUMNS: Final = {"reference_logprobs": common_pb.DTYPE_FLOAT32}
 
 
 def check_id(field: str, value: str) -> str:
-    """Check an id that the caller chose: any printable text."""
+    """Check a caller's id, which may be any printable text."""
     if not value or len(value) > ID_LENGTH or _CONTROL.search(value):
         raise InvalidArgument(
             f"must be 1 to {ID_LENGTH} characters without control characters",
             field=field,
             value=printable(value),
-            remedy="Every mutating call carries an id of the caller's." if not value else None,
+            remedy="Give every mutating call an id of your choice." if not value else None,
         )
     return value
 
@@ -81,13 +81,13 @@ def check_not_negative(field: str, value: float) -> None:
 
 
 def page_size(size: int) -> int:
-    """How many samples to list; 0 means the default."""
+    """Return how many samples to list; 0 means the default."""
     check_not_negative("page_size", size)
     return min(size, LARGEST_PAGE) or DEFAULT_PAGE
 
 
 def check_reward(field: str, reward: float) -> float:
-    """Check that a reward is finite: others would spoil the statistics of the whole group."""
+    """Check that a reward is finite. Any other would spoil the statistics of the whole group."""
     if not math.isfinite(reward):
         raise InvalidArgument(
             "must be finite",
@@ -100,7 +100,7 @@ def check_reward(field: str, reward: float) -> float:
 
 
 def clean_reason(reason: str) -> str:
-    """A reason as one line of bounded length."""
+    """Return a reason as one line of bounded length."""
     return _CONTROL.sub(" ", reason)[:_REASON_LENGTH]
 
 
@@ -110,7 +110,7 @@ def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
         where = f"{field}[{printable(name)}]"
         if not _COLUMN.fullmatch(name) or name == "reward":
             raise InvalidArgument(
-                "a column is named by up to 64 letters, digits, '.', '_' or '-'; 'reward' is taken",
+                "a column name has up to 64 letters, digits, '.', '_' or '-'; 'reward' is taken",
                 field=where,
                 value=printable(name),
             )
@@ -122,12 +122,12 @@ def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
         _check_value(where, column)
         kind = _TYPED_COLUMNS.get(name)
         if kind is not None and not column.ref:
-            # A value behind a reference is checked by its reader.
+            # The reader of a reference checks the value behind it.
             check_vector(f"{where}.tensor", column.tensor, kind)
 
 
 def check_create(request: store_pb.CreateTablesRequest) -> None:
-    """Names of policies and required columns."""
+    """Check the names of policies and required columns."""
     if not request.policies:
         raise InvalidArgument("names no policy", field="policies")
     for policy in request.policies:
@@ -142,8 +142,8 @@ def check_create(request: store_pb.CreateTablesRequest) -> None:
 
 
 def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> None:
-    """Versions for every table, distinct queries, at least one trajectory each. Only a step that is
-    held open may begin without any.
+    """Check for versions for every table and distinct queries with at least one trajectory each.
+    Only a step that is held open may begin without queries.
     """
     if not request.query_ids and not request.held_open:
         raise InvalidArgument("names no query", field="query_ids")
@@ -169,7 +169,7 @@ def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> No
 
 
 def check_task_pools(request: store_pb.ReadTaskPoolsRequest) -> None:
-    """A band and a memory within [0, 1], at least one source."""
+    """Check for a band and a memory within [0, 1], and at least one source."""
     check_not_negative("before_step", request.before_step)
     for field, value in (("low", request.low), ("high", request.high), ("memory", request.memory)):
         if not 0 <= value <= 1:
@@ -181,7 +181,8 @@ def check_task_pools(request: store_pb.ReadTaskPoolsRequest) -> None:
 
 
 def check_amend(request: store_pb.AmendStepRequest) -> None:
-    """Distinct queries over all three lists, a reason to drop, a later step to carry to."""
+    """Check for distinct queries over all three lists, a reason to drop, and a later step to carry
+    to."""
     lists = (
         ("add_query_ids", request.add_query_ids),
         ("drop_query_ids", request.drop_query_ids),
@@ -235,14 +236,14 @@ def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleCo
 
 
 def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
-    """Samples, as many as one claim can hold."""
+    """Check for samples, at most as many as one claim can hold."""
     check_positive("sample_ids", len(request.sample_ids), LARGEST_CLAIM)
     for sample in request.sample_ids:
         check_id("sample_ids", sample)
 
 
 def check_commit(request: store_pb.CommitStepRequest) -> None:
-    """An outcome, and the weights that belong to it."""
+    """Check for an outcome and the weights that belong to it."""
     if request.outcome not in store_pb.StepOutcome.values() or not request.outcome:
         raise InvalidArgument(
             "says nothing about the step",
@@ -251,7 +252,7 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
             remedy="Send APPLIED, SKIPPED or EMPTY.",
         )
     if request.outcome == store_pb.STEP_OUTCOME_APPLIED and not request.HasField("weights"):
-        raise InvalidArgument("an applied step has new weights", field="weights")
+        raise InvalidArgument("an applied step needs new weights", field="weights")
     for name, ours, theirs in (
         ("job_id", request.weights.job_id, request.job_id),
         ("policy", request.weights.policy, request.policy),
@@ -273,9 +274,9 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
 
 
 def _check_value(field: str, column: store_pb.Column) -> None:
-    """A tensor of the bytes that its shape says, JSON that parses, a reference to something.
+    """Check a value: a tensor whose size matches its shape, valid JSON, or a reference with a key.
 
-    Raises `DataLoss` for a tensor whose checksum is another.
+    Raises `DataLoss` for a tensor whose checksum does not match.
     """
     match column.WhichOneof("value"):
         case "tensor":
@@ -283,7 +284,7 @@ def _check_value(field: str, column: store_pb.Column) -> None:
                 tensors.from_proto(column.tensor)
             except InvalidArgument as error:
                 raise InvalidArgument(
-                    f"is no tensor: {error.message}",
+                    f"is not a valid tensor: {error.message}",
                     kind="column_type",
                     field=f"{field}.tensor",
                     value=error.value,
@@ -301,7 +302,7 @@ def _check_value(field: str, column: store_pb.Column) -> None:
                 parse_json(column.json)
             except NotJsonError as error:
                 raise InvalidArgument(
-                    f"is no JSON: {error}", kind="column_type", field=f"{field}.json"
+                    f"is not valid JSON: {error}", kind="column_type", field=f"{field}.json"
                 ) from error
         case "ref":
             check_id(f"{field}.ref", column.ref)
@@ -312,7 +313,7 @@ def _check_value(field: str, column: store_pb.Column) -> None:
 
 
 def check_vector(field: str, tensor: common_pb.Tensor, *dtypes: common_pb.Dtype.ValueType) -> None:
-    """A tensor of one dimension and one of these dtypes that holds as many bytes as it says."""
+    """Check for a tensor of one dimension, of one of these dtypes, whose size matches its shape."""
     if tensor.dtype not in dtypes or len(tensor.shape) != 1:
         raise InvalidArgument(
             f"must be {' or '.join(map(common_pb.Dtype.Name, dtypes))} of one dimension",
@@ -328,7 +329,7 @@ def check_vector(field: str, tensor: common_pb.Tensor, *dtypes: common_pb.Dtype.
 
 
 def check_size(field: str, size: int) -> None:
-    """Bytes that a row may have."""
+    """Check the size of a row."""
     if size > ROW_BYTES:
         raise InvalidArgument(
             f"is larger than a row may be ({ROW_BYTES:,} bytes)",
@@ -355,7 +356,7 @@ def _check_distinct(field: str, values: Iterable[str]) -> None:
 
 
 def enum_name(enum: object, number: int) -> str:
-    """The name of a value that may not be one of the enum's."""
+    """Return the name of a value, which the enum may not have."""
     try:
         return str(enum.Name(number))  # type: ignore[attr-defined]
     except ValueError:
@@ -363,5 +364,5 @@ def enum_name(enum: object, number: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The part of an arbitrary text that an error may repeat."""
+    """Return the part of an arbitrary text that an error may repeat."""
     return text.encode("unicode_escape").decode()[:ID_LENGTH]

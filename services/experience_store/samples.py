@@ -1,8 +1,8 @@
-"""Samples after their append: late columns, payloads, and listing; rows kept in memory for claims.
+"""Samples after their append: late columns, payloads, listing, and rows kept in memory for claims.
 
-`FastRowReader` reads the fields of an ordinary row at fixed places of its serialized bytes, instead
-of parsing the message: to parse every row takes the store a third more CPU per row (4096 tokens,
-`benchmarks.experience_store`). Rows with anything unusual are parsed.
+`FastRowReader` reads the fields of an ordinary row at fixed places of its serialized bytes. Parsing
+every message would cost a third more CPU per row (4096 tokens, `benchmarks.experience_store`).
+Unusual rows are parsed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 MIB: Final = 2**20
-# Enough for what waits until the groups of a step are complete, and little beside a model.
+# Enough for the rows that wait until a step's groups are complete, and little compared with a
+# model.
 DEFAULT_BYTES: Final = 128 * MIB
-# A row takes some 450 bytes beside its payload, which are not counted: the number of rows is
-# bounded as if none were shorter than this.
+# A row takes some 450 bytes in addition to its payload, which are not counted. The number of rows
+# is bounded as if none were shorter than this.
 _SHORT: Final = 1024
 _LEAST_ROWS: Final = 64
 
@@ -47,19 +48,19 @@ _Key: TypeAlias = tuple[str, str, str, str]
 class RecentRows:
     """Payloads in memory from their append to their claim; the oldest are removed first.
 
-    At most `limit` bytes, where a message that rows are views of counts whole; 0 keeps none.
+    Holds at most `limit` bytes; a message counts whole while any row is a view of it. 0 keeps none.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
         self._most = max(_LEAST_ROWS, limit // _SHORT)
         self._rows: OrderedDict[_Key, Payload] = OrderedDict()
-        # Rows per message that they are views of, by its identity: it is freed with the last one.
+        # Number of rows that are views of a message, by its identity: the last row frees it.
         self._sharing: dict[int, int] = {}
         self.bytes = 0
-        """Bytes that are kept."""
+        """Bytes kept."""
         self.found = 0
-        """Rows that claims took from here, since the start."""
+        """Rows taken by claims since the start."""
 
     def add(self, job: str, policy: str, since: str, rows: Iterable[tuple[str, Payload]]) -> None:
         """Keep these (sample id, payload), which entered the table at `since`."""
@@ -80,9 +81,9 @@ class RecentRows:
     def take(
         self, job: str, policy: str, records: Sequence[tuple[str, SampleRecord]]
     ) -> dict[str, Payload]:
-        """Payloads of those of these samples that are kept, without late columns.
+        """Return the kept payloads of these samples, without late columns.
 
-        They are removed: hardly any row is claimed twice.
+        Removes them here: hardly any row is claimed twice.
         """
         taken: dict[str, Payload] = {}
         for sample, record in records:
@@ -96,8 +97,8 @@ class RecentRows:
     def peek(
         self, job: str, policy: str, rows: Iterable[tuple[str, SampleRecord]]
     ) -> dict[str, Payload]:
-        """Payloads of those of these samples that are kept, each with the record of one that refers
-        to it. They stay."""
+        """Return the kept payloads of these samples, each with the record of a sample that refers
+        to it. They stay here."""
         keys = ((sample, (job, policy, sample, record.since)) for sample, record in rows)
         return {sample: self._rows[key] for sample, key in keys if key in self._rows}
 
@@ -120,7 +121,7 @@ class RecentRows:
 
 
 def _size(row: memoryview) -> int:
-    """The bytes of the message that `row` is a view of."""
+    """Return the bytes of the message that `row` is a view of."""
     message = row.obj
     assert isinstance(message, bytes)
     return len(message)
@@ -128,9 +129,9 @@ def _size(row: memoryview) -> int:
 
 _Sample = store_pb.Sample
 
-# The most bytes of all names of a row, with their tags.
+# Maximum bytes of all names of a row, with their tags.
 _NAMES_BYTES: Final = 512
-# Fields that may follow the tokens of an ordinary row, and their bytes at most.
+# Fields that may follow the tokens of an ordinary row, and their maximum bytes.
 _BEHIND: Final = frozenset(
     {
         "versions",
@@ -172,7 +173,7 @@ _LONGEST_BEGIN: Final = 16
 
 
 class FastRowReader:
-    """Reads ordinary rows of one ending without parsing them (see above)."""
+    """A reader of the ordinary rows of one ending, without parsing (see above)."""
 
     def __init__(self, query: str, trajectory: str) -> None:
         self._query = query.encode()
@@ -186,7 +187,7 @@ class FastRowReader:
         )
 
     def read(self, payload: Payload) -> StagedRow | None:
-        """The row in `payload`; None for one that is invalid or in any way unusual."""
+        """Return the row in `payload`; None if it is invalid or in any way unusual."""
         try:
             return self._read(memoryview(payload))
         except (IndexError, UnicodeDecodeError, DecodeError):
@@ -240,7 +241,8 @@ class FastRowReader:
 
 
 def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
-    """The non-empty name at `at`, and where it ends. Raises `IndexError` for anything else."""
+    """Return the non-empty name at `at`, and where it ends. Raises `IndexError` for anything
+    else."""
     size = names[at + 1]
     end = at + 2 + size
     if names[at] != field or not 0 < size <= _ONE_BYTE or end >= len(names):
@@ -251,8 +253,8 @@ def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
 def _vector(
     payload: memoryview, at: int, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
 ) -> tuple[int, int]:
-    """The number of elements of the vector of one of `dtypes` at `at`, and where it ends. Raises
-    `IndexError` for anything else.
+    """Return the number of elements of the vector of one of `dtypes` at `at`, and where it ends.
+    Raises `IndexError` for anything else.
     """
     elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtypes)
     end = at + size
@@ -269,9 +271,9 @@ def _vector(
 def _begin(
     text: bytes, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
 ) -> tuple[int, bytes, int]:
-    """Of a vector in field `field` that begins with `text`: the number of its elements, the bytes
-    before them, and its whole length. Raises `IndexError` where no vector of one of `dtypes` begins
-    with these bytes.
+    """Return, for a vector in field `field` that begins with `text`, the number of its elements,
+    the bytes before them, and its whole length. Raises `IndexError` unless a vector of one of
+    `dtypes` begins with these bytes.
     """
     size, start = 0, 1
     while True:
@@ -307,7 +309,8 @@ def _begin(
 
 @functools.lru_cache(maxsize=4096)
 def _behind(text: bytes) -> tuple[str, float | None, int | None, int] | None:
-    """Oldest version, reward, and turn and tokens of the stem, from the last fields of a sample.
+    """Return the oldest version, reward, and turn and tokens of the stem, from the last fields of a
+    sample.
 
     None where there are other fields. Cached: rows of one job end in few different ways. Raises
     `DecodeError`.
@@ -327,11 +330,11 @@ def _behind(text: bytes) -> tuple[str, float | None, int | None, int] | None:
     return (str(min(versions)) if versions else ""), reward, parent, shared
 
 
-# A page stays well under the message limit (64 MiB by default), however long its rows.
+# Keeps a page well under the message limit (64 MiB by default), however long its rows.
 PAGE_BYTES: Final = 16 * 2**20
-# Samples read for one page: a filter that matches few must not make a call long.
+# Samples read for one page: a filter with few matches must not make a call long.
 SCAN_LIMIT: Final = 10_000
-# Samples that one script fills: Redis does nothing else meanwhile.
+# Samples filled by one script, which blocks Redis meanwhile.
 FILL_BATCH: Final = 256
 _FREED: Final = frozenset("TD")
 # An outcome of fill_columns.lua, and its detail.
@@ -354,7 +357,7 @@ class PayloadGoneError(Exception):
 
 @dataclass(frozen=True)
 class _PageStart:
-    """The start of a page: behind this member of this step."""
+    """The start of a page: after this member of this step."""
 
     step: int
     member: str
@@ -396,8 +399,9 @@ class Samples:
     async def fill_each(
         self, calls: Sequence[SampleFills]
     ) -> list[list[tuple[common_pb.SampleState.ValueType, bool]] | TroupeError]:
-        """Fill columns of samples, or drop them, each call by itself. Returns for each sample its
-        state and whether a value was written (the first value of a column stays), or the error.
+        """Fill columns of samples, or drop the samples, each call by itself. Returns for each
+        sample its state and whether a value was written (the first value of a column stays), or the
+        error.
 
         Errors: `NotFound` for a sample that is not in the table (its trajectory has not ended, or
         ended without it), `FailedPrecondition` for a new column of one that is claimed already.
@@ -432,7 +436,7 @@ class Samples:
         return [found[id(call)] for call in calls]
 
     async def _fill(self, job: str, policy: str, step: int, fills: Sequence[Fill]) -> list[_Reply]:
-        """The reply of fill_columns.lua for each of `fills`."""
+        """Return the reply of fill_columns.lua for each of `fills`."""
         await self._tables.check_policy(job, policy)
         base = PolicyKeys(job, policy).base
         # One script for many: each script, each reply and each notice costs CPU.
@@ -450,8 +454,8 @@ class Samples:
         return replies
 
     async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> _Reply:
-        """The reply of fill_columns.lua in the step that the sample's query was carried to, if
-        any."""
+        """Return the reply of fill_columns.lua in the step that the sample's query was carried to,
+        if any."""
         # The table may not know yet that queries were carried.
         await self._steps.follow(job, step)
         places = [step]
@@ -475,14 +479,14 @@ class Samples:
         records: Sequence[tuple[str, SampleRecord]],
         known_claims: Sequence[str] = (),
     ) -> tuple[list[Payload], list[Payload]]:
-        """`payloads` of claimed samples, from memory where they were appended to this replica, and
-        the payloads of those that they refer to and that are neither among them nor among the
-        samples of `known_claims`."""
+        """Return `payloads` of claimed samples, from memory if this replica appended them, and the
+        payloads that they refer to, without samples that the claimant has from this claim or
+        `known_claims`."""
         before = _referred(records)
         if before and known_claims:
             key = PolicyKeys(job, policy).step(step, "claims")
             for text in await self._database.call("HMGET", key, *known_claims):
-                # The text of a claim that was lost names no samples.
+                # The text of a lost claim does not name samples.
                 for sample in text.decode().split("\n") if text else ():
                     before.pop(sample, None)
         recent = self._recent.take(job, policy, records)
@@ -498,8 +502,8 @@ class Samples:
     async def payloads(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[bytes]:
-        """The payloads with their late columns, for `SampleRecord.read`. Raises `PayloadGoneError`
-        when one was freed."""
+        """Return the payloads with their late columns, for `SampleRecord.read`. Raises
+        `PayloadGoneError` when one was freed."""
         read = await self._read(job, policy, step, records, {})
         return [read[sample] for sample, _ in records]
 
@@ -511,10 +515,10 @@ class Samples:
         records: Sequence[tuple[str, SampleRecord]],
         before: Mapping[str, SampleRecord],
     ) -> dict[str, bytes]:
-        """`payloads` by sample, also of those in `before`, each with the record of a sample that
-        refers to it."""
+        """Return `payloads` by sample, including the samples in `before`, each with the record of a
+        sample that refers to it."""
         keys = PolicyKeys(job, policy)
-        # Key -> (sample, field) of all that is read there.
+        # Key -> (sample, field) of each value to read there.
         wanted: dict[str, list[tuple[str, str | int]]] = {}
         for sample, record in records:
             fields = wanted.setdefault(record.rows, [])
@@ -553,8 +557,8 @@ class Samples:
         size: int,
         token: str,
     ) -> tuple[list[store_pb.Sample], str]:
-        """At most `size` samples in order of step, query, group and id, and where the next page
-        starts ('' behind the last). Those of committed steps come without their payload.
+        """Return at most `size` samples in order of step, query, group and id, and where the next
+        page starts ('' behind the last). Those of committed steps come without their payload.
         """
         await self._tables.check_policy(job, policy)
         place = _PageStart.parse(token) if token else None
@@ -621,8 +625,8 @@ class Samples:
 
 
 def _referred(records: Sequence[tuple[str, SampleRecord]]) -> dict[str, SampleRecord]:
-    """The samples whose payloads these refer to and that are not among them; each with the record
-    of one that refers to it, since their own may be gone."""
+    """Return the further samples whose payloads these refer to, each with the record of a sample
+    that refers to it, since their own may be gone."""
     found: dict[str, SampleRecord] = {}
     own: set[str] = set()
     for _, record in records:
@@ -635,7 +639,7 @@ def _referred(records: Sequence[tuple[str, SampleRecord]]) -> dict[str, SampleRe
 
 
 def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
-    """Arguments of fill_columns.lua behind the step."""
+    """Return the arguments of fill_columns.lua after the step."""
     if all(fill.reward is not None and not (fill.columns or fill.drop_reason) for fill in fills):
         return ["\n".join([f"{fill.sample}\t{fill.reward!r}" for fill in fills])]
     values: list[str | bytes | int] = [""]
@@ -648,13 +652,14 @@ def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
 
 
 def _lines(replies: bytes) -> list[_Reply]:
-    """The replies of fill_columns.lua, one for each sample."""
+    """Return the replies of fill_columns.lua, one for each sample."""
     return [_reply(line) for line in replies.decode().split("\n")]
 
 
 @functools.lru_cache(maxsize=1024)
 def _reply(line: str) -> _Reply:
-    """Outcome and rest of a reply line of fill_columns.lua; cached, because most are alike."""
+    """Return the outcome and rest of a reply line of fill_columns.lua; cached, because most are
+    alike."""
     outcome, _, rest = line.partition("\t")
     return outcome, rest
 
@@ -662,12 +667,12 @@ def _reply(line: str) -> _Reply:
 def _filled(
     policy: str, step: int, sample: str, reply: _Reply
 ) -> tuple[common_pb.SampleState.ValueType, bool]:
-    """State and whether a value was written, from a reply of fill_columns.lua; raises its
+    """Return the state and whether a value was written, from a reply of fill_columns.lua; raise its
     refusal."""
     outcome = reply[0]
     if outcome == "unknown":
         raise NotFound(
-            f"step {step} of policy {policy} has no such sample",
+            f"no such sample in step {step} of policy {policy}",
             kind="sample_not_found",
             field="sample_id",
             value=sample,

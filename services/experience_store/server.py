@@ -1,4 +1,4 @@
-"""The gRPC servicer of the experience store: validates requests, translates them, calls the
+"""The gRPC servicer of the experience store, which validates and translates requests for the
 store."""
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 def check_append(
     request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]
 ) -> list[StagedRow]:
-    """Check an ending and its serialized rows (`payloads`); returns the rows, each read once.
+    """Check an ending and its serialized rows (`payloads`); return the rows, each read once.
 
-    `query_id` and `trajectory_id` are checked already.
+    `query_id` and `trajectory_id` are already checked.
     """
     ends = (
         common_pb.TRAJECTORY_STATE_COMPLETED,
@@ -56,7 +56,7 @@ def check_append(
     )
     if request.state not in ends:
         raise InvalidArgument(
-            "is not the end of a trajectory",
+            "does not end a trajectory",
             field="state",
             value=enum_name(common_pb.TrajectoryState, request.state),
             remedy="Send COMPLETED, FAILED or ABORTED.",
@@ -107,11 +107,11 @@ def _check_stem(field: str, row: StagedRow, before: Sequence[StagedRow]) -> None
 
 
 def _read(field: str, request: store_pb.AppendTrajectoryRequest, payload: Payload) -> StagedRow:
-    """The parsed row of `payload`. Raises `InvalidArgument` naming the field that is wrong."""
+    """Parse the row in `payload`. Raises `InvalidArgument` with the faulty field."""
     try:
         sample = store_pb.Sample.FromString(bytes(payload))
     except DecodeError as error:
-        raise InvalidArgument(f"is no Sample: {error}", field=field) from error
+        raise InvalidArgument(f"is not a Sample: {error}", field=field) from error
     row = StagedRow.of(sample, payload)
     _check_sample(field, request, sample, row)
     return row
@@ -158,19 +158,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WriteBatch:
-    """A WriteRequest whose samples stay serialized, as views of the request's bytes: to parse them,
-    or only to copy them, would take longer than everything else that is done with them.
+    """A WriteRequest whose samples stay serialized, as views of the request's bytes. Parsing or
+    even copying them would take longer than everything else done with them.
     """
 
     request_id: str
     endings: Sequence[store_pb.AppendTrajectoryRequest]
-    """Without their samples."""
+    """The requests without their samples."""
     payloads: Sequence[Sequence[Payload]]
     fills: Sequence[store_pb.FillColumnsRequest]
 
     @staticmethod
     def parse(data: bytes) -> WriteBatch:
-        """The batch in `data`. Raises `DecodeError`."""
+        """Return the batch in `data`. Raises `DecodeError`."""
         rest, spans = protobuf_wire.split(
             data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER
         )
@@ -186,7 +186,7 @@ class WriteBatch:
         return WriteBatch(request.request_id, endings, payloads, request.fills)
 
     def parts(self) -> bytes:
-        """The ids of its parts, which stand for their contents."""
+        """Return the ids of its parts, which identify their contents."""
         endings = [part.request_id for part in self.endings]
         return repr((endings, [part.request_id for part in self.fills])).encode()
 
@@ -203,8 +203,8 @@ class Writes:
         sent: Sequence[store_pb.AppendTrajectoryRequest],
         payloads: Sequence[Sequence[Payload]] = (),
     ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
-        """The answers to these calls, or their errors. `payloads`: the samples of each, serialized,
-        where the requests came without them.
+        """Return the answers to these calls, or their errors. `payloads`: the serialized samples of
+        each, if the requests lack them.
         """
         known = payloads or [
             [sample.SerializeToString() for sample in request.samples] for request in sent
@@ -212,7 +212,7 @@ class Writes:
         appends = []
         for one in zip(sent, known, strict=True):
             appends.append(_of(_append_of, *one))
-            # A call brings rows by the hundred: other calls are answered in between.
+            # A call brings hundreds of rows, so let other calls be answered in between.
             await asyncio.sleep(0)
         for number, append in enumerate(appends):
             if isinstance(append, Append):
@@ -248,7 +248,7 @@ class Writes:
     async def fill_each(
         self, sent: Sequence[store_pb.FillColumnsRequest]
     ) -> list[store_pb.FillColumnsResponse | TroupeError]:
-        """The answers to these calls, or their errors."""
+        """Return the answers to these calls, or their errors."""
         fills = [_of(_fills_of, request) for request in sent]
         taken = [one for one in fills if isinstance(one, SampleFills)]
         filled = iter(await self._store.samples.fill_each(taken))
@@ -273,7 +273,7 @@ def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
 def _filled(
     results: Sequence[tuple[common_pb.SampleState.ValueType, bool]],
 ) -> store_pb.FillColumnsResponse:
-    """The answer to a fill. Cached, as most are alike; it must not be changed."""
+    """Return the answer to a fill. Cached, since most are alike, so it must not be changed."""
     (state, accepted), *more = results
     return store_pb.FillColumnsResponse(
         state=state,
@@ -304,18 +304,18 @@ def _fills_of(request: store_pb.FillColumnsRequest) -> SampleFills:
 
 
 class StoreSettings(ServiceSettings):
-    """`ServiceSettings`, where the samples are, and how many of them."""
+    """`ServiceSettings`, the Redis for samples, and bounds on payloads."""
 
     store_redis_url: str | None = None
-    """Redis that holds samples, where it is another than `redis_url`. `redis-cluster://HOST:PORT`
-    names one node of a Redis Cluster."""
+    """Redis that holds samples, if not `redis_url`. `redis-cluster://HOST:PORT` names one node of a
+    Redis Cluster."""
     store_high_water_mib: int = Field(default=0, ge=0)
-    """Payloads above this push rows back, but for those of a job's oldest uncommitted step; 0: no
-    bound. Half of Redis' `maxmemory` leaves room for what is not payload."""
+    """Payload bytes above which the store refuses rows, except rows of a job's oldest uncommitted
+    step; 0: no bound. Half of Redis' `maxmemory` leaves room for other data."""
 
     store_recent_mib: int = Field(default=DEFAULT_BYTES // MIB, ge=0)
-    """Payloads that the store keeps in its own memory from their append to their claim, so that it
-    need not read them back from Redis; 0: none. Nothing depends on them but speed."""
+    """Payload bytes kept in the store's own memory from append to claim, so that it need not read
+    them back from Redis; 0: none. Affects only speed."""
 
     @property
     def samples_url(self) -> str:
@@ -323,12 +323,13 @@ class StoreSettings(ServiceSettings):
         return self.store_redis_url or self.redis_url
 
 
-# Seconds of a call's deadline that are left for reading payloads and answering.
+# Seconds of a call's deadline reserved for reading payloads and answering.
 _DEADLINE_MARGIN: Final = 0.5
 
 
 def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
-    """The request without its rows, but with their ids: what repeated requests are compared by."""
+    """Return the request with the ids of its rows instead of the rows, to compare repeated
+    requests."""
     ending = (request.job_id, request.step, request.query_id, request.trajectory_id)
     samples = [sample.sample_id for sample in request.samples]
     return repr((*ending, request.state, request.reason, samples)).encode()
@@ -348,7 +349,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
         store_grpc.add_ExperienceStoreServicer_to_server(self, server)
-        # Its request is not parsed by gRPC. The last handler registered for a method is used.
+        # gRPC does not parse its request. The handler registered last for a method is used.
         write = grpc.unary_unary_rpc_method_handler(
             self.Write, WriteBatch.parse, store_pb.WriteResponse.SerializeToString
         )
@@ -356,12 +357,12 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
     @property
     def problem(self) -> str | None:
-        """Why Redis cannot be reached yet, or what has become wrong with it."""
+        """Why Redis cannot be reached yet, or what is wrong with it now."""
         trouble = self._redis_watch.trouble
         return self.store.database.problem or (None if trouble is None else str(trouble))
 
     async def start(self) -> None:
-        """Start the store; returns once Redis answers."""
+        """Start the store; return once Redis answers."""
         await self.store.start()
         self._meters.start()
         self._redis_watch.start()
@@ -415,7 +416,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_id("request_id", request.request_id)
         # Independent of each other: columns are filled after the answer to their rows' append.
         async with asyncio.TaskGroup() as group:
-            # Columns first: they are little work, and claims may wait for them.
+            # Columns first: they are quick to write, and claims may wait for them.
             filled = group.create_task(self._writes.fill_each(request.fills))
             ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
         return store_pb.WriteResponse(
@@ -424,8 +425,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         )
 
     # A repeated claim finds its samples in Redis. It may know other claims than the first call did
-    # (a resumed step knows none), so it gets an answer of its own; and when its caller leaves, it
-    # is cancelled, as no one would renew what it claims.
+    # (a resumed step knows none), so it gets its own answer. It is cancelled when its caller
+    # leaves, since nobody would renew its lease.
     @repeatable
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
@@ -646,7 +647,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
 
 def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceStoreService:
-    """The service as `TROUPE_*` describes it."""
+    """Return the service configured by `TROUPE_*`."""
     mark = settings.store_high_water_mib * MIB
     recent = settings.store_recent_mib * MIB
     store = Store(Database(settings.samples_url), high_water_bytes=mark, recent_bytes=recent)
@@ -655,7 +656,7 @@ def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceSto
 
 
 def _written(answer: object) -> dict[str, Any]:
-    """The field of an EndingWritten or FillWritten that holds the answer, or its error."""
+    """Return the field of an EndingWritten or FillWritten that holds the answer, or its error."""
     if isinstance(answer, TroupeError):
         return {"error": to_status(answer).SerializeToString()}
     return {"response": answer}

@@ -1,4 +1,4 @@
-"""Steps: admission, amendment, status, and completion of what a crash left half done.
+"""Steps: admission, amendment, status, and completion of half-done work after a crash.
 
 The roster of a step (its queries) is decided once under the job's hash tag. Each policy's table
 learns of it (`admit`) and of every trajectory that ended (`append_rows`) afterwards; both are
@@ -41,15 +41,15 @@ class StepStatus:
     """Whether the roster is final."""
     cursor: int = 0
     expected: int = 0
-    """Trajectories admitted, redundant ones and those of dropped queries too."""
+    """Admitted trajectories, including redundant ones and trajectories of dropped queries."""
     ended: int = 0
-    """Ids of the trajectories that ended, by the drop of their query too."""
+    """Ids of the ended trajectories, including those of dropped queries."""
     complete: int = 0
-    """Queries all of whose trajectories have ended."""
+    """Queries whose trajectories have all ended."""
     endings: dict[str, Ending] = field(default_factory=dict)
-    """Trajectory -> ending, when asked for."""
+    """Trajectory -> ending, if requested."""
     queries: list[store_pb.QueryStatus] = field(default_factory=list)
-    """When asked for, in the order of `query_ids`."""
+    """Progress in the order of `query_ids`, if requested."""
     counts: list[store_pb.PolicyCounts] = field(default_factory=list)
     commits: list[store_pb.StepCommit] = field(default_factory=list)
 
@@ -60,13 +60,13 @@ class StepStatus:
 
     @property
     def ended_trajectories(self) -> list[str]:
-        """Names of trajectories that ended, sorted; those that ended with a dropped query, or as
-        redundant, have none."""
+        """Sorted names of ended trajectories. Trajectories that ended with a dropped query, or as
+        redundant, have no name."""
         return sorted(name for name in self.endings if "\t" not in name)
 
     @staticmethod
     def parse(step: int, stored: Mapping[bytes, bytes]) -> StepStatus:
-        """The status whose step hash (keys.JobKeys.step) is `stored`."""
+        """Parse the status from the step hash `stored` (keys.JobKeys.step)."""
         if not stored:
             return StepStatus(step, open=False)
         return StepStatus(
@@ -135,10 +135,10 @@ def _policy_counts(
     )
 
 
-# Committed steps whose records are kept, so that a resumed job and a late duplicate find what
-# became of their step. Payloads are freed with the commit.
+# Committed steps whose records are kept, so that a resumed job and a late duplicate find the
+# outcome of their step. Payloads are freed with the commit.
 KEEP_STEPS: Final = 16
-# Keys of a curriculum that are freed at once: a large job has thousands.
+# Keys of a curriculum freed at once: a large job has thousands.
 _TOGETHER: Final = 1000
 
 
@@ -178,14 +178,14 @@ class StepStore:
         return int(number) if exists else None
 
     async def open(self, request: store_pb.OpenStepRequest) -> tuple[bool, list[str]]:
-        """Admit a step. Returns whether it was open already, and which trajectories have ended.
+        """Admit a step; return whether it was already open, and which trajectories have ended.
 
-        A query begins with `group_size` trajectories and `redundant` more; as soon as `group_size`
+        A query begins with `group_size` trajectories and `redundant` more. As soon as `group_size`
         have completed, the others are ended.
 
-        The first call decides; raises `FailedPrecondition` when another one admits other queries
-        than the step was opened with, or has now. Versions may have moved since for policies that
-        committed: the first ones stay.
+        The first call decides. Raises `FailedPrecondition` when a later call admits queries that
+        differ from the step's original and present ones. Versions of policies that committed may
+        have moved since: the first ones stay.
         """
         job, step, queries = request.job_id, request.step, list(request.query_ids)
         table = await self._tables.get(job)
@@ -211,16 +211,16 @@ class StepStore:
         if not existed:
             await self._trim(table, step)
             return False, []
-        # A resumed job skips trajectories that have ended: they must be in the tables by then.
+        # A resumed job skips ended trajectories, so they must be in the tables by then.
         await self.settle(job, step)
         return True, (await self.status(job, step)).ended_trajectories
 
     async def amend(self, request: store_pb.AmendStepRequest) -> list[str]:
-        """Change a step's roster; returns the queries that were to leave but are complete.
+        """Change a step's roster; return the queries that were to leave but are complete.
 
-        Raises `FailedPrecondition`, and changes nothing, for a step that is not open
-        (`step_not_open`) or closed (`step_closed`), a query that the step never had
-        (`unknown_query`), that left it otherwise (`query_left`), or that another step has
+        Raises `FailedPrecondition` and changes nothing for a step that is not open
+        (`step_not_open`) or closed (`step_closed`), for a query that the step never had
+        (`unknown_query`), that left it in another way (`query_left`) or that another step has
         (`query_elsewhere`), and for carrying to a step of another group size (`step_differs`).
         """
         await self._tables.get(request.job_id)
@@ -252,7 +252,7 @@ class StepStore:
         return (await self.on_tables(job, step, calls))[0]
 
     async def on_tables(self, job: str, step: int, calls: Sequence[ScriptCall]) -> list[list[Any]]:
-        """`on_table` for several policies at once."""
+        """Run `on_table` for several policies at once."""
         replies = await self._database.run_each(calls)
         if any(reply[0] == b"missing" for reply in replies):
             if await self.apply_rosters(job, step) is None:
@@ -265,9 +265,9 @@ class StepStore:
     async def status(
         self, job: str, step: int, *, endings: bool = True, queries: bool = False
     ) -> StepStatus:
-        """How far a step is. Tables may lag a moment behind the endings.
+        """Return the progress of a step. Tables may lag briefly behind the endings.
 
-        What grows with the step is read only when asked for: its `endings`, its `queries`.
+        Reads parts that grow with the step (`endings`, `queries`) only on request.
         """
         table = await self._tables.get(job)
         keys = JobTableKeys(job)
@@ -295,31 +295,31 @@ class StepStore:
         return status
 
     async def live(self, job: str) -> list[int]:
-        """Steps that some policy has not committed, oldest first."""
+        """Return the steps that some policy has not committed, oldest first."""
         return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).live, 0, -1)]
 
     async def all(self, job: str) -> list[int]:
-        """All steps that are still known, oldest first."""
+        """Return all steps that are still known, oldest first."""
         return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).steps, 0, -1)]
 
     async def retire(self, job: str, step: int) -> None:
-        """Take a step that every policy has committed off the list that is swept."""
+        """Remove a step that every policy has committed from the list of swept steps."""
         await self._database.call("ZREM", JobTableKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:
-        """Apply all decisions about rosters and trajectories to all tables; returns how many
+        """Apply all decisions about rosters and trajectories to all tables; return how many
         trajectories were missing in one.
         """
         await self.apply_rosters(job, step)
         table, keys = await self._tables.get(job), JobTableKeys(job)
-        # In this order: the rosters' number covers all endings that were moved to the step.
+        # In this order, so that the number of the rosters covers all endings moved to the step.
         endings, rosters = await self._database.call_each(
             [("HGETALL", keys.ended(step)), ("GET", keys.rosters)]
         )
         missing: set[bytes] = set()
         for policy in table.policies:
             there = await self._database.call("HKEYS", PolicyKeys(job, policy).step(step, "ended"))
-            # Endings of dropped queries are applied with the roster.
+            # The roster applies the endings of dropped queries.
             missing |= {name for name in endings if b"\t" not in name} - set(there)
         for trajectory in sorted(missing):
             ending = Ending.parse(endings[trajectory].decode())
@@ -329,9 +329,9 @@ class StepStore:
     async def carry_out(
         self, table: TableSchema, step: int, trajectory: str, ending: Ending, rosters: int
     ) -> dict[str, str]:
-        """Apply one decided ending to all tables, each of which learns of the rosters up to this
-        number first. Repeatable. Returns `SampleRecord.since` of its rows for every policy into
-        whose table this call put some.
+        """Apply one decided ending to all tables; each learns of the rosters up to this number
+        first. Repeatable. Returns `SampleRecord.since` of the rows, for every policy whose table
+        got some in this call.
         """
         entered: dict[str, str] = {}
         while True:
@@ -364,12 +364,12 @@ class StepStore:
             carried = [int(reply[1]) for reply in replies if reply[0] == b"carried"]
             if not carried:
                 return entered
-            # Its query was carried on meanwhile. (Queries are carried forward only: this ends.)
+            # Its query was carried on meanwhile. Queries move forward only, so this ends.
             rosters = await self.follow(table.job, carried[0])
             step = carried[0]
 
     async def follow(self, job: str, to: int) -> int:
-        """Apply the rosters of step `to`, to which queries were carried; returns their number."""
+        """Apply the rosters of step `to`, to which queries were carried; return their number."""
         rosters = await self.apply_rosters(job, to)
         if rosters is None:
             raise not_open(job, to)
@@ -384,7 +384,7 @@ class StepStore:
                 if not await self._committed(table, step):
                     continue
                 await self._log.keep(table.job, table.policies, step)
-            # Under the job's tag first: after that no call admits it in a policy's table again.
+            # Under the job's tag first, so that no later call admits it in a policy's table again.
             await self._database.call_each([("UNLINK", key) for key in keys.all_of(step)])
             await self._database.run_each(
                 [
@@ -397,7 +397,7 @@ class StepStore:
             )
 
     async def _committed(self, table: TableSchema, step: int) -> bool:
-        """Whether every policy has committed the step."""
+        """Return whether every policy has committed the step."""
         return all(
             await self._database.call_each(
                 [
@@ -411,9 +411,9 @@ class StepStore:
 class TaskPools:
     """Pools of the tasks of curricula: how often each was solved, and when it was asked last.
 
-    They change with the rosters of steps, in the same scripts (lua/tasks.lua): a task that a query
-    asks leaves its pool, and comes back to that of its success rate when the query's step is
-    counted (lua/read_pools.lua). Steps are counted once and in order, when another one opens.
+    The scripts that change rosters also change the pools (lua/tasks.lua). A task leaves its pool
+    when a query asks it. When the query's step is counted (lua/read_pools.lua), the task joins the
+    pool of its new success rate. Steps are counted once and in order, when another one opens.
     """
 
     def __init__(self, database: Database) -> None:
@@ -443,7 +443,7 @@ class TaskPools:
                 kind="step_not_sealed",
                 field="before_step",
                 value=request.before_step,
-                remedy="Name a step before which every policy has committed all steps.",
+                remedy="Name a step such that every policy has committed all steps before it.",
             )
         response = store_pb.ReadTaskPoolsResponse()
         for next_new, *pools in rest[0]:
@@ -456,7 +456,7 @@ class TaskPools:
     async def free(self, job: str) -> None:
         """Delete the pools and success rates of a job. Repeatable."""
         keys = JobTableKeys(job)
-        # The hash that says which pools there are goes last.
+        # Delete the hash that lists the pools last.
         stored = await self._database.call("HGETALL", keys.curriculum)
         names = [*keys.task_keys(stored), keys.curriculum]
         for first in range(0, len(names), _TOGETHER):
@@ -465,7 +465,7 @@ class TaskPools:
 
 
 def not_open(job: str, step: int) -> FailedPrecondition:
-    """The error of a step that was never opened, or was forgotten."""
+    """Return the error of a step that was never opened, or was forgotten."""
     return FailedPrecondition(
         f"step {step} of job {job} is not open",
         kind=kinds.STEP_NOT_OPEN,
@@ -478,11 +478,11 @@ def not_open(job: str, step: int) -> FailedPrecondition:
 def _check_same(step: int, name: str, ours: object, stored: object) -> None:
     if ours != stored:
         raise FailedPrecondition(
-            f"step {step} is open with other contents ({name}: {str(stored)[:200]})",
+            f"step {step} is open with different contents ({name}: {str(stored)[:200]})",
             kind="step_differs",
             field=name,
             value=str(ours)[:200],
-            remedy="Two orchestrators may be running one job; only one of them can go on.",
+            remedy="Two orchestrators may be running one job; stop one of them.",
         )
 
 
@@ -500,7 +500,7 @@ def _refusal(
         return not_open(request.job_id, int(rest[0]))
     if outcome == "closed":
         return FailedPrecondition(
-            f"step {rest[0]} is closed: its roster stays as it is",
+            f"step {rest[0]} is closed: its roster is final",
             kind="step_closed",
             field="step" if int(rest[0]) == step else "carry_to",
             value=int(rest[0]),
@@ -521,7 +521,7 @@ def _refusal(
         return of_query("query_elsewhere", message, "A query is in one live step at a time.")
     if outcome == "group_size":
         return FailedPrecondition(
-            f"step {rest[0]} has groups of {rest[1]} trajectories, step {step} has others",
+            f"step {rest[0]} has groups of {rest[1]} trajectories, unlike step {step}",
             kind="step_differs",
             field="carry_to",
             value=int(rest[0]),

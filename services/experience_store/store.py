@@ -1,8 +1,8 @@
-"""The experience store without gRPC: its parts wired once, and what runs beside calls.
+"""The experience store without gRPC: the wiring of its parts, and its background tasks.
 
-`TableWatcher` pushes counts to watchers, `Sweeper` expires leases and completes what crashes left,
-`LogAuditor` compares logs and commits, `HighWater` pushes appends back when payloads are too many,
-`Descriptions` sums tables up for people.
+`TableWatcher` pushes counts to watchers, `Sweeper` expires leases and completes work left by
+crashes, `LogAuditor` compares logs and commits, `HighWater` refuses appends when payloads take too
+much memory, `Descriptions` summarizes tables for people.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import structlog
 
 from services.experience_store.claims import Claims, KeptRows
 from services.experience_store.database import Database, ScriptCall
-from services.experience_store.log import Log, StepLedger
+from services.experience_store.log import Log, StepAudit
 from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
 from services.experience_store.records import JOBS, JobTableKeys, PolicyKeys, SampleRecord
 from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
@@ -30,9 +30,9 @@ from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Changes within so many seconds are one message: hundreds of trajectories may end in a second.
+# Changes within so many seconds form one message: hundreds of trajectories may end in a second.
 COALESCE_SECONDS: Final = 0.05
-# Steps are looked at so often without a notice: a lease that runs out gives none.
+# Interval of checks without a notice: the end of a lease gives none.
 REFRESH_SECONDS: Final = 30.0
 
 
@@ -52,7 +52,7 @@ class TableWatcher:
         self._notices = notices
 
     async def watch(self, job: str) -> AsyncIterator[store_pb.TableStatus]:
-        """First the status of every live step (or of the newest one), then every change.
+        """Yield the status of every live step (or of the newest one), then every change.
 
         Ends when the tables are dropped or the service stops. Raises `NotFound` without tables.
         """
@@ -80,7 +80,7 @@ class TableWatcher:
 
 
 def table_status(job: str, status: StepStatus, high_water: HighWater) -> store_pb.TableStatus:
-    """The status of a step, as watchers get it."""
+    """Return the status of a step, as watchers get it."""
     return store_pb.TableStatus(
         job_id=job,
         step=status.step,
@@ -97,12 +97,13 @@ def table_status(job: str, status: StepStatus, high_water: HighWater) -> store_p
 
 log = structlog.get_logger(__name__)
 
-# A few commands per live step: cheap enough for every replica, short beside any lease.
+# A few commands per live step: cheap enough for every replica, and short compared with a lease.
 PERIOD_SECONDS: Final = 5.0
 
 
 class Sweeper:
-    """Periodically expires leases, and completes half-applied changes of live steps of all jobs."""
+    """The periodic task that expires leases and completes half-applied changes of live steps, for
+    all jobs."""
 
     def __init__(
         self,
@@ -133,11 +134,11 @@ class Sweeper:
             try:
                 await self.sweep()
             except TroupeError as error:
-                # The next round finds the same work.
+                # The next round finds the same work again.
                 log.warning("sweep_failed", kind=error.kind, error=str(error))
 
     async def sweep(self) -> None:
-        """Sweeps all jobs once; a job that cannot be swept is logged and skipped.
+        """Sweep all jobs once. A job that cannot be swept is logged and skipped.
 
         Raises Unavailable and DeadlineExceeded, which concern Redis as a whole.
         """
@@ -151,7 +152,7 @@ class Sweeper:
                 log.warning("sweep_failed", job=job, error=repr(error))
 
     async def _jobs(self) -> list[str]:
-        """The jobs that have live steps, found in one round trip: most jobs have ended."""
+        """Return the jobs that have live steps, in one round trip, since most jobs have ended."""
         jobs = [name.decode() for name in await self._database.call("SMEMBERS", JOBS)]
         try:
             live = await self._database.call_each([("EXISTS", JobTableKeys(j).live) for j in jobs])
@@ -163,7 +164,7 @@ class Sweeper:
 
     async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
         try:
-            # Amendments that a crash kept from the tables.
+            # Amendments that did not reach the tables because of a crash.
             if steps := await self._steps.live(job):
                 await self._steps.follow(job, steps[-1])
         except TroupeError as error:
@@ -195,15 +196,15 @@ class Sweeper:
         self._decided[job, step] = int(ended or 0)
 
 
-# A running job changes while it is read: violations are looked at again.
+# A running job changes while it is read, so violations are checked again.
 _LOOKS: Final = 3
 _PAUSE_SECONDS: Final = 0.5
-# Samples of one message of ReadLog: well under the message limit, however long their ids.
+# Samples in one message of ReadLog: well under the message limit, however long their ids.
 PART: Final = 20_000
 
 
 class LogAuditor:
-    """Audits and reads logs, of jobs whose tables exist or were dropped."""
+    """An auditor and reader of logs, whether the job's tables exist or were dropped."""
 
     def __init__(
         self, database: Database, tables: TableRegistry, steps: StepStore, log: Log
@@ -214,7 +215,8 @@ class LogAuditor:
         self._log = log
 
     async def tables(self, job: str) -> TableSchema:
-        """The job's tables, also when they were dropped. Raises `NotFound` without a log."""
+        """Return the job's tables, even after they were dropped. Raises `NotFound` without a
+        log."""
         try:
             return await self._tables.get(job)
         except NotFound:
@@ -230,9 +232,9 @@ class LogAuditor:
         """
         table = await self.tables(job)
         for look in range(_LOOKS):
-            ledger = await self._add_up(table)
-            report = ledger.report(await self._heads(table))
-            if not report.violations or not ledger.live or look == _LOOKS - 1:
+            audit = await self._add_up(table)
+            report = audit.report(await self._heads(table))
+            if not report.violations or not audit.live or look == _LOOKS - 1:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
         return report
@@ -240,7 +242,7 @@ class LogAuditor:
     async def read(
         self, job: str, policy: str, from_step: int
     ) -> AsyncIterator[store_pb.LoggedStep]:
-        """The fate of every sample of a policy, step by step, beginning with `from_step`.
+        """Yield the fate of every sample of a policy, step by step, beginning with `from_step`.
 
         A step of many samples comes in parts, each with the fields of the step. Raises
         `NotFound` for an unknown job or policy.
@@ -252,25 +254,25 @@ class LogAuditor:
                 for part in parts(await self._log.policy_step(job, policy, step)):
                     yield part
 
-    async def _add_up(self, table: TableSchema) -> StepLedger:
+    async def _add_up(self, table: TableSchema) -> StepAudit:
         job = table.job
-        ledger = StepLedger(table.policies, table.max_uses)
+        audit = StepAudit(table.policies, table.max_uses)
         for step in await self._log.steps(job):
-            # Endings first: those that are seen here are in the tables after `settle`.
+            # Endings first: `settle` brings all endings seen here into the tables.
             roster = await self._log.roster(job, step)
             if roster is not None and not await self._log.has(job, step):
                 try:
                     await self._steps.settle(job, step)
                 except TroupeError as error:
-                    # Forgotten in between: then it is in the log.
+                    # Forgotten in between, so it is in the log.
                     if error.kind not in (kinds.STEP_NOT_OPEN, kinds.TABLES_NOT_FOUND):
                         raise
             logged = {
                 policy: await self._log.policy_step(job, policy, step) for policy in table.policies
             }
             # In a thread: long steps take a while.
-            await asyncio.to_thread(ledger.add, step, roster, logged)
-        return ledger
+            await asyncio.to_thread(audit.add, step, roster, logged)
+        return audit
 
     async def _heads(self, table: TableSchema) -> dict[str, int]:
         replies = await self._database.call_each(
@@ -284,7 +286,7 @@ class LogAuditor:
 
 
 def parts(logged: store_pb.LoggedStep) -> Iterator[store_pb.LoggedStep]:
-    """`logged`, or several steps like it with `PART` of its samples each."""
+    """Yield `logged`, or several such steps with `PART` of its samples each."""
     if len(logged.samples) <= PART:
         yield logged
         return
@@ -302,7 +304,7 @@ _RETRY_MS: Final = 1000
 
 
 class HighWater:
-    """Counts payload bytes, and pushes appends back above the high-water mark."""
+    """The count of payload bytes, and the refusal of appends above the high-water mark."""
 
     def __init__(
         self, database: Database, tables: TableRegistry, notices: Notices, mark_bytes: int = 0
@@ -313,18 +315,20 @@ class HighWater:
         self.mark_bytes = mark_bytes
         """0: no bound."""
         self.payload_bytes = 0
-        """Of all jobs: as of the last look, plus what this process admitted since."""
+        """Payload bytes of all jobs as of the last look, plus bytes that this process admitted
+        since."""
         self._looked = -1.0
         self._looking = asyncio.Lock()
         self._background = Background()
 
     @property
     def over(self) -> bool:
-        """Whether rows are pushed back."""
+        """Whether rows are refused."""
         return 0 < self.mark_bytes <= self.payload_bytes
 
     async def start(self) -> None:
-        """Look periodically, where there is a mark, so that watchers learn when it is passed."""
+        """Start to look periodically if there is a mark, so that watchers learn when it is
+        passed."""
         await self.look()
         if self.mark_bytes:
             self._background.start(self._look_forever(), "high water")
@@ -334,9 +338,9 @@ class HighWater:
         await self._background.stop()
 
     async def admit(self, job: str, step: int, size: int) -> None:
-        """Admit `size` bytes of rows of a step; raises `ResourceExhausted` to push them back.
+        """Admit `size` bytes of rows of a step. Raises `ResourceExhausted` to refuse them for now.
 
-        Rows of a job's oldest uncommitted step always come in.
+        Rows of a job's oldest uncommitted step are always admitted.
         """
         if not self.mark_bytes or not size:
             return
@@ -348,7 +352,8 @@ class HighWater:
                 field="TROUPE_STORE_HIGH_WATER_MIB",
                 value=f"{self.mark_bytes / MIB:g}",
                 remedy=(
-                    "Rows go on when a step is committed; raise the mark where Redis has memory."
+                    "Rows are accepted again after a step is committed; "
+                    "raise the mark if Redis has memory."
                 ),
                 retry_after_ms=_RETRY_MS,
             )
@@ -373,7 +378,7 @@ class HighWater:
             self._notices.wake_all()
 
     async def of_job(self, job: str) -> dict[str, int]:
-        """Payload bytes of each policy's table."""
+        """Return the payload bytes of each policy's table."""
         found = await self._bytes(await self._places(job))
         return {place.policy: number for place, number in found.items()}
 
@@ -391,14 +396,14 @@ class HighWater:
         return {place: int(number or 0) for place, number in zip(places, replies, strict=True)}
 
     async def _goes_on(self, job: str, step: int) -> bool:
-        """Whether rows of this step are admitted above the mark, too: of the oldest step, or of an
-        earlier one whose query was carried to it.
+        """Return whether rows of this step are admitted even above the mark: rows of the oldest
+        step, or of an earlier one whose query was carried to it.
         """
         oldest = await self._oldest(job)
         return oldest is not None and step <= oldest
 
     async def _oldest(self, job: str) -> int | None:
-        """The job's oldest step that some policy has not committed."""
+        """Return the job's oldest step that some policy has not committed."""
         table = await self._tables.get(job)
         for text in await self._database.call("ZRANGE", JobTableKeys(job).live, 0, -1):
             step = int(text)
@@ -417,7 +422,7 @@ class HighWater:
 
 
 _PAGE: Final = 1000
-# Pages of one book looked at for the oldest pending sample: beyond, it is the oldest of these.
+# Pages of one table read for the oldest pending sample; only these pages count.
 _MOST_PAGES: Final = 100
 # Fields of a policy's totals that count a reason.
 _REASON: Final = "reason:"
@@ -428,7 +433,7 @@ _Pending: TypeAlias = tuple[int, str]
 
 
 class Descriptions:
-    """Describes the tables of jobs."""
+    """Descriptions of jobs' tables."""
 
     def __init__(
         self, database: Database, tables: TableRegistry, steps: StepStore, high_water: HighWater
@@ -439,7 +444,7 @@ class Descriptions:
         self._high_water = high_water
 
     async def describe(self, job: str) -> store_pb.DescribeTablesResponse:
-        """All tables of a job. Raises `NotFound` when it has none."""
+        """Return all tables of a job. Raises `NotFound` when it has none."""
         table = await self._tables.get(job)
         summaries = {policy: store_pb.TableSummary(policy=policy) for policy in table.policies}
         known = await self._steps.all(job)
@@ -490,7 +495,7 @@ class Descriptions:
         each = [await self._oldest_pending(keys, step) for step in steps]
         if found := [oldest for oldest in each if oldest is not None]:
             since, summary.oldest_pending_sample = min(found, key=itemgetter(0))
-            # By the clock of the node that dated it: in a cluster each node has its own.
+            # By the clock of the node that set the time: in a cluster each node has its own.
             clock = "return redis.call('TIME')"
             seconds, micros = await self._database.call("EVAL", clock, 1, keys.base)
             now = int(seconds) + int(micros) / 1e6
@@ -527,7 +532,7 @@ def _add(summary: store_pb.TableSummary, counts: store_pb.PolicyCounts) -> None:
 
 
 class Store:
-    """The parts of the store that the servicer calls."""
+    """The store, as the parts that the servicer calls."""
 
     def __init__(
         self,
@@ -560,7 +565,7 @@ class Store:
     async def start(self) -> None:
         """Wait until Redis answers, then subscribe to notices and start to sweep.
 
-        Raises `FailedPrecondition` when waiting cannot help (`RedisClient.wait_ready`).
+        Raises `FailedPrecondition` if waiting cannot help (`RedisClient.wait_ready`).
         """
         info = await self.database.wait_ready()
         await self.notices.start()

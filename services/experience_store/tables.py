@@ -14,7 +14,7 @@ from services.experience_store.records import JOBS, Ending, JobTableKeys, Policy
 from troupe.contracts import kinds
 from troupe.rpc import AlreadyExists, NotFound
 
-# Errors that damaged rows or tables of a job cause: loops over all jobs continue with the others.
+# Errors caused by damaged rows or tables of a job: loops over all jobs continue with the others.
 DAMAGED: Final = (ValueError, LookupError, TypeError)
 # Above every version, and exact in Lua.
 _EVERY_VERSION: Final = 2**53 - 1
@@ -30,12 +30,12 @@ class TableSchema:
     required: frozenset[str]
     """Columns besides `reward` that a sample needs."""
     max_uses: int = 1
-    """Optimizer steps that one sample may contribute to."""
+    """Maximum optimizer steps that one sample may contribute to."""
     drop_without_signal: bool = False
     """Whether groups whose rewards are all equal are dropped."""
 
     def format(self) -> str:
-        """The JSON in Redis."""
+        """Return the JSON in Redis."""
         return json.dumps(
             {
                 "policies": self.policies,
@@ -58,7 +58,7 @@ class TableSchema:
 
     @staticmethod
     def parse(job: str, text: str | bytes) -> TableSchema:
-        """The table that `format` wrote."""
+        """Return the table that `format` wrote."""
         stored = json.loads(text)
         return TableSchema(
             job,
@@ -70,7 +70,7 @@ class TableSchema:
 
 
 class TableRegistry:
-    """Declares, finds and frees the tables of jobs."""
+    """The tables of all jobs: declaring, finding and freeing them."""
 
     def __init__(self, database: Database, log: Log) -> None:
         self._database = database
@@ -86,7 +86,7 @@ class TableRegistry:
         max_uses: int = 1,
         drop_without_signal: bool = False,
     ) -> None:
-        """Declare the tables; raises `AlreadyExists` when they exist with other contents."""
+        """Declare the tables. Raises `AlreadyExists` when they exist with different contents."""
         table = TableSchema(
             job, tuple(sorted(policies)), frozenset(required), max_uses, drop_without_signal
         )
@@ -98,7 +98,7 @@ class TableRegistry:
                 value=job,
                 remedy="Take another job id, or drop the tables with purge_log.",
             )
-        # Before anything else, so that the sweeper and `drop` find what is written after it.
+        # First of all, so that the sweeper and `drop` find everything written after it.
         await self._database.call("SADD", JOBS, job)
         await self._database.call("SETNX", JobTableKeys(job).tables, table.format())
         self._cache.pop(job, None)
@@ -123,7 +123,7 @@ class TableRegistry:
                 )
 
     async def get(self, job: str) -> TableSchema:
-        """The job's tables; raises `NotFound` when there are none."""
+        """Return the job's tables. Raises `NotFound` if there are none."""
         table = self._cache.get(job)
         if table is None:
             stored = await self._database.call("GET", JobTableKeys(job).tables)
@@ -175,13 +175,13 @@ class TableRegistry:
         self.forget(job)
 
     async def _drop_step(self, table: TableSchema, step: int, *, log: bool) -> None:
-        """Delete a step, and with `log` log it first. Otherwise nothing is written, which a Redis
-        without room would refuse."""
+        """Delete a step; with `log`, log it first. Without `log` this writes nothing, since a full
+        Redis would refuse writes."""
         job, keys = table.job, JobTableKeys(table.job)
         roster = await self._log.roster(job, step) if log else None
         if roster is not None and not await self._log.has(job, step):
             await self._log.keep_roster(job, roster)
-        # From here on no trajectory can end in the step; those that did are in the roster.
+        # From here on no trajectory can end in the step; earlier endings are in the roster.
         for key in set(keys.all_of(step)) - {keys.ended(step)}:
             await self._database.call("UNLINK", key)
         ended = await self._database.call("HGETALL", keys.ended(step))

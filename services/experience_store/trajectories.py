@@ -1,17 +1,18 @@
-"""Ends a trajectory once: its rows are in all tables, or in none.
+"""Endings of trajectories: each happens once, and puts its rows into all tables or none.
 
 A trajectory's rows belong to several policies, whose tables may live in different slots, so no
-single script can write them. In order, each arrow repeatable:
+single script can write them. The steps, in order and each repeatable:
 
     stage rows in every table, invisible -> decide under the job's tag which ending wins
     -> apply the winner to every table (its staged rows are renamed, not copied)
 
-A crash before the decision leaves only staged rows, which are freed with the step. After it, the
-ending is applied by what notices it first: a repeated append, `StepStore.status`, the sweeper.
+A crash before the decision leaves only staged rows, which are freed with the step. After the
+decision, whoever notices the ending first applies it: a repeated append, `StepStore.status`, or the
+sweeper.
 
-Where one server holds all keys (no cluster) one round trip does all of it for many endings: rows
-are staged, then one script per table decides and applies (end_trajectories.lua). Endings that it
-finds in an unusual state are ended one by one.
+If one server holds all keys (no cluster), one round trip does all of this for many endings: rows
+are staged, then one script per table decides and applies (end_trajectories.lua). Endings in an
+unusual state are processed one by one.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Appended:
 
     accepted: bool
     step: int
-    """The step that it counts for: its query may have been carried there."""
+    """The step that it counts for, to which its query may have been carried."""
     drop_reason: str = ""
-    """Why its trajectory was dropped before the append."""
+    """Why its trajectory was dropped before the append, if it was."""
     group_complete: bool = False
-    """The group is complete, and the redundant trajectories of its query were ended."""
+    """Whether the group is complete and its query's redundant trajectories were ended."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ class Append:
         )
 
     def stage(self, table: TableSchema, policy: str, step: int) -> list[Command]:
-        """Commands that put the rows of `policy` where only this append finds them, in `step`. They
-        are noted first: whatever becomes of this process, they are freed with the step.
+        """Return the commands that put the rows of `policy` where only this append finds them, in
+        `step`. They note the rows first, so that the rows are freed with the step whatever happens
+        to this process.
         """
         keys, query = PolicyKeys(self.job, policy), self.ending.query
         staged = keys.staged(step, self.trajectory, self.ending.attempt)
@@ -126,15 +128,15 @@ class Trajectories:
         self._recent = recent
 
     async def append_each(self, appends: Sequence[Append]) -> list[Appended | TroupeError]:
-        """End each trajectory by itself, in any order, unless another ending had won before, its
-        query was dropped, or its group is complete without it. Returns each result, or its error.
+        """End each trajectory by itself, in any order, unless another ending won earlier, its query
+        was dropped, or its group is complete without it. Returns each result, or its error.
 
         `ending.attempt` identifies an append: repeating it returns what the first call returned.
         Errors: `FailedPrecondition` for a step that is not open, a query that is not in it, or one
         whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
         """
         found: dict[int, Appended | TroupeError] = {}
-        # By job and step: what one script can end.
+        # Endings that one script can process, by job and step.
         together: dict[tuple[str, int], dict[int, Append]] = {}
         for number, append in enumerate(appends):
             try:
@@ -167,8 +169,8 @@ class Trajectories:
         return [found[number] for number in range(len(appends))]
 
     async def _end_each(self, appends: Sequence[Append]) -> dict[int, Appended]:
-        """End trajectories of one step in one round trip. Returns the result, by its place, of each
-        append that won or had won before; the others are unchanged."""
+        """End trajectories of one step in one round trip. Returns the result, by index, of each
+        append that won now or earlier; the others are unchanged."""
         job, step = appends[0].job, appends[0].step
         table = await self._tables.get(job)
         before: dict[str, list[Command]] = {policy: [] for policy in table.policies}
@@ -181,7 +183,7 @@ class Trajectories:
                 staged.append(PolicyKeys(job, policy).staged(step, trajectory, ending.attempt))
             args += (trajectory, ending.query, ending.format(), ending.attempt)
             args += (ending.state, ending.reason, "\n".join(staged))
-            # A call brings rows by the hundred: other calls are answered in between.
+            # A call brings hundreds of rows, so let other calls be answered in between.
             await asyncio.sleep(0)
         replies = await self._database.run_all(
             [command for commands in before.values() for command in commands],
@@ -207,8 +209,8 @@ class Trajectories:
         return found
 
     def _keep(self, append: Append, policy: str, since: str) -> None:
-        """Keep its rows of this policy in memory; they entered the table at `since` ('': they did
-        not)."""
+        """Keep its rows of this policy in memory. They entered the table at `since` ('': not at
+        all)."""
         own = append.by_policy.get(policy)
         if since and own:
             rows = [(row.sample, row.payload) for row in own]
@@ -223,8 +225,8 @@ class Trajectories:
                 self._keep(append, policy, since)
             if to is None:
                 return end
-            # First every table moves what is staged there: the same attempt may have won before its
-            # query was carried, and then these rows are the ones that count.
+            # Every table first moves its staged rows: the same attempt may have won before its
+            # query was carried, and then these rows count.
             await self._steps.follow(append.job, to)
             await self._unstage(append, step)
             step = to
@@ -232,8 +234,8 @@ class Trajectories:
     async def _end(
         self, table: TableSchema, step: int, append: Append
     ) -> tuple[Appended, int | None, Mapping[str, str]]:
-        """The result of the append in `step`; the later step that its query was carried to, if any;
-        and for each policy whose table its rows entered just now, when they did."""
+        """Return the result of the append in `step`; the later step that its query was carried to,
+        if any; and for each policy whose table its rows entered just now, when they did."""
         job, trajectory, ending = append.job, append.trajectory, append.ending
         if append.rows:
             calls = [
@@ -266,11 +268,11 @@ class Trajectories:
             raise not_open(job, step)
         if outcome == b"unknown_query":
             raise FailedPrecondition(
-                f"step {step} does not consist of this query",
+                f"step {step} does not have this query",
                 kind="unknown_query",
                 field="query_id",
                 value=ending.query,
-                remedy="Run the queries that the step was opened with.",
+                remedy="Run only the queries of the step.",
             )
         if outcome == b"full":
             raise FailedPrecondition(
@@ -284,7 +286,7 @@ class Trajectories:
         return Appended(False, step, reason, reason == kinds.REDUNDANT), None, {}
 
     async def _unstage(self, append: Append, step: int) -> None:
-        """Free what `append` staged in `step`."""
+        """Free the rows that `append` staged in `step`."""
         args = (step, append.trajectory, append.ending.attempt)
         await self._database.run_each(
             [

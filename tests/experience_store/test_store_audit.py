@@ -205,7 +205,7 @@ SPOILT: dict[str, Sequence[str]] = {
     ],
     "trained_in_two_steps": ["is trained 2 times, 1 allowed"],
     "other_number": ["step 3, solver: the commit counts 5 samples, not 4"],
-    "other_digest": ["step 3, solver: the trainer accumulated other samples than are trained"],
+    "other_digest": ["step 3, solver: the trainer accumulated other samples than the trained ones"],
     "other_version": ["step 3, solver: the commit moves version 3 to 9"],
     "other_head": ["solver: the table is at version 9, its commits at 4"],
     "lost_ending": [
@@ -217,7 +217,7 @@ SPOILT: dict[str, Sequence[str]] = {
     "unfinished": ["is READY, but the step is over", "counts 4 samples, not 3"],
     "trained_without_commit": ["is trained, but the step is not committed"],
     "other_row": ["rows of nobody, which has not ended there"],
-    "lost_log": ["steps 1 to 1 are in no log"],
+    "lost_log": ["the log lacks steps 1 to 1"],
 }
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.log import StepLedger, StepMembership
+from services.experience_store.log import StepAudit, StepMembership
 from services.experience_store.records import Ending
 from services.experience_store.requests import check_open
 from services.experience_store.store import Store
@@ -211,8 +211,8 @@ def test_the_audit_tells_a_group_that_is_too_large() -> None:
         ({"t0": completed, "t1": completed, "q0\t3": spare}, ["2 of 1 trajectories of query q0"]),
         ({"t0": Ending("FAILED", "", "q0", "x"), "q0\t2": spare, "q0\t3": spare}, ["only 0 of 1"]),
     ):
-        ledger = StepLedger([], 1)
-        ledger.add(0, StepMembership(0, fields, endings), {})
-        violations = list(ledger.report({}).violations)
+        audit = StepAudit([], 1)
+        audit.add(0, StepMembership(0, fields, endings), {})
+        violations = list(audit.report({}).violations)
         assert len(violations) == len(said)
         assert all(part in one for part, one in zip(said, violations, strict=True))

@@ -1,5 +1,5 @@
--- Applies the rosters that the job has decided to one policy's table. A roster is the list of
--- queries of a step. Idempotent; rosters older than those that the table knows change nothing.
+-- Applies the job's decided rosters to one policy's table. A roster is the list of queries of a
+-- step. Idempotent; rosters older than those that the table knows change nothing.
 -- ARGV: step, number of the rosters, drop groups without signal (0/1), rosters (rosters.lua)
 local HEAD = BASE .. ':head'
 if tonumber(redis.call('HGET', HEAD, 'rosters') or -1) >= tonumber(ARGV[2]) then

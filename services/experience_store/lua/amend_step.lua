@@ -1,5 +1,5 @@
 -- Changes the roster of a step that is held open, atomically: adds, drops and carries queries.
--- Idempotent: a change that was made already is not made again.
+-- Idempotent: a change is made only once.
 -- ARGV: step, why queries are dropped, step that queries are carried to, close (0/1), cursor,
 --       number to add, to drop, to carry, then these queries
 local reason, target = ARGV[2], ARGV[3]
@@ -48,7 +48,7 @@ for _, query in ipairs(additions) do
   end
 end
 
--- The `queries` that can leave the step; `past` tells whether a query that has left did so in the
+-- The `queries` that can leave the step. `past` tells whether a query that has left did so in the
 -- same way.
 local complete, gone = {}, {}
 local function leaving(queries, past)

@@ -1,8 +1,9 @@
 -- Applies decided endings of trajectories to this table: their staged rows become samples. Appended
 -- to samples.lua.
 
--- A line of staged records: a record without query and trajectory, which all have in common. Up to
--- these, with its size, turn and what it lacks; up to `since`, with its group; what is behind it.
+-- A line of staged records: a record without query and trajectory, which all lines share. Captures
+-- the part up to these, its size, turn and missing columns; the part up to `since`, its group; and
+-- the rest.
 local FIELD = '[^\t\n]*'
 local STAGED = '\n(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t(' .. FIELD .. ')\t'
   .. FIELD .. '\t(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(2) .. ')(' .. FIELD .. '\t('
@@ -41,7 +42,7 @@ local function enter(query, trajectory, name, text)
       bytes = bytes + tonumber(sizes[index])
       lacking = lacking + (lacks[index] ~= '' and 1 or 0)
     else
-      -- Another trajectory has a sample of this id, whose row must not be replaced.
+      -- Another trajectory has a sample with this id, whose row must not be replaced.
       count_dropped('sample_id_taken')
     end
   end

@@ -63,11 +63,11 @@ if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
--- What must be kept: rows -> field -> record of its sample, or true.
+-- Payloads to keep: rows -> field -> record of its sample, or true.
 local kept = {}
 local samples = {}
 if to == 'T' and most_uses == 1 then
-  -- No sample is used again, so no record has to be read.
+  -- No sample is used again, so no record needs to be read.
   local bytes = get('claimed_bytes')
   count('C', -number)
   count('T', number)

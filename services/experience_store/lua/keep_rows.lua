@@ -9,7 +9,7 @@ end
 local name = key('keeping') .. ':' .. ARGV[2]
 local before = redis.call('HSTRLEN', name, ARGV[3])
 redis.call('HSET', name, ARGV[3], ARGV[4])
--- Listed, so that those of other claimants are freed with the step.
+-- Listed, so that other claimants' copies are freed with the step.
 redis.call('SADD', KEEPING, name)
 weigh(#ARGV[4] - before)
 return finish({'kept'})

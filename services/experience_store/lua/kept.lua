@@ -1,4 +1,4 @@
--- What scripts share that end the keeping of rows: see keep_rows.lua.
+-- Code shared by the scripts that end the keeping of rows (keep_rows.lua).
 local function bytes_of(name)
   local bytes = 0
   for _, index in ipairs(redis.call('HKEYS', name)) do
@@ -7,7 +7,7 @@ local function bytes_of(name)
   return bytes
 end
 
--- Frees the copies of all claimants of this step, but those under the name `except`.
+-- Frees the copies of all claimants of this step, except the copies named `except`.
 local function free_keeping(except)
   for _, name in ipairs(redis.call('SMEMBERS', KEEPING)) do
     if name ~= except then
@@ -31,7 +31,7 @@ local function keep_for(name, version, commit)
   redis.call('HINCRBY', KEPT .. ':bytes', version, bytes)
 end
 
--- Notes that a version is on disk, and frees what was kept for it and earlier ones.
+-- Notes that a version is on disk, and frees the rows kept for it and earlier ones.
 local function free_kept(version, checksum)
   local head = BASE .. ':head'
   if version < tonumber(redis.call('HGET', head, 'durable') or -1) then

@@ -4,9 +4,9 @@
 -- Milliseconds by which the clock below advances at most between two scripts: three sweeps.
 local MOST_TICK = 15000
 
--- Milliseconds of the clock that the step's leases go by. The wall clock of Redis drives it, but a
--- jump of the wall clock neither ends leases nor prolongs them, and while no script runs, nobody
--- can renew a lease, so that none ends.
+-- Milliseconds of the clock that times the step's leases. The wall clock of Redis drives it, but a
+-- jump of the wall clock neither ends nor prolongs leases. While no script runs nobody can renew a
+-- lease, so none ends.
 local function lease_now()
   local wall = now_ms()
   local last = redis.call('HMGET', STEP, 'wall', 'clock')
@@ -28,7 +28,7 @@ local function holds_less(claimant, number)
   end
 end
 
--- Ends a live claim; its id is never given out again, so that a commit which names it is refused.
+-- Ends a live claim. Its id is never given out again, so a commit that names it is refused.
 local function give_back(claim, cause)
   local claimant = redis.call('HGET', OWNERS, claim)
   local samples = lines(redis.call('HGET', CLAIMS, claim))

@@ -1,4 +1,4 @@
--- Admits a step under the job's tag: the first call decides what it consists of.
+-- Admits a step under the job's tag. The first call decides its queries.
 -- ARGV: step, group_size, versions (JSON), queries (JSON), held open (0/1), cursor,
 --       redundant trajectories per query, query...
 if redis.call('EXISTS', STEP) == 1 then

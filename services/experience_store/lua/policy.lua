@@ -18,7 +18,7 @@ local KEEPING = key('keeping')
 local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
 -- Field of staged rows that holds their query and, one a line, their records.
 local RECORDS = 'records'
--- Field of rows that counts what needs their payloads (samples.lua).
+-- Field of rows that counts the users of their payloads (samples.lua).
 local NEEDED = 'needed'
 
 -- The key of staged rows; `name` is `trajectory:attempt`, as in STAGES.

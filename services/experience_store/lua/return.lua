@@ -37,8 +37,7 @@ local function leave(sample, record)
   weigh(copy[F.size])
 end
 
--- Notes that a payload of so many bytes, whose sample was dropped, enters the next step with samples
--- that refer to it.
+-- Notes that the payload of a dropped sample enters the next step with samples that refer to it.
 local function leave_stem(bytes)
   redis.call('HINCRBY', LEAVING, GROUP, bytes)
   weigh(bytes)

@@ -118,8 +118,8 @@ local function need_less(rows, turn)
   return not others
 end
 
--- Frees what is not needed without this sample: its late columns, its payload unless others refer to
--- it ('stem_bytes' counts those that stay), and the payloads of dropped samples that only it had
+-- Frees everything needed only by this sample: its late columns, its payload unless others refer to
+-- it ('stem_bytes' counts payloads that stay), and payloads of dropped samples that only it
 -- referred to.
 local function free(record)
   local rows, turn = rows_of(record), record[F.turn]

@@ -7,7 +7,7 @@ local function pool_of(source, pool)
   return BASE .. ':tasks:' .. source .. ':' .. pool
 end
 
--- Source, item and number of a query; nothing if it is of no curriculum.
+-- Source, item and number of a query; nothing if it does not belong to a curriculum.
 local function task_of(query)
   local number, source, item = query:match('^q(%d+)%-%a(%d+)%.(%d+)$')
   return source, item, tonumber(number)
@@ -23,7 +23,7 @@ local function put(source, item, pool, number)
   redis.call('ZADD', pool_of(source, pool), number, item)
 end
 
--- A query joins a step: until that is counted its task is in the pool of those that are asked.
+-- A query joins a step. Until the step is counted, its task is in the pool of asked tasks.
 local function ask(query)
   local source, item, number = task_of(query)
   if not source then
