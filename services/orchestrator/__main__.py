@@ -13,8 +13,8 @@ from services.orchestrator.server import make_service
 from services.orchestrator.settings import OrchestratorSettings
 
 if __name__ == "__main__":
-    # Imported objects stay: without this a full collection looks at all of them, and holds up the
-    # event loop for tens of milliseconds.
+    # Imported objects live forever. Without this a full collection would scan all of them and block
+    # the event loop for tens of milliseconds.
     gc.freeze()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     sys.exit(run(make_service, OrchestratorSettings))

@@ -1,4 +1,4 @@
-"""The cluster as a whole: where states are, what all services do now, and cleanup after jobs."""
+"""The cluster as a whole: location of states, activity of all services, and cleanup after jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
-# Users' calls wait so long for other services: less than their clients, so that they hear why.
+# Time for which users' calls wait for other services: shorter than clients wait, so that users hear
+# why.
 ASKED_SECONDS: Final = 45.0
 _log = structlog.get_logger(__name__)
 # The transfer layer's key of a state: job, policy, the rest, and the version.
@@ -33,8 +34,8 @@ _KEY: Final = re.compile(
 
 
 def locate(key: str, workers: Iterable[WorkerHandle]) -> orchestrator_pb.LocateStateResponse:
-    """Transfer addresses of living workers' hosts, and addresses of trainers and rollout workers,
-    those that most likely hold the state `key` first."""
+    """Return transfer addresses of living workers' hosts, and addresses of trainers and rollout
+    workers; likely holders of the state `key` come first."""
     ranked = sorted(
         (worker for worker in workers if worker.alive),
         key=lambda worker: (-_likelihood(key, worker.beat), worker.worker_id),
@@ -46,7 +47,8 @@ def locate(key: str, workers: Iterable[WorkerHandle]) -> orchestrator_pb.LocateS
 
 
 def _likelihood(key: str, beat: orchestrator_pb.HeartbeatRequest) -> int:
-    """How much a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0 nothing."""
+    """Return how much a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0
+    nothing."""
     match = _KEY.match(key)
     if match is None:
         return 0
@@ -66,9 +68,9 @@ def _likelihood(key: str, beat: orchestrator_pb.HeartbeatRequest) -> int:
 
 
 async def release_ended_jobs(shared: Shared, job_id: str, *, self_too: bool = False) -> None:
-    """Frees memory for `job_id`: has workers release the engines and bindings of ended jobs.
+    """Free memory for `job_id`: have workers release the engines and bindings of ended jobs.
 
-    With `self_too` those of `job_id` itself as well. A worker that does not answer is skipped until
+    With `self_too`, this includes `job_id` itself. A worker that does not answer is skipped until
     the next job starts.
     """
     calls: list[Awaitable[object]] = []
@@ -92,11 +94,11 @@ async def release_ended_jobs(shared: Shared, job_id: str, *, self_too: bool = Fa
 
 
 async def delete_states(shared: Shared, job_id: str) -> None:
-    """Deletes what other services hold of an ended job: published weights and values of samples in
-    hosts' memory, and its functions.
+    """Delete an ended job's data in other services: published weights, values of samples in hosts'
+    memory, and functions.
 
-    A resume creates all of it again. Where a worker does not answer, `release_ended_jobs` repeats
-    this.
+    A resume recreates all of it. If a worker does not answer, `release_ended_jobs` repeats the
+    deletion.
     """
     seconds = shared.settings.cleanup_seconds
     calls: list[Awaitable[object]] = []
@@ -106,7 +108,7 @@ async def delete_states(shared: Shared, job_id: str) -> None:
         )
         calls.append(worker.rollout.ReleaseJob(release, timeout=seconds))
     for worker in shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER):
-        # Hosts may have trainers only.
+        # Some hosts have only trainers.
         give = trainer_pb.ReleaseRequest(
             request_id=new_id("release"), job_id=job_id, delete_states=True
         )
@@ -119,12 +121,12 @@ async def delete_states(shared: Shared, job_id: str) -> None:
         _log.warning("weights not deleted", job_id=job_id, error=str(fault))
     try:
         await _delete_functions(shared, job_id)
-    except TroupeError as error:  # a restart of the reward service deletes them, too
+    except TroupeError as error:  # a restart of the reward service also deletes them
         _log.info("functions not deleted", job_id=job_id, error=str(error))
 
 
 async def _delete_functions(shared: Shared, job_id: str) -> None:
-    """Deletes the functions that rollout workers registered with the reward service for a job."""
+    """Delete the functions that rollout workers registered with the reward service for a job."""
     seconds = shared.settings.cleanup_seconds
     known = await shared.reward.ListFunctions(reward_pb.ListFunctionsRequest(), timeout=seconds)
     for one in known.functions:
@@ -147,7 +149,7 @@ async def _release(worker: WorkerHandle, binding: trainer_pb.BindingStatus, seco
 
 
 async def free_tables(shared: Shared, job_id: str) -> None:
-    """Frees the rows of a finished job that were left to be used again. The log stays."""
+    """Free the rows of a finished job that were kept for reuse. The log stays."""
     try:
         await drop_tables(shared, job_id, timeout=shared.settings.cleanup_seconds)
     except TroupeError as error:
@@ -157,9 +159,10 @@ async def free_tables(shared: Shared, job_id: str) -> None:
 async def drop_tables(
     shared: Shared, job_id: str, *, timeout: float | None = None, purge_log: bool = False
 ) -> None:
-    """Frees a job's rows in the experience store, and with `purge_log` the log of their ends.
+    """Free a job's rows in the experience store, and with `purge_log` also their log.
 
-    `timeout` is in seconds (default: the client's). Raises `NotFound` if the job never had rows.
+    `timeout` is in seconds (default: the client's timeout). Raises `NotFound` if the job never had
+    rows.
     """
     request = store_pb.DropTablesRequest(
         request_id=new_id("drop"), job_id=job_id, purge_log=purge_log
@@ -222,7 +225,8 @@ class ClusterView:
         return response
 
     async def probe(self, name: str) -> orchestrator_pb.ServiceStatus:
-        """The state of a service as its health check tells it; one that is away is not serving."""
+        """Return the state of a service according to its health check; an unreachable service is
+        not serving."""
         address, channel = self._channels[name]
         status = orchestrator_pb.ServiceStatus(name=name, address=address)
         try:
@@ -251,7 +255,7 @@ class ClusterView:
 
 
 def _remove_moved(response: orchestrator_pb.GetClusterResponse) -> None:
-    """Removes suspended bindings that were resumed elsewhere: their workers do not know of it."""
+    """Remove suspended bindings that were resumed elsewhere, which their workers do not know."""
     held = {(b.job_id, b.policy) for b in response.bindings if b.state not in AWAY}
     kept = [b for b in response.bindings if b.state not in AWAY or (b.job_id, b.policy) not in held]
     del response.bindings[:]

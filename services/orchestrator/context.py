@@ -40,14 +40,14 @@ class Shared:
     trainer_scheduler: TrainerScheduler
     experience: ExperienceStoreAsyncStub
     reward: RewardAsyncStub
-    # By job id: trajectories dispatched and not ended.
+    # Trajectories in flight by job id.
     in_flight: dict[str, int]
     deaths: SharedDeaths = field(default_factory=SharedDeaths)
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """A job as its runner knows it. Writes carry `epoch`, which fences off earlier runners."""
+    """The context of one job. Writes carry `epoch`, which fences off earlier runners."""
 
     shared: Shared
     job_id: str
@@ -55,23 +55,23 @@ class JobContext:
     spec: JobSpec
     spec_json: str
     directory: Path
-    # By kind of trouble: steps and evaluations in which it occurred.
+    # Steps and evaluations in which a kind of trouble occurred, by kind.
     complaints: Counter[str] = field(default_factory=Counter)
 
     async def info(self, text: str) -> None:
-        """Logs an information for the user."""
+        """Log information for the user."""
         await self._notice(orchestrator_pb.Notice.SEVERITY_INFO, text)
 
     async def warn(self, text: str) -> None:
-        """Logs a fault that Troupe deals with itself."""
+        """Log a fault that Troupe handles by itself."""
         await self._notice(orchestrator_pb.Notice.SEVERITY_WARNING, text)
 
     async def error(self, text: str) -> None:
-        """Logs a fault that costs the user something, such as a checkpoint."""
+        """Log a fault that costs the user something, such as a checkpoint."""
         await self._notice(orchestrator_pb.Notice.SEVERITY_ERROR, text)
 
     def show(self, text: str, *, step: int = 0, done: float = 0.0, total: float = 0.0) -> None:
-        """Shows followers what the job does now; not kept."""
+        """Show followers the job's present activity, without storing it."""
         self.shared.log.show(
             self.job_id,
             orchestrator_pb.Activity(

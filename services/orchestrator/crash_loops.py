@@ -1,12 +1,12 @@
 """Guards against crash loops: jobs that keep killing workers, or the orchestrator itself, fail.
 
-Workers: a `CrashLoopGuard` counts the workers that died while they did one thing for a job. A
-worker may run work of several jobs when it dies, so `SharedDeaths` finds out which job is to blame.
+Workers: a `CrashLoopGuard` counts the workers that died during one activity for a job. A worker may
+run work of several jobs when it dies, so `SharedDeaths` finds out which job is to blame.
 
-The orchestrator: what ends its process (a library that calls `os._exit`, memory that runs out)
-would end the next one as soon as that goes on with the job. `LaunchGuard` counts launches in Redis,
-and clears the count when the orchestrator has survived one. Jobs that were launched just before two
-deaths, or that one more would fail, are launched one at a time.
+The orchestrator: a job that ends its process (by a library that calls `os._exit`, or by using up
+the memory) would also end the next one that continues the job. `LaunchGuard` counts launches in
+Redis and clears the count when the orchestrator has survived one. Jobs that were launched just
+before two deaths, or that one more death would fail, are launched one at a time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from troupe.contracts import kinds
 from troupe.job import LimitsSpec
 from troupe.rpc import FailedPrecondition, TroupeError
 
-# A job's turn: longer than a worker takes to come back, so that it meets one job alone.
+# Duration of a job's turn: longer than a worker's restart, so that the worker meets one job alone.
 _TURN_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
-# Redis hash: by job id, launches that no orchestrator is known to have survived.
+# Redis hash: job id -> launches that no orchestrator is known to have survived.
 _KEY: Final = "troupe:orchestrator:launches"
 # The limit of a job whose specification cannot be read.
 _DEFAULT_LIMIT: Final = LimitsSpec().worker_deaths
-# Deaths of the orchestrator from which on a job is launched apart from others.
+# Deaths of the orchestrator after which a job is launched separately.
 _SUSPICIOUS: Final = 2
 _log = structlog.get_logger(__name__)
 
 
 class CrashLoopGuard:
-    """Workers that were lost while a job did one thing: `doing`, for example "ran q0-s0-t1".
+    """A count of workers lost during one activity of a job: `doing`, for example "ran q0-s0-t1".
 
-    `limit` (the job's `limits.worker_deaths`) of them fail the job, with `field` and `remedy` in
-    the error.
+    `limit` (the job's `limits.worker_deaths`) lost workers fail the job, with `field` and `remedy`
+    in the error.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class CrashLoopGuard:
 
     @property
     def suspicious(self) -> bool:
-        """Whether one more death would be too many."""
+        """Whether one more death would fail the job."""
         return len(self._ids) >= max(1, self._limit - 1)
 
     def note(self, worker: WorkerHandle) -> None:
-        """Counts a worker that was lost, unless it was draining. `check` finds out whether it is
-        dead or was only out of reach."""
+        """Count a lost worker unless it was draining. `check` finds out whether it is dead or was
+        only unreachable."""
         if not worker.beat.draining:
             self._ids.add(worker.worker_id)
             self._kind = NAMES[worker.kind]
             self._deaths.note(self, worker.worker_id)
 
     def check(self) -> None:
-        """Raises `FailedPrecondition` when `limit` of the counted workers are dead and at least one
+        """Raise `FailedPrecondition` when `limit` of the counted workers are dead and at least one
         of them ran no other job's work.
 
-        A worker that was only out of reach has come back under its own id. To be called whenever a
-        worker was lost.
+        A worker that was only unreachable has come back under its own id. Call this after every
+        lost worker.
         """
         if len(self._ids) < self._limit:
             return
@@ -100,39 +100,39 @@ class CrashLoopGuard:
             )
 
     def clear(self) -> None:
-        """Forgets the counted workers, since the work was done."""
+        """Forget the counted workers after the work was done."""
         self._deaths.withdraw(self, self._ids)
         self._ids.clear()
 
     def excuse(self, worker_id: str) -> None:
-        """Does not count this worker any more: another job was to blame."""
+        """Stop counting this worker, since another job was to blame."""
         self._ids.discard(worker_id)
 
 
 class SharedDeaths:
-    """Which jobs ran work on each worker that died, for all jobs of an orchestrator.
+    """A record of the jobs that ran work on each dead worker, for all jobs of an orchestrator.
 
-    One death is noted once per trajectory that ran there, thousands maybe, so guards are indexed by
-    worker and by job.
+    A death is noted once per trajectory that ran there, perhaps thousands of times, so guards are
+    indexed by worker and by job.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # By dead worker and job id.
         self._noted: dict[str, dict[str, set[CrashLoopGuard]]] = {}
-        # By job id: guards that one more death would make fail.
+        # Guards that would fail at one more death, by job id.
         self._suspicious: dict[str, set[CrashLoopGuard]] = {}
-        # Clock time at which jobs that share deaths began to take turns; None: no turns now.
+        # Clock time when jobs that share deaths began to take turns; None: no turns now.
         self._began: float | None = None
 
     def note(self, guard: CrashLoopGuard, worker_id: str) -> None:
-        """Notes that the worker died while it ran the work of `guard`."""
+        """Note that the worker died while it ran the work of `guard`."""
         self._noted.setdefault(worker_id, {}).setdefault(guard.job_id, set()).add(guard)
         if guard.suspicious:
             self._suspicious.setdefault(guard.job_id, set()).add(guard)
 
     def withdraw(self, guard: CrashLoopGuard, worker_ids: set[str]) -> None:
-        """Takes back what `note` noted, since the work was done."""
+        """Undo `note` after the work was done."""
         for worker_id in worker_ids:
             if (jobs := self._noted.get(worker_id)) is not None:
                 _discard(jobs, guard)
@@ -141,12 +141,12 @@ class SharedDeaths:
         _discard(self._suspicious, guard)
 
     def shared(self, worker_id: str) -> bool:
-        """Whether the worker ran work of several jobs when it died."""
+        """Return whether the worker ran work of several jobs when it died."""
         return len(self._noted.get(worker_id, ())) > 1
 
     def end(self, job_id: str, *, blamed: bool) -> None:
-        """Forgets a job that uses no workers any more. `blamed`: the deaths it shared were its
-        fault, so other jobs' guards do not count them."""
+        """Forget a job that no longer uses workers. `blamed`: the deaths it shared were its fault,
+        so other jobs' guards do not count them."""
         for worker_id, jobs in list(self._noted.items()):
             if jobs.pop(job_id, None) is not None and blamed:
                 for guard in [one for others in jobs.values() for one in others]:
@@ -159,10 +159,10 @@ class SharedDeaths:
         self._suspicious.pop(job_id, None)
 
     def may_begin(self, job_id: str) -> bool:
-        """Whether the job may begin work on a worker now.
+        """Return whether the job may begin work on a worker now.
 
-        While one more death would fail several jobs that share deaths, these take turns of a
-        minute, so that the next death blames one of them.
+        While one more death would fail several jobs that share deaths, they take turns of a minute,
+        so that the next death identifies one of them.
         """
         sharing: set[str] = set()
         for jobs in self._noted.values():
@@ -178,7 +178,7 @@ class SharedDeaths:
         return job_id not in sharing or suspects[turn % len(suspects)] == job_id
 
     async def turn(self, job_id: str) -> None:
-        """Waits until `may_begin`."""
+        """Wait until `may_begin`."""
         while not self.may_begin(job_id):  # noqa: ASYNC110 - turns pass with time
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -191,7 +191,7 @@ def _discard(by_job: dict[str, set[CrashLoopGuard]], guard: CrashLoopGuard) -> N
 
 
 def death_limit(record: JobRecord) -> int:
-    """Deaths of the orchestrator after which the job fails."""
+    """Return the deaths of the orchestrator after which the job fails."""
     try:
         return record.spec().limits.worker_deaths
     except TroupeError:
@@ -199,7 +199,7 @@ def death_limit(record: JobRecord) -> int:
 
 
 def is_suspect(deaths: int, limit: int) -> bool:
-    """Whether a job is to be launched alone after so many deaths of the orchestrator."""
+    """Return whether a job must be launched alone after so many deaths of the orchestrator."""
     return deaths > 0 and deaths >= min(_SUSPICIOUS, limit - 1)
 
 
@@ -212,22 +212,23 @@ class LaunchGuard:
         self._timers: dict[str, asyncio.Task[None]] = {}
 
     async def deaths(self, job_id: str) -> int:
-        """Orchestrators in a row that died within `seconds` after they had launched the job."""
+        """Return the number of consecutive orchestrators that died within `seconds` of launching
+        the job."""
         return int(await self._redis.call("HGET", _KEY, job_id) or 0)
 
     async def begin(self, job_id: str) -> None:
-        """Counts a launch; to be called just before it."""
+        """Count a launch. Call this just before it."""
         await self._redis.call("HINCRBY", _KEY, job_id, 1)
         if (before := self._timers.pop(job_id, None)) is not None:
             before.cancel()
         self._timers[job_id] = asyncio.create_task(self._survive(job_id))
 
     async def clear(self, job_id: str) -> None:
-        """Forgets the job's counted launches."""
+        """Forget the job's counted launches."""
         await self._redis.call("HDEL", _KEY, job_id)
 
     async def close(self) -> None:
-        """Forgets launches that are still counted, since the orchestrator stops in order."""
+        """Forget launches that are still counted, since the orchestrator stops regularly."""
         timers, self._timers = self._timers, {}
         await cancel_all(timers.values())
         try:

@@ -1,5 +1,5 @@
-"""How the orchestrator treats errors of workers: transient or final, deadlines, and pauses between
-attempts; and helpers that run coroutines at the same time."""
+"""Treatment of worker errors (transient or final), deadlines, pauses between attempts, and helpers
+that run coroutines concurrently."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ from troupe.v1 import common_pb2 as common_pb
 
 T = TypeVar("T")
 
-# Kinds of errors by which a worker says that it has lost its state of the job: prepare or bind it
-# again.
+# Kinds of errors of a worker that has lost its state of the job: prepare or bind it again.
 RENEWABLE: Final = frozenset({kinds.JOB_NOT_PREPARED, kinds.NOT_BOUND, kinds.STEP_IN_PROGRESS})
 _TRANSIENT: Final = (Unavailable, DeadlineExceeded, Aborted)
-# An `Internal` error may pass; one that keeps coming back is a bug.
+# An `Internal` error may be transient; one that keeps returning is a bug.
 _MAX_INTERNAL: Final = 3
 _BACKOFF: Final = RetryPolicy(max_attempts=None)
 
 
 def is_transient(error: TroupeError) -> bool:
-    """Whether the same request may succeed later, or at another worker."""
+    """Return whether the same request may succeed later or at another worker."""
     if isinstance(error, _TRANSIENT) or error.kind in RENEWABLE:
         return True
     return isinstance(error, ResourceExhausted) and error.retry_after_ms is not None
 
 
 def job_fault(problem: common_pb.Problem) -> FailedPrecondition:
-    """The final error for a problem in the job's own code or configuration."""
+    """Return the final error for a problem in the job's own code or configuration."""
     return FailedPrecondition(
         problem.message,
         kind=problem.kind or "job_fault",
@@ -52,7 +51,7 @@ def job_fault(problem: common_pb.Problem) -> FailedPrecondition:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks and waits until they have ended, ignoring their errors."""
+    """Cancel tasks and wait until they have ended, ignoring their errors."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -60,7 +59,7 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def run_all(*parts: Coroutine[Any, Any, object]) -> None:
-    """Runs coroutines concurrently; the first that fails cancels the others, its error is raised.
+    """Run coroutines concurrently. The first failure cancels the others and is raised.
 
     `asyncio.TaskGroup` would raise an `ExceptionGroup` instead.
     """
@@ -76,7 +75,7 @@ async def run_all(*parts: Coroutine[Any, Any, object]) -> None:
 
 
 async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Return when the first of these is over; the others are cancelled."""
+    """Wait until the first of these is over, then cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +86,7 @@ async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
 async def run_with_background(
     main: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]
 ) -> T:
-    """The result of `main`; a failure of `background` meanwhile cancels `main` and is raised."""
+    """Return the result of `main`. A failure of `background` cancels `main` and is raised."""
     body, beside = asyncio.create_task(main), asyncio.create_task(background)
     try:
         await asyncio.wait({body, beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,16 +98,16 @@ async def run_with_background(
 
 
 def cancelled_from_outside() -> bool:
-    """Whether the running task itself was cancelled, rather than one that it awaits."""
+    """Return whether the running task itself was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class Deadline:
-    """A time limit of `total` seconds whose error says what was being waited for.
+    """A time limit of `total` seconds whose error names the awaited condition.
 
-    `what` names the whole operation ("step 3"), `report` its present state. `field` is the job
-    field or setting that sets the limit.
+    `what` names the whole operation ("step 3"), and `report` describes its present state. `field`
+    is the job field or setting that sets the limit.
     """
 
     def __init__(
@@ -127,20 +126,21 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left; raises `DeadlineExceeded` when there are none."""
+        """Seconds left; raise `DeadlineExceeded` when there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise self.exhausted()
         return left
 
     def report(self, state: str) -> None:
-        """Sets what is being waited for now."""
+        """Set the awaited condition."""
         self.state = state
         if self._on_report is not None:
             self._on_report(state)
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """The result of `awaitable`. Raises `DeadlineExceeded`, naming what was waited for."""
+        """Return the result of `awaitable`. Raises `DeadlineExceeded` naming the awaited
+        condition."""
         try:
             left = self.left
         except DeadlineExceeded:
@@ -157,22 +157,22 @@ class Deadline:
             raise
 
     def exhausted(self) -> DeadlineExceeded:
-        """The error that names what was waited for, and for how long."""
+        """Return the error that names the awaited condition and the waiting time."""
         doing = "" if self.state == self._what else f": {self.state}"
         return DeadlineExceeded(
             f"{self._what} did not end within {self._total:g} s{doing}",
             field=self._field,
             value=f"{self._total:g}",
-            remedy="See the notices above for what failed; raise the limit if it needs longer.",
+            remedy="See the notices above for the failure; raise the limit if this needs longer.",
         )
 
 
 class RetryBackoff:
     """Pauses between attempts at work that moves from worker to worker, until a deadline.
 
-    Not the retry of a call, which every stub does (`troupe.rpc.RetryPolicy.run`): here a worker was
-    lost or has lost its state, and other work follows, such as to bind or prepare again elsewhere.
-    Counting and pauses are those of `troupe.rpc.Attempts`.
+    This is not the retry of a call, which every stub does (`troupe.rpc.RetryPolicy.run`). Here a
+    worker was lost or has lost its state, so other work follows, such as binding elsewhere.
+    `troupe.rpc.Attempts` counts the attempts and sets the pauses.
     """
 
     def __init__(self, deadline: Deadline) -> None:
@@ -191,11 +191,11 @@ class RetryBackoff:
         return self.count & (self.count - 1) == 0
 
     async def failed(self, error: TroupeError) -> None:
-        """Waits before the next attempt; raises `error` if it is final."""
+        """Wait before the next attempt; raise `error` if it is final."""
         await self._deadline.wait(asyncio.sleep(self._attempts.next_delay(error)))
 
     def reset(self) -> None:
-        """Forgets the attempts so far, since there was progress."""
+        """Forget the attempts so far after progress."""
         self._attempts.reset()
         self._internal = 0
 

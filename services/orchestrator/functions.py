@@ -1,6 +1,6 @@
-"""Deployed functions: stored here durably, run by the reward service.
+"""Deployed functions, which are stored durably here and run by the reward service.
 
-The reward service keeps functions in memory only, so they are registered again whenever it has
+The reward service keeps functions only in memory, so they are registered again whenever it has
 forgotten them. `FunctionGateway` is the reward service's API for users.
 """
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-# Kinds of errors by which the reward service says that it has forgotten a function.
+# Kinds of errors of a reward service that has forgotten a function.
 _FORGOTTEN: Final = (kinds.FUNCTION_NOT_FOUND, kinds.SOURCE_NOT_FOUND)
-# How often functions that the reward service has forgotten are restored.
+# Interval at which forgotten functions are restored.
 _RESTORE_SECONDS: Final = 2.0
 # Time limit of a call without a deadline.
 _INVOKE_SECONDS: Final = 3600.0
-# To ask for the mean times of functions, at the end of a step.
+# Time limit of the query for functions' mean times at the end of a step.
 _MEAN_SECONDS: Final = 2.0
 _PREFIX: Final = "troupe:orchestrator:{functions}"
 # Hash: `name@version` -> FunctionSpec. Sorted set: `name@version` by when it was deployed.
@@ -61,12 +61,12 @@ class Catalogue:
         self._redis = redis
 
     async def keep_source(self, sha256: str, files: reward_pb.UploadSourceRequest) -> None:
-        """Stores source files by their hash."""
+        """Store source files by their hash."""
         kept = reward_pb.UploadSourceRequest(files=files.files)
         await self._redis.call("HSETNX", _SOURCES, sha256, kept.SerializeToString())
 
     async def source(self, sha256: str) -> reward_pb.UploadSourceRequest:
-        """The source files. Raises `NotFound` of kind "source_not_found"."""
+        """Return the source files. Raises `NotFound` of kind "source_not_found"."""
         kept = await self._redis.call("HGET", _SOURCES, sha256)
         if kept is None:
             raise NotFound(
@@ -79,9 +79,9 @@ class Catalogue:
         return reward_pb.UploadSourceRequest.FromString(kept)
 
     async def hold(self, job_id: str, code: CodeSpec | None) -> None:
-        """Keeps the files that a job ships until `release`.
+        """Keep a job's source files until `release`.
 
-        Raises `InvalidArgument` for a job that names files and came without, `NotFound` of kind
+        Raises `InvalidArgument` for a job that names files without sending them, `NotFound` of kind
         "source_not_found" for a hash of unknown files.
         """
         if code is None:
@@ -102,7 +102,7 @@ class Catalogue:
             raise
 
     async def release(self, job_id: str) -> None:
-        """Deletes the files that a job ships, unless another job or a function has them."""
+        """Delete a job's source files, unless another job or a function uses them."""
         for member in await self._redis.call("SMEMBERS", _SHIPPED):
             sha256, _, holder = member.decode().partition("/")
             if holder == job_id:
@@ -117,7 +117,7 @@ class Catalogue:
             await self._redis.call("HDEL", _SOURCES, sha256)
 
     async def check(self, spec: reward_pb.FunctionSpec) -> None:
-        """Raises `AlreadyExists` if the name and version stand for another function."""
+        """Raise `AlreadyExists` if the name and version stand for another function."""
         kept = await self._redis.call("HGET", _SPECS, _key(spec))
         if kept is not None and reward_pb.FunctionSpec.FromString(kept) != spec:
             raise AlreadyExists(
@@ -129,7 +129,7 @@ class Catalogue:
             )
 
     async def keep(self, spec: reward_pb.FunctionSpec) -> None:
-        """Stores a function. Raises `AlreadyExists`, as `check`."""
+        """Store a function. Raises `AlreadyExists` like `check`."""
         key = _key(spec)
         kept = spec.SerializeToString(deterministic=True)
         if not await self._redis.call("HSETNX", _SPECS, key, kept):
@@ -137,7 +137,8 @@ class Catalogue:
         await self._redis.call("ZADD", _ORDER, "NX", time.time(), key)
 
     async def delete(self, name: str, version: str) -> bool:
-        """Deletes a function, and its source if nothing else has it. False: there was none."""
+        """Delete a function, and its source if nothing else uses it. Returns False if there was
+        none."""
         key = f"{name}@{version}"
         kept = await self._redis.call("HGET", _SPECS, key)
         await self._redis.call("ZREM", _ORDER, key)
@@ -149,7 +150,7 @@ class Catalogue:
         return True
 
     async def all(self) -> list[reward_pb.FunctionSpec]:
-        """The functions, oldest deployment first."""
+        """Return the functions, oldest deployment first."""
         keys = await self._redis.call("ZRANGE", _ORDER, 0, -1)
         if not keys:
             return []
@@ -157,7 +158,7 @@ class Catalogue:
         return [reward_pb.FunctionSpec.FromString(one) for one in kept if one is not None]
 
     async def find(self, name: str, version: str = "") -> reward_pb.FunctionSpec:
-        """A function; without `version` the one deployed last. Raises `NotFound` of kind
+        """Return a function; without `version` the one deployed last. Raises `NotFound` of kind
         "function_not_found"."""
         found = [f for f in await self.all() if f.name == name and version in ("", f.version)]
         if not found:
@@ -166,14 +167,14 @@ class Catalogue:
                 kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
-                remedy="`troupe functions list` shows what is; `troupe functions deploy` adds one.",
+                remedy="`troupe functions list` shows them; `troupe functions deploy` adds one.",
             )
         return found[-1]
 
 
 async def mean_seconds(reward: RewardAsyncStub, job_id: str) -> dict[str, float]:
-    """Mean seconds of a call of each tool and reward function of a job that was called; empty while
-    the reward service is away."""
+    """Return the mean seconds per call of each called tool and reward function of a job; empty
+    while the reward service is away."""
     found: dict[str, float] = {}
     with suppress(TroupeError):
         reply = await reward.ListFunctions(reward_pb.ListFunctionsRequest(), timeout=_MEAN_SECONDS)
@@ -185,29 +186,29 @@ async def mean_seconds(reward: RewardAsyncStub, job_id: str) -> dict[str, float]
 
 
 class FunctionGateway(reward_grpc.RewardServicer):
-    """The service `troupe.v1.Reward` for users, without the methods of workers and hosts: deploys,
-    calls and deletes functions. `reward` is the service that runs them."""
+    """The service `troupe.v1.Reward` for users, which deploys, calls and deletes functions, without
+    the methods for workers and hosts. `reward` is the service that runs the functions."""
 
     def __init__(self, catalogue: Catalogue, reward: RewardAsyncStub) -> None:
         self.catalogue = catalogue
         self._reward = reward
         self._looking: asyncio.Task[None] | None = None
-        # By function: why the reward service refuses it by now.
+        # Why the reward service refuses a function at present, by function.
         self._refused: dict[str, str] = {}
 
     def start(self) -> None:
-        """Starts to restore functions."""
+        """Start to restore functions."""
         self._looking = asyncio.create_task(self._restore_forever())
 
     async def stop(self) -> None:
-        """Stops restoring functions."""
+        """Stop restoring functions."""
         if self._looking is not None:
             await cancel_all([self._looking])
 
     async def UploadSource(
         self, request: reward_pb.UploadSourceRequest, context: Any
     ) -> reward_pb.UploadSourceResponse:
-        """Stores source; the reward service gets it with the first function that needs it. Raises
+        """Store source. The reward service gets it with the first function that needs it. Raises
         `InvalidArgument`."""
         check_files(request.files)
         sha256 = await asyncio.to_thread(digest, request.files)
@@ -217,10 +218,10 @@ class FunctionGateway(reward_grpc.RewardServicer):
     async def RegisterFunction(
         self, request: reward_pb.RegisterFunctionRequest, context: Any
     ) -> reward_pb.RegisterFunctionResponse:
-        """Stores a function if the reward service accepts it. Repeating it changes nothing.
+        """Store a function if the reward service accepts it. Repeating it changes nothing.
 
-        Raises `InvalidArgument` for a function that cannot work, `AlreadyExists` for a version
-        that stands for another one, `NotFound` for a source that was not uploaded.
+        Raises `InvalidArgument` for a function that cannot work, `AlreadyExists` for a version of a
+        different function, `NotFound` for a source that was not uploaded.
         """
         spec = request.function
         _check(spec)
@@ -232,7 +233,7 @@ class FunctionGateway(reward_grpc.RewardServicer):
     async def DeleteFunction(
         self, request: reward_pb.DeleteFunctionRequest, context: Any
     ) -> reward_pb.DeleteFunctionResponse:
-        """Deletes a function, if there is one, and cancels its calls."""
+        """Delete a function, if it exists, and cancel its calls."""
         name, version = request.name, request.version
         if all((one.name, one.version) != (name, version) for one in await self.catalogue.all()):
             return reward_pb.DeleteFunctionResponse(deleted=False)
@@ -243,10 +244,10 @@ class FunctionGateway(reward_grpc.RewardServicer):
         return reward_pb.DeleteFunctionResponse(deleted=await self.catalogue.delete(name, version))
 
     async def _call(self, request: Any, invoke: Callable[..., Awaitable[T]], context: Any) -> T:
-        """The reply of `invoke` to the request, repeated once if the service had forgotten the
-        function.
+        """Return the reply of `invoke` to the request, which is repeated once if the service had
+        forgotten the function.
 
-        `request` names the function; without a version it is the one deployed last. Raises
+        `request` names the function; without a version it means the one deployed last. Raises
         `NotFound` if none is deployed.
         """
         spec = await self._named(request)
@@ -260,13 +261,14 @@ class FunctionGateway(reward_grpc.RewardServicer):
             return await invoke(request, timeout=timeout)
 
     async def _named(self, request: Any) -> reward_pb.FunctionSpec:
-        """The function that a request names; sets the request's version. Raises `NotFound`."""
+        """Return the function that a request names; sets the request's version. Raises
+        `NotFound`."""
         spec = await self.catalogue.find(request.name, request.version)
         request.version = spec.version
         return spec
 
     async def check_job(self, spec: JobSpec) -> None:
-        """Raises `InvalidArgument` unless every function that a job uses by name is deployed."""
+        """Raise `InvalidArgument` unless every function that a job uses by name is deployed."""
         for section, functions in (("tools", spec.tools), ("rewards", spec.rewards)):
             for name, function in functions.items():
                 if function.function is None:
@@ -284,10 +286,10 @@ class FunctionGateway(reward_grpc.RewardServicer):
     async def ListFunctions(
         self, request: reward_pb.ListFunctionsRequest, context: Any
     ) -> reward_pb.ListFunctionsResponse:
-        """The reward service's functions and all deployed ones, known to it or not.
+        """Return the reward service's functions and all deployed ones, known to it or not.
 
-        Functions of jobs first, whose names begin with the job's id, then deployed ones in their
-        order. Raises `TroupeError`.
+        Functions of jobs come first (their names begin with the job's id), then deployed functions
+        in their order. Raises `TroupeError`.
         """
         reply = await self._reward.ListFunctions(reward_pb.ListFunctionsRequest())
         deployed, known = await self.catalogue.all(), _known(reply)
@@ -298,10 +300,10 @@ class FunctionGateway(reward_grpc.RewardServicer):
         return reward_pb.ListFunctionsResponse(functions=found, pool=reply.pool)
 
     async def restore(self) -> None:
-        """Registers the deployed functions that the reward service does not know.
+        """Register the deployed functions that the reward service lacks.
 
-        A function that it refuses is logged once and does not stop the others. Raises
-        `TroupeError` if the service is away.
+        A refused function is logged once and does not stop the others. Raises `TroupeError` if the
+        service is away.
         """
         deployed = await self.catalogue.all()
         if not deployed:
@@ -361,7 +363,7 @@ class FunctionGateway(reward_grpc.RewardServicer):
     async def InvokeStream(
         self, request: reward_pb.InvokeRequest, context: Any
     ) -> AsyncIterator[reward_pb.InvocationEvent]:
-        # Not `_call`: a stream is not repeated.
+        # Not `_call`, since a stream is not repeated.
         spec = await self._named(request)
         if _key(spec) not in _known(
             await self._reward.ListFunctions(reward_pb.ListFunctionsRequest())
@@ -408,7 +410,7 @@ def _check(spec: reward_pb.FunctionSpec) -> None:
         value = getattr(spec, field)
         if not shape.fullmatch(value):
             raise InvalidArgument(
-                "is no name" if field == "name" else "is no version",
+                "is not a name" if field == "name" else "is not a version",
                 field=f"function.{field}",
                 value=value,
                 remedy="Use letters, digits, '_', '-' and '.', at most 64 of them.",
@@ -416,7 +418,7 @@ def _check(spec: reward_pb.FunctionSpec) -> None:
 
 
 async def _relayed(call: Any) -> AsyncIterator[Any]:
-    """The messages of a stream, which is cancelled when the caller stops reading."""
+    """Yield the messages of a stream, and cancel it when the caller stops reading."""
     try:
         async for message in call:
             yield message

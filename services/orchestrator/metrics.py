@@ -1,4 +1,4 @@
-"""Prometheus metrics of the orchestrator: jobs that run, workers, engines, policies."""
+"""Prometheus metrics of the orchestrator: running jobs, workers, engines, policies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ACTIVE: Final = (
 )
 # Values of a series' labels, in their order.
 _Labels: TypeAlias = tuple[str, ...]
-# States of engines that draw turns with a verified version: while a new one is loaded, running
-# turns go on with the old one.
+# States of engines that generate with a verified version: while a new one is loaded, running turns
+# continue with the old one.
 _SERVING: Final = (
     common_pb.ENGINE_STATE_HEALTHY,
     common_pb.ENGINE_STATE_UPDATING,
@@ -34,10 +34,10 @@ _WORKER_STATES: Final = ("usable", "draining", "lost")
 
 
 class ClusterCollector(Collector):
-    """Exports, when scraped, what the orchestrator has in memory: its jobs and the newest
-    heartbeats. Runs in the thread of the metrics' server and changes nothing.
+    """Exporter of the orchestrator's jobs and newest heartbeats. Runs in the thread of the metrics
+    server, and only reads memory.
 
-    States have a series also while nothing is in them, so that alerts can compare them with 0.
+    Empty states also have a series, so that alerts can compare them with 0.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class ClusterCollector(Collector):
         workers: Callable[[], Sequence[WorkerHandle]],
         in_flight: Mapping[str, int],
     ) -> None:
-        """`in_flight`: trajectories dispatched and not ended, by job id."""
+        """`in_flight`: trajectories in flight by job id."""
         self._store, self._workers, self._in_flight = store, workers, in_flight
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """All families; those of jobs, policies and engines are empty while there are none."""
+        """Yield all families; families of jobs, policies and engines may be empty."""
         yield from self._jobs()
         workers = self._workers()
         yield from _of_workers(workers)
@@ -77,7 +77,7 @@ class ClusterCollector(Collector):
             "job_id",
             "name",
         )
-        # Not from the bindings that trainers report: a policy that waits for a trainer has none.
+        # Not from the bindings that trainers report: a policy waiting for a trainer has none.
         versions = _gauge(
             "troupe_policy_version", "Newest weight version of a policy.", "job_id", "policy"
         )

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 _log = structlog.get_logger(__name__)
-# Loading a finished job's policies and starting its engines, for generation.
+# Time limit for loading a finished job's policies and starting its engines, for generation.
 _PREPARE_SECONDS: Final = 600.0
 _RETRY_AFTER_MS: Final = 1000
 _ACTIVE: Final = frozenset(
@@ -64,14 +64,14 @@ _ACTIVE: Final = frozenset(
         common_pb.JOB_STATE_PAUSING,
     }
 )
-# Jobs wait for an experience store that is away; their own limits bound how long.
+# Jobs wait for an unreachable experience store, within their own limits.
 _STORE_RETRY: Final = RetryPolicy(max_attempts=100_000)
 _STORE_SECONDS: Final = 7200.0
 _STORE_WATCH_SECONDS: Final = 5.0
 
 
 class Orchestrator:
-    """All parts of the orchestrator, wired together; `server` is their gRPC interface."""
+    """All parts of the orchestrator, wired together. `server` is their gRPC interface."""
 
     def __init__(self, settings: OrchestratorSettings, telemetry: Telemetry) -> None:
         self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
@@ -116,12 +116,12 @@ class Orchestrator:
         self._store_watch: asyncio.Task[None] | None = None
 
     async def _check_job(self, spec: JobSpec) -> None:
-        """Raises for a job that this cluster cannot run."""
+        """Raise for a job that this cluster cannot run."""
         check_devices(spec, self.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT))
         await self.functions.check_job(spec)
 
     async def start(self) -> None:
-        """Waits for Redis, then continues every job that had not ended.
+        """Wait for Redis, then continue every job that had not ended.
 
         Raises `FailedPrecondition` if Redis cannot keep jobs (`RedisClient.wait_ready`).
         """
@@ -139,7 +139,7 @@ class Orchestrator:
         return self._redis.problem
 
     async def _tell_jobs(self, trouble: TroupeError | None) -> None:
-        """Tells the users of running jobs that Redis has become unfit, or is fit again."""
+        """Tell users of running jobs that Redis has become unfit, or is fit again."""
         self.shared.log.set_trouble("redis", "" if trouble is None else str(trouble))
         if trouble is None:
             return
@@ -153,14 +153,14 @@ class Orchestrator:
                     )
 
     async def _watch_store(self) -> None:
-        """Looks every few seconds at the experience store, on whose Redis calls of jobs wait."""
+        """Check the experience store every few seconds, since calls of jobs wait for its Redis."""
         while True:
             status = await self.cluster.probe("experience_store")
             self.shared.log.set_trouble(status.name, "" if status.serving else status.message)
             await asyncio.sleep(_STORE_WATCH_SECONDS)
 
     async def stop(self) -> None:
-        """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
+        """Stop the runners of all jobs. The jobs keep their state in Redis and the store."""
         await self._redis_watch.stop()
         if self._store_watch is not None:
             await cancel_all([self._store_watch])
@@ -176,17 +176,17 @@ class Orchestrator:
 
 
 async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
-    """Launches a runner for each unfinished job; returns their ids.
+    """Launch a runner for each unfinished job; return their ids.
 
-    Paused jobs stay paused. A job that ended the orchestrators before this one is failed; those
-    that are suspected of it are launched one at a time.
+    Paused jobs stay paused. A job that killed the previous orchestrators fails; suspected jobs are
+    launched one at a time.
     """
     continued: list[str] = []
     suspects: list[str] = []
     for job_id in await store.ids():
         record = await store.get(job_id)
         if record.broken:
-            assert record.problem is not None, "it says what is broken"
+            assert record.problem is not None, "the record says what is broken"
             _log.error("a job cannot be read", job_id=job_id, why=record.problem.message)
             continue
         if record.terminal or record.state == common_pb.JOB_STATE_PAUSED:
@@ -206,9 +206,9 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
 
 
 class GenerationService:
-    """Generates with a job's policies for users, during and after the job.
+    """Generation with a job's policies for users, during and after the job.
 
-    A rollout worker that serves the policy answers. After the job has ended one is prepared for it
+    A rollout worker that serves the policy answers. After the job has ended, a worker is prepared
     if there is none.
     """
 
@@ -219,7 +219,7 @@ class GenerationService:
     async def generate(
         self, request: orchestrator_pb.GeneratePolicyRequest, timeout: float
     ) -> rollout_pb.GenerateResponse:
-        """A completion by the policy's newest version.
+        """Generate a completion with the policy's newest version.
 
         Raises `NotFound` for an unknown job or policy, `Unavailable` while an active job's engines
         are being prepared.
@@ -243,7 +243,8 @@ class GenerationService:
     async def score(
         self, request: rollout_pb.ScoreRequest, timeout: float
     ) -> rollout_pb.ScoreResponse:
-        """Log-probs of continuations under the policy's newest version. Raises as `generate`."""
+        """Compute log-probs of continuations under the policy's newest version. Raises like
+        `generate`."""
         record = await self._shared.store.get(request.job_id)
         call = rollout_pb.ScoreRequest()
         call.CopyFrom(request)
@@ -255,7 +256,7 @@ class GenerationService:
     async def _call_serving_worker(
         self, record: JobRecord, policy: str, call: Callable[[WorkerHandle], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """The answer of a worker that serves the policy."""
+        """Return the answer of a worker that serves the policy."""
         beat = None
         worker = self._serving(record.job_id, policy)
         if worker is not None:
@@ -264,7 +265,7 @@ class GenerationService:
             except TroupeError as error:
                 if error.kind != kinds.JOB_NOT_PREPARED:
                     raise
-                # It has released the job since its last heartbeat.
+                # The worker has released the job since its last heartbeat.
                 beat = worker.beat
         if record.state in _ACTIVE:
             raise Unavailable(
@@ -279,7 +280,7 @@ class GenerationService:
         return await call(worker)
 
     def _serving(self, job_id: str, policy: str) -> WorkerHandle | None:
-        """The least busy worker that serves the policy, as far as its heartbeat tells."""
+        """Return the least busy worker that serves the policy, as far as its heartbeat tells."""
         found = [
             (engine.running + engine.waiting, worker.worker_id, worker)
             for worker in self._shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
@@ -328,7 +329,7 @@ class GenerationService:
             await trainers.release(shared.settings.cleanup_seconds)
             trainers.close()
             if spec.slots:
-                # If the job was resumed, the members are its new runner's.
+                # If the job was resumed, the members belong to its new runner.
                 with suppress(Superseded):
                     await (await on_demand("slots")).unpublish_members(job)
         return worker
@@ -337,7 +338,7 @@ class GenerationService:
 async def slot_weights(
     job: JobContext, trainers: Trainers, deadline: Deadline
 ) -> dict[str, common_pb.WeightsRef]:
-    """The weights that the slots of a population served last."""
+    """Return the weights that the slots of a population served last."""
     found = await on_demand("population")
     population: PopulationRun = await found.PopulationRun.open(
         job, trainers, job.shared.populations

@@ -33,14 +33,14 @@ from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
-# Rows of metrics of a page: about 1.2 MB with all of a row's values.
+# Rows of metrics per page: about 1.2 MB with all of a row's values.
 _MAX_ROWS: Final = 1_000
 # Time limit of a generation without a deadline.
 _GENERATE_SECONDS: Final = 600.0
 
 
 async def audit(shared: Shared, job_id: str) -> orchestrator_pb.AuditJobResponse:
-    """The store's audit of its log, with contradictions between it and the weight versions.
+    """Return the store's audit of its log, with contradictions to the recorded weight versions.
 
     Raises `NotFound` for a job without tables.
     """
@@ -57,16 +57,16 @@ async def audit(shared: Shared, job_id: str) -> orchestrator_pb.AuditJobResponse
 def contradictions(
     policies: Collection[store_pb.PolicyAudit], versions: Collection[orchestrator_pb.PolicyVersion]
 ) -> list[str]:
-    """Faults in the recorded `versions` (oldest first), as texts.
+    """Describe the faults in the recorded `versions` (oldest first).
 
-    A version must follow from the one before by one applied step, or have the first one's content
-    without a step (a restart), and the newest must be the store's. The record may be one step
-    behind: a commit that was not reported yet.
+    A version must follow from the previous one by one applied step, or have the first one's content
+    without a step (a restart). The newest must equal the store's version. The record may lag one
+    step behind, for a commit not reported yet.
     """
     found: list[str] = []
     newest: dict[str, orchestrator_pb.PolicyVersion] = {}
     first: dict[str, str] = {}
-    # Versions that the store has not seen: restarts since the last step.
+    # Versions unknown to the store: restarts since the last step.
     ahead: Counter[str] = Counter()
     for one in versions:
         policy = one.weights.policy
@@ -83,11 +83,13 @@ def contradictions(
         rise = int(one.outcome == store_pb.STEP_OUTCOME_APPLIED)
         if one.weights.version != before.weights.version + rise:
             found.append(
-                f"{policy}: step {one.step - 1} moved the ledger from version "
+                f"{policy}: step {one.step - 1} moved the recorded version from "
                 f"{before.weights.version} to {one.weights.version}"
             )
         if one.step != before.step + 1:
-            found.append(f"{policy}: the ledger goes from {before.step} to {one.step} steps")
+            found.append(
+                f"{policy}: the recorded versions go from {before.step} to {one.step} steps"
+            )
         same = one.weights.version == before.weights.version
         if same and one.weights.checksum != before.weights.checksum:
             found.append(f"{policy}: version {one.weights.version} has two checksums")
@@ -99,11 +101,11 @@ def contradictions(
         behind = steps - last.step
         if behind not in (0, 1):
             found.append(
-                f"{audited.policy}: the store committed {steps} steps, the ledger has {last.step}"
+                f"{audited.policy}: the store committed {steps} steps, but {last.step} are recorded"
             )
         elif behind == 0 and audited.version != last.weights.version - ahead[audited.policy]:
             found.append(
-                f"{audited.policy}: the store is at version {audited.version}, the ledger at "
+                f"{audited.policy}: the store is at version {audited.version}, the record at "
                 f"{last.weights.version}"
             )
     return found
@@ -112,16 +114,16 @@ def contradictions(
 def _restart(
     before: orchestrator_pb.PolicyVersion, one: orchestrator_pb.PolicyVersion, first: str
 ) -> list[str]:
-    """Faults of a restart after `before`; `first`: the first version's checksum."""
+    """Return the faults of a restart after `before`; `first`: the first version's checksum."""
     policy, version = one.weights.policy, one.weights.version
     found = []
     if (version, one.step) != (before.weights.version + 1, before.step):
         found.append(
-            f"{policy}: a restart moved the ledger from version {before.weights.version} to "
+            f"{policy}: a restart moved the recorded version from {before.weights.version} to "
             f"{version}, and from {before.step} to {one.step} steps"
         )
     if one.weights.checksum != first:
-        found.append(f"{policy}: version {version} is a restart, and not the first weights")
+        found.append(f"{policy}: version {version} is a restart without the first weights")
     return found
 
 
@@ -135,7 +137,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         self._at, self._models = orchestrator, models
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the services with the chassis' server."""
+        """Register the services with the chassis' server."""
         orchestrator_grpc.add_OrchestratorServicer_to_server(self, server)
         reward_grpc.add_RewardServicer_to_server(self._at.functions, server)
         transfer_grpc.add_HostModelsServicer_to_server(self._models, server)
@@ -146,11 +148,11 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         return self._at.problem
 
     async def start(self) -> None:
-        """Returns once Redis answers and unfinished jobs are continued."""
+        """Return once Redis answers and unfinished jobs are continued."""
         await self._at.start()
 
     async def stop(self, grace: float) -> None:
-        """Stops the runners; jobs stay as they are, to be continued."""
+        """Stop the runners. Jobs keep their state, to be continued."""
         await self._at.stop()
 
     async def SubmitJob(
@@ -256,7 +258,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
             size = _page_size(request, _MAX_ROWS)
             page, token = await store.metrics_page(request.job_id, size, request.page_token)
             rows = rows_after(page, request.after_step)
-            # Rows are logged step by step: older pages have none of later steps.
+            # Rows are logged step by step, so older pages have no rows of later steps.
             token = token if rows else ""
         else:
             rows = await store.metrics(request.job_id, request.after_step)
@@ -289,10 +291,10 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         profile = await self._at.shared.store.profile(request.job_id)
         if profile is None:
             raise FailedPrecondition(
-                f"nothing is measured yet of job {request.job_id}: no step of it has ended",
+                f"nothing is measured yet for job {request.job_id}: no step has ended",
                 field="job_id",
                 value=request.job_id,
-                remedy="Wait for its first step, or give a job that ran.",
+                remedy="Wait for its first step, or name a job that ran.",
             )
         return orchestrator_pb.GetJobProfileResponse(profile_json=profile.to_json())
 
@@ -363,7 +365,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         _check_id(request)
         if bool(request.messages) == bool(request.input_ids):
             raise InvalidArgument(
-                "exactly one of messages and input_ids is needed",
+                "exactly one of messages and input_ids is required",
                 field="messages",
                 remedy="Send a conversation, or token ids.",
             )
@@ -383,7 +385,9 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     ) -> orchestrator_pb.HeartbeatResponse:
         for field in ("worker_id", "address", "kind"):
             if not getattr(request, field):
-                raise InvalidArgument("is missing", field=field, remedy="Every beat carries it.")
+                raise InvalidArgument(
+                    "is missing", field=field, remedy="Send it with every heartbeat."
+                )
         return orchestrator_pb.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
 
     async def JoinNode(
@@ -417,7 +421,7 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
 
     async def _view(self, record: JobRecord) -> orchestrator_pb.Job:
         [view] = await self._at.shared.store.views([record.job_id])
-        # The record as the request left it, whatever happened to the job since.
+        # The record as left by the request, whatever happened to the job since.
         return self._message(StoredJob(record, view.versions, view.metrics, view.resolved))
 
     def _message(self, view: StoredJob) -> orchestrator_pb.Job:
@@ -430,9 +434,9 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
 
 
 def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
-    """The service with `settings`."""
+    """Return the service with `settings`."""
     orchestrator = Orchestrator(settings, telemetry)
-    wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
+    wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that could be used now.")
     shared = orchestrator.shared
     wanted.set_function(lambda: shared.trainer_scheduler.wanted)
     collector = ClusterCollector(shared.store, shared.workers.all, shared.in_flight)
@@ -442,7 +446,7 @@ def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> Orches
 
 @contextmanager
 def _rows_of(record: JobRecord) -> Iterator[None]:
-    """Replaces the store's error for a job without rows by one that says why there are none."""
+    """Replace the store's error for a job without rows by one that explains why."""
     try:
         yield
     except NotFound as error:
@@ -455,14 +459,14 @@ def _rows_of(record: JobRecord) -> Iterator[None]:
             kind=error.kind,
             field="job_id",
             value=record.job_id,
-            remedy="`troupe jobs audit` tells what became of them." if over else None,
+            remedy="`troupe jobs audit` shows their fate." if over else None,
         ) from error
 
 
 def _picked(
     row: orchestrator_pb.MetricsLogged, names: Iterable[str]
 ) -> orchestrator_pb.MetricsLogged:
-    """The row with these metrics only."""
+    """Return the row with only these metrics."""
     values = {name: row.values[name] for name in names if name in row.values}
     return orchestrator_pb.MetricsLogged(step=row.step, values=values)
 

@@ -104,7 +104,7 @@ async def test_a_job_with_bad_moments_goes_on_and_says_so(
     # All rewards of two short steps may happen to be equal.
     assert end.job.problem is None or end.job.problem.kind == "nothing_learned"
     assert end.job.versions == {"solver": 2, "checker": 2}
-    told = f"step 1: 2 of 8 trajectories failed, most of them so: {reason}"
+    told = f"step 1: 2 of 8 trajectories failed, most of them with: {reason}"
     assert any(text.startswith(told) for text in end.notices), end.notices
     async with cluster.client() as client:
         kept = await client.job(end.job.id).trajectories()
@@ -120,7 +120,7 @@ async def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_weights(
     assert end.job.state == JobState.SUCCEEDED
     # The other policy's step counts, and the step after is trained.
     assert end.job.versions == {"solver": 1, "checker": 2}
-    told = "step 1: solver skipped its update, its weights stay: the advantage of sample q0_0_q0-s0"
+    told = "step 1: solver skipped its update, so its weights stay: the advantage of sample q0_0_q0-s0"
     assert any(text.startswith(told) for text in end.notices), end.notices
     async with cluster.client() as client:
         handle = client.job(end.job.id)

@@ -41,7 +41,7 @@ async def test_a_trajectory_without_a_reward_ends_alone(cluster: Cluster, mode: 
     job = await cluster.wait(job_id)
     assert job.state == common_pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 2, POLICIES)
-    told = "step 1: 1 of 4 trajectories failed, most of them so: reward_missing: a turn of solver"
+    told = "step 1: 1 of 4 trajectories failed, most of them with: reward_missing: a turn of solver"
     notices = await cluster.notices(job_id)
     assert any(text.startswith(told) for text in notices), notices
 
@@ -71,7 +71,7 @@ async def test_failures_over_the_limit_are_told_by_their_common_problem(cluster:
     fail_where(cluster, lambda one: UNKNOWN)
     job = await cluster.wait(await cluster.submit(job_yaml()))
     assert (job.problem.kind, job.problem.field) == ("unknown_agent", "agents")
-    assert "all 3 trajectories that ended failed so" in job.problem.message
+    assert "all 3 ended trajectories failed with this" in job.problem.message
 
 
 async def test_failures_of_several_kinds_do_not_end_a_job_that_bears_them(cluster: Cluster) -> None:

@@ -174,8 +174,8 @@ async def test_some_failures_are_borne(cluster: Cluster) -> None:
     # Borne, but not in silence; nor told at every step.
     told = [text for text in await cluster.notices(job_id) if "deadline: 9 s" in text]
     assert told == [
-        "step 1: 2 of 4 trajectories failed, most of them so: deadline: 9 s",
-        "step 2: 2 of 4 trajectories failed (again), most of them so: deadline: 9 s",
+        "step 1: 2 of 4 trajectories failed, most of them with: deadline: 9 s",
+        "step 2: 2 of 4 trajectories failed (again), most of them with: deadline: 9 s",
     ]
 
 

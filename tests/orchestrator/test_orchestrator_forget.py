@@ -196,7 +196,7 @@ async def test_a_record_that_cannot_be_read_is_shown_and_can_be_forgotten(cluste
         await cluster.stop_orchestrator()
         await cluster.start_orchestrator()
     resume = orchestrator_pb.ResumeJobRequest(request_id=new_id(), job_id="part")
-    with pytest.raises(FailedPrecondition, match="what is stored of this job cannot be read"):
+    with pytest.raises(FailedPrecondition, match="the stored record of this job is unreadable"):
         await cluster.api.ResumeJob(resume)
     for job_id in broken:
         await cluster.api.ForgetJob(

@@ -51,7 +51,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     assert [one.oldest_version for one in cluster.trainers[0].requests] == [0, 2, 4]
     audit = await cluster.api.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
     assert not audit.violations
-    assert "begins with the first weights" in " ".join(await cluster.notices(job_id))
+    assert "starts from the first weights" in " ".join(await cluster.notices(job_id))
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
     assert old.service._at.jobs._runners == {}  # type: ignore[union-attr]
     stops = [text for text in await cluster.notices(job_id) if " stops: " in text]
     assert len(stops) == 1
-    assert f"process {os.getpid()}) has taken job {job_id} over, as number 2" in stops[0]
+    assert f"process {os.getpid()}) has taken job {job_id} over, with epoch 2" in stops[0]
     await old.service.stop(0)  # type: ignore[union-attr]
 
 

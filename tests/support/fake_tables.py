@@ -64,7 +64,7 @@ class FakeTables:
     ) -> store_pb.DescribeTablesResponse:
         await self._note("DescribeTables", request, context)
         if self.freed:
-            remedy = "`troupe jobs audit` tells what became of them."
+            remedy = "`troupe jobs audit` shows their fate."
             await self._fail(context, NotFound("its rows are freed", remedy=remedy))
         reply = store_pb.DescribeTablesResponse(
             payload_bytes=3 << 20, high_water_bytes=4 << 20, redis_bytes=5 << 20

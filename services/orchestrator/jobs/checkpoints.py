@@ -24,7 +24,7 @@ from troupe.rpc import Aborted, ResourceExhausted
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
-# What the best checkpoint is of: a manifest, with the metric and its value.
+# Manifest of the best checkpoint, with the metric and its value.
 _BEST_FILE: Final = "best.json"
 
 
@@ -35,10 +35,10 @@ async def copy_to_job_directory(
     saved: trainer_pb.SaveCheckpointResponse,
     seconds: float,
 ) -> trainer_pb.SaveCheckpointResponse:
-    """Copies a checkpoint that a trainer on another host saved into the job's directory here.
+    """Copy a checkpoint that a trainer on another host saved into the job's directory here.
 
-    Raises `TroupeError`: what the worker raises, or `ResourceExhausted` of kind "storage_full"
-    when there is no room here.
+    Raises the worker's `TroupeError`, or `ResourceExhausted` of kind "storage_full" when there is
+    no space here.
     """
     target = job.directory / "checkpoints" / request.policy / f"v{request.version}"
     if await asyncio.to_thread(target.is_dir):
@@ -61,11 +61,11 @@ async def copy_to_job_directory(
 
 
 def list_checkpoints(directory: Path) -> list[orchestrator_pb.Checkpoint]:
-    """The checkpoints in a job's directory, by policy, oldest version first."""
+    """Return the checkpoints in a job's directory, by policy, oldest version first."""
     found = []
     for policy, versions in versions_of_all(directory).items():
         for version, path in versions:
-            with suppress(FileNotFoundError):  # older ones are removed at any time
+            with suppress(FileNotFoundError):  # older ones may be removed at any time
                 found.append(
                     orchestrator_pb.Checkpoint(
                         policy=policy,
@@ -81,7 +81,7 @@ def list_checkpoints(directory: Path) -> list[orchestrator_pb.Checkpoint]:
 def find_checkpoint(
     directory: Path, policy: str, version: int | None
 ) -> orchestrator_pb.Checkpoint:
-    """A policy's checkpoint of a version, by default the newest. Raises `NotFound`."""
+    """Return a policy's checkpoint of a version, by default the newest. Raises `NotFound`."""
     every = list_checkpoints(directory)
     found = [one for one in every if one.policy == policy and version in (None, one.version)]
     if found:
@@ -92,9 +92,10 @@ def find_checkpoint(
 async def export(
     checkpoint: orchestrator_pb.Checkpoint,
 ) -> AsyncIterator[orchestrator_pb.ExportCheckpointResponse]:
-    """The files of a checkpoint in chunks; the last chunk of each file has its xxh3-64 checksum.
+    """Yield the files of a checkpoint in chunks; the last chunk of each file has its xxh3-64
+    checksum.
 
-    Raises `Aborted` when newer checkpoints push it out meanwhile (`checkpoint.keep`).
+    Raises `Aborted` when newer checkpoints replace it meanwhile (`checkpoint.keep`).
     """
     try:
         async for chunk in read_folder(
@@ -111,7 +112,7 @@ async def export(
 
 
 def best_value(directory: Path, metric: str) -> float | None:
-    """The value of `metric` with which a job's best checkpoint was kept; None: there is none."""
+    """Return the value of `metric` of a job's best checkpoint; None if there is none."""
     try:
         content = json.loads((directory / BEST / _BEST_FILE).read_text(encoding="utf-8"))
         return float(content["value"]) if content["metric"] == metric else None
@@ -122,11 +123,11 @@ def best_value(directory: Path, metric: str) -> float | None:
 def keep_best(
     directory: Path, step: int, versions: Mapping[str, float], metric: str, value: float
 ) -> bool:
-    """Keeps the checkpoint after `step` steps, whatever newer ones push out.
+    """Keep the checkpoint after `step` steps regardless of newer ones.
 
-    Its files are linked, so that they take no more room while both are there. What was best before
-    stays until this one is complete. Returns False, and keeps nothing, if the checkpoint is not of
-    `versions`, by policy, which had this `value`. Raises `OSError`.
+    Its files are linked, so both checkpoints share the space while they exist. The former best one
+    stays until this one is complete. Returns False and keeps nothing if the checkpoint is not of
+    `versions`, by policy, to which `value` belongs. Raises `OSError`.
     """
     manifest = json.loads((directory / "checkpoints" / f"manifest-step{step}.json").read_text())
     if any(one["version"] != versions.get(p) for p, one in manifest["policies"].items()):
@@ -152,7 +153,7 @@ def keep_best(
 
 
 def _link(source: str, target: str) -> None:
-    """A second name of a file; a copy where the file system has none."""
+    """Link a file, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

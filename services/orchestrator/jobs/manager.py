@@ -31,7 +31,7 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
-# Other directories of an embedded cluster in the data directory, beside those of jobs.
+# Directories of an embedded cluster in the data directory that do not belong to jobs.
 _RESERVED: Final = frozenset({"logs", "models", "redis", "transfer"})
 # Characters of an error's list of problems.
 _LONGEST_LIST: Final = 2000
@@ -59,8 +59,8 @@ class Jobs:
         check: Callable[[JobSpec], Awaitable[None]] | None = None,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """`check` raises for a specification that this cluster cannot run. `catalogue` has the
-        files that jobs ship."""
+        """`check` raises for a specification that this cluster cannot run. `catalogue` stores jobs'
+        source files."""
         self._shared = shared
         self._guard = guard
         self._one_by_one: asyncio.Task[None] | None = None
@@ -68,16 +68,17 @@ class Jobs:
         self._catalogue = catalogue
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Weak: a lock exists only while it is held or waited for, since there are many job ids.
+        # Weak, since there are many job ids: a lock exists only while someone holds it or waits for
+        # it.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         self._stopping = False
 
     def lock(self, job_id: str) -> asyncio.Lock:
-        """The lock for changing a job's state or binding its policies."""
+        """Return the lock for changing a job's state or binding its policies."""
         return self._locks.setdefault(job_id, asyncio.Lock())
 
     async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
-        """Stores a job and starts it. Repeating it with the same ids returns the same job.
+        """Store a job and start it. Repeating it with the same ids returns the same job.
 
         Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
         `job_id` is another job's.
@@ -122,7 +123,7 @@ class Jobs:
         return record
 
     async def pause(self, job_id: str) -> JobRecord:
-        """Stops the job after its open steps. Pausing a paused job changes nothing."""
+        """Stop the job after its open steps. Idempotent."""
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
             if record.state == common_pb.JOB_STATE_PAUSED:
@@ -135,10 +136,10 @@ class Jobs:
             return record
 
     async def resume(self, job_id: str, text: str = "") -> JobRecord:
-        """Continues a paused, failed or cancelled job from its last committed step, with the
-        specification `text` if that is given.
+        """Continue a paused, failed or cancelled job from its last committed step, with the
+        specification `text` if given.
 
-        Raises `FailedPrecondition` naming every difference that makes it another job,
+        Raises `FailedPrecondition` naming every difference that would make it another job, and
         `InvalidArgument` naming every fault of the specification.
         """
         spec = await _parse(text) if text.strip() else None
@@ -173,7 +174,7 @@ class Jobs:
                 await self._shared.log.notice(
                     job_id,
                     orchestrator_pb.Notice.SEVERITY_INFO,
-                    f"goes on under another specification: {text}",
+                    f"continues with another specification: {text}",
                 )
             await self._last_runner_done(job_id)
             await self._guard.clear(job_id)
@@ -182,7 +183,7 @@ class Jobs:
             return record
 
     async def cancel(self, job_id: str, reason: str) -> JobRecord:
-        """Ends the job now; committed versions and checkpoints stay."""
+        """End the job now. Committed versions and checkpoints stay."""
         async with self.lock(job_id):
             record = await self._readable_record(job_id)
             if record.state == common_pb.JOB_STATE_CANCELLED:
@@ -199,8 +200,8 @@ class Jobs:
             return record
 
     async def forget(self, job_id: str) -> JobRecord:
-        """Deletes an ended job from Redis and from the other services; its directory stays. Returns
-        the record as it was.
+        """Delete an ended job from Redis and the other services, but not its directory. Returns the
+        deleted record.
 
         Raises `FailedPrecondition` while the job has not ended.
         """
@@ -208,14 +209,14 @@ class Jobs:
             record = await self._shared.store.get(job_id)
             if not record.terminal:
                 raise FailedPrecondition(
-                    f"job {job_id} is {record.state_name}: what is stored of it is needed",
+                    f"job {job_id} is {record.state_name}: its stored data is still needed",
                     kind="job_active",
                     field="job_id",
                     value=job_id,
                     remedy="Cancel it first.",
                 )
             await self._last_runner_done(job_id)
-            with suppress(NotFound):  # it ended before it had any
+            with suppress(NotFound):  # it ended before it had tables
                 await drop_tables(self._shared, job_id, purge_log=True, timeout=ASKED_SECONDS)
             await delete_states(self._shared, job_id)
             if self._catalogue is not None:
@@ -229,10 +230,10 @@ class Jobs:
             await self._catalogue.hold(job_id, spec.code)
 
     async def _readable_record(self, job_id: str) -> JobRecord:
-        """The record of a job. Raises `FailedPrecondition` if it is broken."""
+        """Return the record of a job. Raises `FailedPrecondition` if it is broken."""
         record = await self._shared.store.get(job_id)
         if record.broken:
-            assert record.problem is not None, "it says what is broken"
+            assert record.problem is not None, "the record says what is broken"
             raise FailedPrecondition(
                 record.problem.message,
                 kind=record.problem.kind,
@@ -243,8 +244,8 @@ class Jobs:
         return record
 
     def _check_turns(self, job_id: str, spec: JobSpec) -> None:
-        """Raises `FailedPrecondition` if this job and one that runs would be on the same devices,
-        of which one of them takes turns with its own trainers only."""
+        """Raise `FailedPrecondition` if this job and one that runs would be on the same devices, of
+        which one of them takes turns with its own trainers only."""
         workers = self._shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
         if not any(one.beat.devices for one in workers):
             return
@@ -265,7 +266,7 @@ class Jobs:
             )
 
     def launch(self, job_id: str) -> None:
-        """Starts a runner, which goes on from the job's current state."""
+        """Start a runner, which goes on from the job's current state."""
         if self._stopping:
             return
         runner = self._runners[job_id] = JobRunner(self._shared, job_id)
@@ -273,7 +274,8 @@ class Jobs:
         task.add_done_callback(lambda done: self._forget(job_id, runner, done))
 
     def launch_one_by_one(self, job_ids: Sequence[str]) -> None:
-        """Launches jobs one at a time, each once the orchestrator has survived the one before."""
+        """Launch jobs one at a time, each after the orchestrator has survived the previous
+        launch."""
 
         async def one_by_one() -> None:
             for job_id in job_ids:
@@ -291,7 +293,7 @@ class Jobs:
             self._one_by_one = asyncio.create_task(one_by_one())
 
     async def set_aside(self, job_id: str, deaths: int) -> None:
-        """Fails a job that ended the orchestrator `deaths` times when it was launched."""
+        """Fail a job whose launches killed the orchestrator `deaths` times."""
         async with self.lock(job_id):
             error = FailedPrecondition(
                 f"the orchestrator died {deaths} times, each time within {self._guard.seconds:g} s "
@@ -299,8 +301,8 @@ class Jobs:
                 kind="orchestrator_keeps_dying",
                 field="job_id",
                 value=job_id,
-                remedy="Look into the orchestrator's log for what ended it (a sink such as Weights "
-                "& Biases, too little memory), mend it, then resume the job.",
+                remedy="Look into the orchestrator's log for the cause (a sink such as Weights "
+                "& Biases, too little memory), fix it, then resume the job.",
             )
             await self._shared.store.move(
                 job_id, common_pb.JOB_STATE_FAILED, problem=error.to_problem()
@@ -308,7 +310,7 @@ class Jobs:
             await self._guard.clear(job_id)
 
     async def stop(self) -> None:
-        """Stops all runners; their jobs stay as they are, to be continued."""
+        """Stop all runners. Their jobs keep their state, to be continued."""
         self._stopping = True
         tasks = list(self._tasks.values())
         if self._one_by_one is not None:
@@ -332,16 +334,16 @@ class Jobs:
                 activity = orchestrator_pb.Activity(text=f"waiting: {error}")
                 self._shared.log.show(job_id, activity, with_troubles=False)
                 await self._wait_for_redis()
-                # What the old runner had in memory may be older than what is in Redis.
+                # The old runner's memory may be older than Redis.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)
 
     async def _last_runner_done(self, job_id: str) -> None:
-        """Waits for the task of the runner that wrote the job's last state."""
+        """Wait for the task of the runner that wrote the job's last state."""
         if (task := self._tasks.get(job_id)) is not None:
             await asyncio.gather(task, return_exceptions=True)
 
     def _launch_if_left(self, record: JobRecord) -> None:
-        """Launches a job whose submission or resume was cut off before the launch."""
+        """Launch a job whose submission or resume was interrupted before the launch."""
         if record.state == common_pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
             self.launch(record.job_id)
 
@@ -362,18 +364,18 @@ class Jobs:
 
 
 def job_id_of(name: str, request_id: str) -> str:
-    """The id of a job without one of its own, the same whenever the request is repeated."""
+    """Return the id of a job without its own, the same for every repetition of the request."""
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
     return f"{name}-{digest}"
 
 
 def _check_viewable(record: JobRecord) -> None:
-    """Raises `InvalidArgument` for a record that could be stored and not be shown."""
+    """Raise `InvalidArgument` for a record that could be stored but not shown."""
     try:
         record.check_viewable()
     except Exception as error:
         raise InvalidArgument(
-            f"could be stored, but not be shown: {type(error).__name__}: {error}",
+            f"could be stored, but not shown: {type(error).__name__}: {error}",
             kind="invalid_job",
             field="spec",
         ) from error
@@ -387,8 +389,8 @@ async def _parse(text: str) -> JobSpec:
 
 
 def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
-    """How `spec` differs from the job's specification. Raises `FailedPrecondition` if a difference
-    makes it another job."""
+    """Describe how `spec` differs from the job's specification. Raises `FailedPrecondition` if a
+    difference makes it another job."""
     old = record.spec()
     if bad := incompatible(old, spec, steps_done=record.step):
         raise FailedPrecondition(
@@ -397,19 +399,20 @@ def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
             kind="spec_incompatible",
             field=bad[0].path,
             value=bad[0].new,
-            remedy="Take these back, or submit it as a new job.",
+            remedy="Undo these changes, or submit it as a new job.",
         )
     return differences(old, spec)
 
 
 def _explain(error: JobSpecError) -> InvalidArgument:
-    """The error with all problems in its message, and field, value and remedy of the first."""
+    """Return an error with all problems in its message, and the field, value and remedy of the
+    first."""
     first = error.problems[0]
     if len(error.problems) == 1:
         message = first.message
     else:
         listed = "; ".join(str(problem) for problem in error.problems)
-        if len(listed) > _LONGEST_LIST:  # gRPC sends it in a header
+        if len(listed) > _LONGEST_LIST:  # gRPC sends the message in a header
             listed = f"{listed[:_LONGEST_LIST]}..."
         message = f"{first.message}. All {len(error.problems)} problems: {listed}"
     return InvalidArgument(

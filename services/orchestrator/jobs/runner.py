@@ -1,8 +1,9 @@
-"""Runs one job: binds its policies, prepares its engines, steps until it has ended or is paused.
+"""The runner of one job: binds its policies, prepares its engines, and runs steps until it ends or
+pauses.
 
-All durable state is in Redis and in the experience store, so a runner that dies is replaced by
-another one that goes on with what these say. `JobRunner` is the job's life, `JobProgress` its
-steps, evaluations and checkpoints; the manifest says which checkpoints belong together.
+All durable state is in Redis and in the experience store, so another runner can replace one that
+dies and continue from there. `JobRunner` handles the job's life cycle, `JobProgress` its steps,
+evaluations and checkpoints. The manifest lists the checkpoints that belong together.
 """
 
 from __future__ import annotations
@@ -64,34 +65,35 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-# How often a runner checks that no other one has taken the job over.
+# Interval at which a runner checks whether another one has taken the job over.
 _EPOCH_SECONDS: Final = 1.0
-# Seconds between reports of how much of a checkpoint is written.
+# Seconds between reports of a checkpoint's progress.
 _PROGRESS_SECONDS: Final = 1.0
 _BOTH: Final = (orchestrator_pb.WORKER_KIND_TRAINER, orchestrator_pb.WORKER_KIND_ROLLOUT)
 _MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
 class _PauseRequested(Exception):
-    """A pause of the job was asked for."""
+    """A pause of the job was requested."""
 
 
 class JobRunner:
-    """Runs a job from its current state. A newer runner of the job fences off an older one."""
+    """The runner of a job from its current state. A newer runner of the job fences off an older
+    one."""
 
     def __init__(self, shared: Shared, job_id: str) -> None:
         self._shared = shared
         self._job_id = job_id
         self._pause = asyncio.Event()
         self._cancel = False
-        # Whether an earlier runner had its engines and trainers up.
+        # Whether an earlier runner had started its engines and trainers.
         self._was_up = False
         self._body: asyncio.Task[None] | None = None
         self._epoch: int
         self._job: JobContext
         self._record: JobRecord
         self._sinks: Sinks | None = None
-        # The metrics that were logged before this runner.
+        # Metrics logged before this runner started.
         self._past: list[orchestrator_pb.MetricsLogged] = []
         self._tables: TableWatch
         self._trainers: Trainers | None = None
@@ -106,23 +108,23 @@ class JobRunner:
         return hasattr(self, "_job") and bool(self._job.spec.colocated)
 
     def pause(self) -> None:
-        """Stops after the open steps; the job's state has become PAUSING."""
+        """Stop after the open steps. The job's state is already PAUSING."""
         self._pause.set()
         if self._progress is not None:
             self._progress.close()
 
     def cancel(self) -> None:
-        """Stops now; the job's state has become CANCELLING."""
+        """Stop now. The job's state is already CANCELLING."""
         self._cancel = True
         if self._body is not None:
             self._body.cancel()
 
     async def run(self) -> None:
-        """Returns when the job is paused or has ended.
+        """Run until the job is paused or has ended.
 
-        Cancelling this leaves the job as it is, for another runner to continue. So do the errors it
-        raises: `Superseded` (another orchestrator has the job) and one of `NO_STATE` (Redis is away
-        or full, so nothing can be recorded).
+        Cancellation leaves the job unchanged, for another runner to continue. So do the errors it
+        raises: `Superseded` (another orchestrator has the job) and those in `NO_STATE` (Redis is
+        away or full, so nothing can be recorded).
         """
         try:
             await self._adopt()
@@ -151,7 +153,7 @@ class JobRunner:
             await self._end(common_pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
 
     async def _adopt(self) -> None:
-        """Takes the job over from the runner before this one."""
+        """Take the job over from the previous runner."""
         structlog.contextvars.bind_contextvars(job_id=self._job_id)
         self._epoch = epoch = await self._shared.store.adopt(self._job_id)
         await self._shared.store.forget_resolved(self._job_id)
@@ -167,11 +169,11 @@ class JobRunner:
         )
         self._was_up = record.state == common_pb.JOB_STATE_RUNNING or record.step > 0
         if record.state == common_pb.JOB_STATE_PAUSING:
-            # The orchestrator died while the step finished; a resume goes on with the step.
+            # The orchestrator died while the step finished. A resume continues with the step.
             self._pause.set()
 
     async def _run_body(self) -> None:
-        """Runs the job in a task that `cancel` can end."""
+        """Run the job in a task that `cancel` can end."""
         self._body = asyncio.create_task(self._run_to_end())
         if self._cancel:
             self._body.cancel()
@@ -181,7 +183,7 @@ class JobRunner:
             await cancel_all([self._body])
 
     async def _run_to_end(self) -> None:
-        """Runs the job until it has succeeded, or is paused."""
+        """Run the job until it has succeeded, or is paused."""
         try:
             trainers, progress = await self._run_all_steps()
         except _PauseRequested:
@@ -199,7 +201,7 @@ class JobRunner:
         return self._shared.log.forget(self._job_id)
 
     async def _run_all_steps(self) -> tuple[Trainers, JobProgress]:
-        """Brings trainers and engines up and runs all steps. Raises `_PauseRequested`."""
+        """Start trainers and engines, and run all steps. Raises `_PauseRequested`."""
         trainers = await self._unless_paused(self._bind())
         assert self._sinks is not None, "opened by _bind"
         weights = {name: one.weights for name, one in trainers.policies.items()}
@@ -229,14 +231,14 @@ class JobRunner:
         return trainers, progress
 
     async def _profile(self) -> JobProfile:
-        """The profile that earlier runners of the job measured, or an empty one."""
+        """Return the profile that earlier runners of the job measured, or an empty one."""
         found = await self._shared.store.profile(self._job_id)
         empty = JobProfile.of_spec(self._job.spec)
-        # A job that was resumed under other settings is measured anew.
+        # A job resumed with other settings is measured anew.
         return empty if found is None or not found.of_same(empty) else found
 
     async def _bind(self) -> Trainers:
-        """Waits for workers, creates the tables, binds every policy at its committed version."""
+        """Wait for workers, create the tables, and bind every policy at its committed version."""
         job, shared = self._job, self._shared
         if self._record.state == common_pb.JOB_STATE_SUBMITTED:
             for line in advice(job.spec):
@@ -259,7 +261,7 @@ class JobRunner:
             drop_without_signal=job.spec.pipeline.dynamic_sampling,
         )
         await shared.experience.CreateTables(tables)
-        # The store is the truth about commits: some may not be recorded here.
+        # The store is the authority on commits, and some may not be recorded here yet.
         step, found = self._record.step, store_pb.GetStepResponse(open=True)
         while found.open:
             request = store_pb.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
@@ -290,13 +292,13 @@ class JobRunner:
         return population
 
     async def _slots(self) -> dict[str, common_pb.WeightsRef]:
-        """The weights of the population's slots."""
+        """Return the weights of the population's slots."""
         if self._population is None:
             return {}
         return await self._population.slots.refs(self._settings_deadline("bind"))
 
     async def _republish(self, policy: str) -> None:
-        """Publishes a policy's weights again, since no host has them any more."""
+        """Publish a policy's weights again, since no host has them anymore."""
         if policy in self._job.spec.slots:
             assert self._population is not None, "it made the slots"
             await self._population.slots.republish(policy)
@@ -305,15 +307,15 @@ class JobRunner:
             await self._turns.republish(policy)
 
     async def _watch_epoch(self) -> None:
-        """Raises `Superseded` within seconds, not at the next write, once another runner has the
-        job."""
+        """Raise `Superseded` within seconds of another runner taking the job, rather than at the
+        next write."""
         while True:
             await asyncio.sleep(_EPOCH_SECONDS)
             with suppress(*NO_STATE):  # the next write raises it
                 await self._shared.store.check_epoch(self._job_id, self._epoch)
 
     async def _run_steps(self, progress: JobProgress, engines: Engines) -> None:
-        """Prepares engines, then runs all steps. Raises `_PauseRequested`."""
+        """Prepare engines, then run all steps. Raises `_PauseRequested`."""
         await self._unless_paused(self._prepare(engines))
         while not progress.finished:
             await self._unless_paused(progress.catch_up())
@@ -332,7 +334,7 @@ class JobRunner:
         await self._move(common_pb.JOB_STATE_RUNNING)
 
     async def _end(self, target: common_pb.JobState.ValueType, doing: str) -> None:
-        """Has all workers that answer release the job, then moves it to the state `target`."""
+        """Have all workers that answer release the job, then move it to the state `target`."""
         if hasattr(self, "_job"):  # else its specification could not be read
             self._job.show(doing, step=self._record.step)
         await self._release()
@@ -350,7 +352,7 @@ class JobRunner:
         try:
             await self._move(common_pb.JOB_STATE_FAILED, error.to_problem())
         except FailedPrecondition:
-            # Cancelled meanwhile: that is how it ends then.
+            # It was cancelled meanwhile, so it ends as cancelled.
             if await self._state() != common_pb.JOB_STATE_CANCELLING:
                 raise
             self._cancel = True
@@ -360,7 +362,7 @@ class JobRunner:
     async def _release(self) -> None:
         seconds = self._shared.settings.cleanup_seconds
         if self._engines is None:
-            # The runner before this one died: only the workers know what it held.
+            # The previous runner died, so only the workers know what it held.
             await release_ended_jobs(self._shared, self._job_id, self_too=True)
         else:
             await self._engines.release(seconds)
@@ -371,7 +373,7 @@ class JobRunner:
             await delete_states(self._shared, self._job_id)
 
     async def _unpublish_members(self) -> None:
-        """Removes published members of a population, which only the job's engines need."""
+        """Unpublish members of a population, which only the job's engines need."""
         if hasattr(self, "_job") and self._job.spec.population is not None:
             if self._population is not None:
                 await self._population.close()
@@ -380,12 +382,12 @@ class JobRunner:
             except (Superseded, *NO_STATE):
                 raise
             except Exception as error:
-                # What stays published costs memory; a job without an end would cost more.
+                # Members that stay published cost memory; a job that never ends would cost more.
                 _log.warning("members not unpublished", job_id=self._job_id, error=str(error))
 
     async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T:
-        """The result of `part`. Raises `_PauseRequested` if a pause is asked for before or during
-        it."""
+        """Return the result of `part`. Raises `_PauseRequested` if a pause is requested before or
+        during it."""
         task = asyncio.create_task(part)
         asked = asyncio.create_task(self._pause.wait())
         try:
@@ -417,8 +419,8 @@ class JobRunner:
         return self._startup_deadline(names[what], seconds, f"TROUPE_{field.upper()}")
 
     def _startup_deadline(self, what: str, seconds: float, field: str) -> Deadline:
-        """The deadline of a part of the start. A job that was up before may take as long to come
-        back as one of its steps."""
+        """Return the deadline of a part of the start. A job that ran before may take as long to
+        restart as one of its steps."""
         limit = self._job.spec.limits.step_seconds
         if self._was_up and limit > seconds:
             seconds, field = limit, "limits.step_seconds"
@@ -426,7 +428,7 @@ class JobRunner:
 
 
 class JobProgress:
-    """The steps, evaluations and checkpoints of a job with bound policies and ready engines."""
+    """Steps, evaluations and checkpoints of a job with bound policies and ready engines."""
 
     def __init__(
         self,
@@ -435,7 +437,7 @@ class JobProgress:
         sinks: Sinks,
         past: Iterable[orchestrator_pb.MetricsLogged] = (),
     ) -> None:
-        """`past`: the metrics that were logged before this runner."""
+        """`past`: metrics logged before this runner started."""
         self._context = context
         self._job = context.job
         self._record = record
@@ -443,7 +445,7 @@ class JobProgress:
         self._population = context.population
         self._totals = JobTotals(self._job.spec, past)
         self._window = StepWindow(context, record.step, self._finish)
-        # Evaluations that are due, and run beside the next steps.
+        # Evaluations that are due and run concurrently with the next steps.
         self._beside: tuple[str, ...] = ()
 
     @property
@@ -453,7 +455,8 @@ class JobProgress:
         return complete or self._record.step >= self._job.spec.pipeline.steps
 
     async def advance(self) -> None:
-        """Runs the steps before the next evaluation or checkpoint; after `close` the open ones."""
+        """Run the steps before the next evaluation or checkpoint; after `close`, only the open
+        ones."""
         if self.finished:
             return
         steps = run_all(self._evaluate_beside(), self._window.run(self._next_due()))
@@ -463,14 +466,14 @@ class JobProgress:
             await run_with_background(steps, self._population.watch())
 
     async def _evaluate_beside(self) -> None:
-        """Runs the evaluations that `catch_up` left over, beside the next steps' rollouts."""
+        """Run the evaluations that `catch_up` left, concurrently with the next steps' rollouts."""
         if due := self._beside:
             with self._context.hold.during(len(due)):
                 self._beside = ()
                 await self._evaluate(due)
 
     def close(self) -> None:
-        """Opens no further step."""
+        """Stop opening steps."""
         self._window.close()
 
     async def _finish(self, step: int, values: dict[str, float]) -> None:
@@ -490,7 +493,7 @@ class JobProgress:
         await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=step + 1, values=values))
 
     async def _hint(self, values: Mapping[str, float]) -> None:
-        """Tells the user once of each change that would shorten the steps."""
+        """Tell the user once about each change that would shorten the steps."""
         if not (hint := split_hint(values)):
             return
         change = hint.partition(": ")[2].partition(" would")[0]
@@ -499,9 +502,9 @@ class JobProgress:
             await self._job.info(hint)
 
     async def shortfall(self) -> TroupeError | None:
-        """Why the finished job has learned nothing; None if it has.
+        """Return why the finished job has not learned anything; None if it has.
 
-        Warns of single policies for which no step had a signal.
+        Warns about individual policies for which no step had a signal.
         """
         found = self._totals.shortfall()
         if found is None and (silent := self._totals.silent):
@@ -510,7 +513,8 @@ class JobProgress:
         return found
 
     def _next_due(self) -> int:
-        """The step count at which an evaluation or checkpoints are due next, or the last one."""
+        """Return the step count at which an evaluation or checkpoints are due next, or the last
+        step count."""
         spec, step = self._job.spec, self._record.step
         evaluations = [one.every for one in spec.evaluation_sets.values()]
         every = [one for one in (spec.checkpoint.every, *evaluations) if one > 0]
@@ -520,11 +524,11 @@ class JobProgress:
         return min([spec.pipeline.steps, *due])
 
     async def catch_up(self) -> None:
-        """Does what is due after this step and not done yet: checkpoints, an evaluation. In mode
-        `async` an evaluation is left to `advance`, unless it is the last one.
+        """Write the checkpoints and run the evaluation that are due after this step. In mode
+        `async`, `advance` runs evaluations, except the last one.
 
-        Raises the error of the last checkpoint if it could not be written: what was learned would
-        be lost. A resumed job tries it again.
+        Raises the error of the last checkpoint if it could not be written, since the training
+        result would be lost. A resumed job tries again.
         """
         spec, step = self._job.spec, self._record.step
         if self._population is not None:
@@ -532,7 +536,7 @@ class JobProgress:
             await self._population.catch_up(
                 step, finished=self.finished, seconds=time.time() - began
             )
-        # Checkpoints first: an evaluation that fails must not cost one.
+        # Checkpoints first, so that a failing evaluation does not cost one.
         if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
             await self._checkpoint()
         due = [
@@ -540,7 +544,8 @@ class JobProgress:
         ]
         if due and self._record.evaluated != step:
             if spec.pipeline.mode == "async" and not self.finished:
-                # Trainers will have gone on when it is known whether these weights are the best.
+                # Trainers will have continued by the time the evaluation tells whether these
+                # weights are the best.
                 if spec.checkpoint.best and step > 0 and self._record.checkpointed != step:
                     await self._checkpoint()
                 self._beside = tuple(due)
@@ -562,7 +567,7 @@ class JobProgress:
             items = self._context.engines.evaluation_items.get(one)
             runner = EvaluationRunner(self._job, self._context.dispatch, step, one, items)
             found, compared = await runner.run()
-            # What was evaluated: scores are compared over versions.
+            # The evaluated versions, since scores are compared over versions.
             prefix = evaluation_prefix(one)
             values |= found | {f"{prefix}version/{p}": version for p, version in versions.items()}
             scores |= compared
@@ -577,9 +582,9 @@ class JobProgress:
         await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=record.step, values=values))
 
     async def _keep_best(self, values: Mapping[str, float], versions: Mapping[str, float]) -> None:
-        """Keeps the checkpoint of this step if it evaluated better than all before it.
+        """Keep the checkpoint of this step if it evaluated better than all before it.
 
-        `versions`: what was evaluated, by policy.
+        `versions`: evaluated versions by policy.
         """
         job, step, best = self._job, self._record.step, self._job.spec.checkpoint.best
         if best is None or step == 0:
@@ -603,21 +608,21 @@ class JobProgress:
                 keep_best, job.directory, step, versions, best.metric, value
             )
         except OSError as error:
-            await job.error(f"the best checkpoint, after step {step}, is not kept: {error}")
+            await job.error(f"the best checkpoint, after step {step}, could not be kept: {error}")
             return
         if not kept:
             await job.warn(
-                f"the evaluation after step {step} was made again, of newer weights than the "
-                "checkpoint after that step: it does not count for the best checkpoint"
+                f"the evaluation after step {step} was repeated with newer weights than the "
+                "checkpoint after that step, so it does not count for the best checkpoint"
             )
         else:
             await job.info(
-                f"the best checkpoint is that after step {step}: {best.metric} = {value:g}"
+                f"the checkpoint after step {step} is the best: {best.metric} = {value:g}"
             )
 
     async def _checkpoint(self) -> None:
-        """Saves every trained policy. One that cannot be saved is logged and noted in the record;
-        `catch_up` raises it after the last step only."""
+        """Save every trained policy. A failure is logged and recorded; `catch_up` raises it only
+        after the last step."""
         job, step = self._job, self._record.step
         job.show(f"saving checkpoints after step {step}", step=step)
         policies = job.spec.trained_policies
@@ -644,7 +649,7 @@ class JobProgress:
         self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
 
     async def _save(self, policies: Sequence[str]) -> Sequence[Any]:
-        """Checkpoints or errors of the policies; shows how much of them is written."""
+        """Return the checkpoints or errors of the policies, and show their progress meanwhile."""
         job, step = self._job, self._record.step
         trainers = [self._context.trainers.policies[policy] for policy in policies]
         tasks = [asyncio.create_task(one.save_checkpoint()) for one in trainers]
@@ -661,7 +666,7 @@ class JobProgress:
                 task.cancel()
 
     async def _write_manifest(self, saved: Mapping[str, trainer_pb.SaveCheckpointResponse]) -> None:
-        """Writes the manifest. No step is open, so that versions do not move meanwhile."""
+        """Write the manifest. No step is open, so versions do not move meanwhile."""
         job, step = self._job, self._record.step
         request = store_pb.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
         last = await job.shared.experience.GetStep(request)
@@ -688,7 +693,7 @@ def manifest(
     weights: Mapping[str, common_pb.WeightsRef],
     saved: Mapping[str, trainer_pb.SaveCheckpointResponse],
 ) -> dict[str, Any]:
-    """The manifest of the checkpoints after `step` steps, as JSON.
+    """Return the manifest of the checkpoints after `step` steps, as JSON.
 
     Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
     the store has it, `weights` the newest committed ones, `saved` the checkpoint of every trained
@@ -698,9 +703,9 @@ def manifest(
     return {
         "step": step,
         "spec_hash": spec_hash(spec),
-        # All randomness of rollout derives from it and from a query's index.
+        # The seed and a query's index determine all randomness of rollout.
         "seed": spec.seed,
-        # The first item of the training split that no step has taken.
+        # First item of the training split not taken by any step.
         "cursor": last.cursor,
         "policies": {
             policy: {
@@ -715,14 +720,14 @@ def manifest(
 
 
 def _relative_to(directory: Path, path: str) -> str:
-    """The path relative to the directory if it is inside."""
+    """Return the path, relative to the directory if it is inside."""
     with suppress(ValueError):
         return str(Path(path).relative_to(directory))
     return path
 
 
 def _frontier(commit: store_pb.StepCommit) -> dict[str, Any]:
-    """Counts of trained samples up to a policy's commit, by the store."""
+    """Return the store's counts of trained samples up to a policy's commit."""
     digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
     return {
         "committed_step": commit.step,
@@ -733,13 +738,13 @@ def _frontier(commit: store_pb.StepCommit) -> dict[str, Any]:
 
 
 def spec_hash(spec: JobSpec) -> str:
-    """A hash of the specification with its defaults filled in: hex blake2b-128."""
+    """Return a hash of the specification with its defaults filled in: hex blake2b-128."""
     text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Path:
-    """Writes a manifest into a job's `directory` atomically and keeps the newest `keep` of them.
+    """Write a manifest into a job's `directory` atomically and keep the newest `keep` of them.
 
     Raises `OSError`.
     """

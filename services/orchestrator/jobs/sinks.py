@@ -1,8 +1,8 @@
 """Metric sinks of a job: JSON lines always; TensorBoard, W&B, Trackio and MLflow if configured.
 
-Redis holds the rows; a sink is a copy for other tools. Sinks run in threads of their own and are
-waited for briefly, so that a slow disk or an unreachable service does not hold up a job. Their
-errors become notices in the job's log and never fail it.
+Redis holds the rows; a sink is a copy for other tools. Sinks run in their own threads, and the job
+waits for them only briefly, so a slow disk or an unreachable service does not delay it. Their
+errors become notices in the job's log and never fail the job.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from troupe.rpc import FailedPrecondition
 from troupe.user_code import UserCodeTimeout, call_in_thread
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-# How long a job waits for its sinks before it goes on.
+# How long a job waits for its sinks before it continues.
 SINK_WAIT_SECONDS = 10.0
-# A sink that has not returned from a call by then is given up.
+# A sink that has not returned from a call by then is abandoned.
 GIVE_UP_SECONDS = 300.0
 _TROUBLE_CHARS = 500
-# Characters that MLflow does not take in names; metrics and parameters that it takes at once.
+# Characters that MLflow rejects in names; maximum metrics and parameters per batch.
 _MLFLOW_REFUSES: Final = re.compile(r"[^\w\-. :/]")
 _MLFLOW_BATCH: Final = 1000
 _MLFLOW_PARAMS: Final = 100
-# Characters of a parameter of MLflow.
+# Maximum characters of an MLflow parameter.
 _PARAM_CHARS: Final = 500
 
 
 async def make_directory(directory: Path, spec: JobSpec) -> None:
-    """Creates a job's directory with its `job.yaml`. Raises `FailedPrecondition`."""
+    """Create a job's directory with its `job.yaml`. Raises `FailedPrecondition`."""
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,18 +56,18 @@ async def make_directory(directory: Path, spec: JobSpec) -> None:
             kind="directory_unwritable",
             field="data_dir",
             value=directory,
-            remedy="Free space or mend its permissions, or set TROUPE_DATA_DIR elsewhere.",
+            remedy="Free space, fix its permissions, or set TROUPE_DATA_DIR to another directory.",
         ) from error
 
 
 class Sink(Protocol):
-    """Writes rows in order. Methods block and may raise anything."""
+    """A destination of rows, in order. Methods block and may raise anything."""
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Writes rows of metrics."""
+        """Write rows of metrics."""
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
 
 
 class JsonLines:
@@ -77,13 +77,13 @@ class JsonLines:
         self._path = path
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Appends a line per row."""
+        """Append a line per row."""
         lines = [json.dumps({"step": row.step, **dict(sorted(row.values.items()))}) for row in rows]
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
     def count(self) -> int:
-        """Number of rows in the file; cuts off half a row that a crash left."""
+        """Return the number of rows in the file, after removing a partial row left by a crash."""
         if not self._path.exists():
             return 0
         data = self._path.read_bytes()
@@ -94,7 +94,7 @@ class JsonLines:
         return data.count(b"\n")
 
     def close(self) -> None:
-        """Does nothing: the file is opened for every write."""
+        """Do nothing, since the file is opened for every write."""
 
 
 class TensorBoard:
@@ -107,14 +107,14 @@ class TensorBoard:
         self._writer: Any = Writer(str(directory))
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Writes one scalar per value."""
+        """Write one scalar per value."""
         for row in rows:
             for name, value in row.values.items():
                 self._writer.add_scalar(name, value, row.step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 
@@ -123,7 +123,7 @@ class Wandb:
 
     def __init__(self, project: str, job_id: str, directory: Path, config: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
-        # "create_new": otherwise a second job of this process would be given the first one's run.
+        # "create_new": otherwise a second job of this process would get the first one's run.
         self._run: Any = wandb.init(
             project=project,
             id=job_id,
@@ -135,22 +135,22 @@ class Wandb:
         )
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Logs one row per call."""
+        """Log one row per call."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
 
 class Trackio:
-    """A run of Trackio in its local database (`TRACKIO_DIR`), or where its variables say; a resumed
-    job continues it."""
+    """A run of Trackio in its local database (`TRACKIO_DIR`), or where its variables point, which a
+    resumed job continues."""
 
     def __init__(self, project: str, job_id: str, directory: Path, config: dict[str, Any]) -> None:
         trackio = importlib.import_module("trackio")
-        # In a context of its own: otherwise it would finish the run of another job.
+        # In its own context: otherwise it would finish the run of another job.
         self._run: Any = contextvars.Context().run(
             trackio.init,
             project=project,
@@ -163,17 +163,17 @@ class Trackio:
         )
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Logs one row per call."""
+        """Log one row per call."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
 
     def close(self) -> None:
-        """Finishes the run: waits until its rows are written."""
+        """Finish the run: waits until its rows are written."""
         self._run.finish()
 
 
 class MlFlow:
-    """A run of MLflow at `MLFLOW_TRACKING_URI`, found again by its tag when the job is resumed."""
+    """A run of MLflow at `MLFLOW_TRACKING_URI`. A resumed job finds it by its tag."""
 
     def __init__(
         self, experiment: str, job_id: str, directory: Path, config: dict[str, Any]
@@ -198,7 +198,7 @@ class MlFlow:
                 self._client.log_batch(self._id, params=params[start : start + _MLFLOW_PARAMS])
 
     def write(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> None:
-        """Logs one batch per row, under names that MLflow takes: `pass@8` is `pass_8`."""
+        """Log one batch per row, under names that MLflow accepts: `pass@8` becomes `pass_8`."""
         now = round(time.time() * 1000)
         for row in rows:
             metrics = [
@@ -209,12 +209,12 @@ class MlFlow:
                 self._client.log_batch(self._id, metrics=metrics[start : start + _MLFLOW_BATCH])
 
     def close(self) -> None:
-        """Marks the run as finished."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """A specification's fields as parameters of MLflow, `pipeline.steps`: those that are set."""
+    """Return a specification's set fields as parameters of MLflow, such as `pipeline.steps`."""
     if isinstance(value, dict):
         for name, one in value.items():
             yield from _flat(one, f"{path}.{name}" if path else str(name))
@@ -222,7 +222,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield _MLFLOW_REFUSES.sub("_", path), str(value)[:_PARAM_CHARS]
 
 
-# Experiment trackers: the field of `logging` that asks for one, its name, its sink, a remedy.
+# Experiment trackers: the field of `logging` that requests one, its name, its sink, a remedy.
 _TRACKERS: Final = (
     ("wandb_project", "Weights & Biases", Wandb, "`pip install wandb`."),
     ("trackio_project", "Trackio", Trackio, "`pip install trackio`."),
@@ -243,17 +243,17 @@ _Entry: TypeAlias = tuple[Sequence[orchestrator_pb.MetricsLogged] | None, asynci
 
 
 class _Feed:
-    """Opens a sink and writes its queue of rows in order, in threads.
+    """A sink with its queue of rows, which threads write in order.
 
-    A sink is third-party code: it may raise anything, exit, or hang. What it raises is reported; a
+    A sink is third-party code: it may raise anything, exit, or hang. Its errors are reported; a
     call that has not returned after `GIVE_UP_SECONDS` ends the feed.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink], remedy: str = "") -> None:
-        """`remedy` is part of the notice that the sink cannot be opened."""
+        """`remedy` is part of the notice for a sink that cannot be opened."""
         self.name = name
         self.troubles: list[str] = []
-        """Errors of the sink that are not in the job's log yet."""
+        """Errors of the sink not yet in the job's log."""
         self.late = False
         """Whether the job's log says that the sink does not answer."""
         self._make, self._remedy = make, remedy
@@ -261,7 +261,7 @@ class _Feed:
         self._task: asyncio.Task[None] | None = None
 
     def take(self, rows: Sequence[orchestrator_pb.MetricsLogged] | None) -> asyncio.Future[None]:
-        """Queues rows, or None to close the sink; the future is done once that has happened."""
+        """Queue rows, or None to close the sink. The future is done once that has happened."""
         done = asyncio.get_running_loop().create_future()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -288,7 +288,7 @@ class _Feed:
                 self._queue.get_nowait()[1].set_result(None)
 
     async def _serve(self, sink: Sink) -> bool:
-        """Handles one entry; whether another may follow. Raises `UserCodeTimeout`."""
+        """Handle one entry; return whether another may follow. Raises `UserCodeTimeout`."""
         rows, done = await self._queue.get()
         try:
             if rows is None:
@@ -315,7 +315,7 @@ class Sinks:
         self._feeds = [_Feed("JsonLines", lambda: self._lines)]
 
     async def open(self, rows: Sequence[orchestrator_pb.MetricsLogged]) -> list[str]:
-        """Opens the sinks and brings them up to `rows`, all that the job has logged.
+        """Open the sinks and bring them up to date with `rows`, all rows that the job has logged.
 
         Returns a text for every sink that could not be opened.
         """
@@ -330,27 +330,27 @@ class Sinks:
                 make = partial(tracker, project, self._job_id, self._directory, config)
                 self._feeds.append(_Feed(name, make, remedy))
         try:
-            # What was logged just before a crash may be missing.
+            # Rows logged just before a crash may be missing.
             missing = rows[await call_in_thread(self._lines.count, seconds=SINK_WAIT_SECONDS) :]
         except (OSError, UserCodeTimeout) as error:
             troubles.append(f"metrics.jsonl: {error}")
         return troubles + await self._hand_out(missing)
 
     async def write(self, row: orchestrator_pb.MetricsLogged) -> list[str]:
-        """Writes a row to all sinks. Returns texts that say what went wrong."""
+        """Write a row to all sinks. Returns descriptions of problems."""
         return await self._hand_out([row])
 
     async def close(self) -> list[str]:
-        """Closes all sinks. Those that are late go on as long as this process does. Returns texts
-        that say what went wrong."""
+        """Close all sinks. Late ones continue as long as this process does. Returns descriptions of
+        problems."""
         troubles = await self._hand_out(None)
         self._feeds.clear()
         return troubles
 
     async def _hand_out(self, rows: Sequence[orchestrator_pb.MetricsLogged] | None) -> list[str]:
-        """Gives every sink its entry and waits briefly. Returns what went wrong since last time."""
+        """Give every sink its entry and wait briefly. Returns problems since the last call."""
         given = {feed: feed.take(rows) for feed in self._feeds}
-        # Not again for one that is late, until it is closed: every step would wait for it.
+        # Do not wait again for a late sink until it is closed: every step would wait for it.
         waits = {feed: done for feed, done in given.items() if rows is None or not feed.late}
         if waits:
             await asyncio.wait(waits.values(), timeout=SINK_WAIT_SECONDS)
@@ -360,5 +360,7 @@ class Sinks:
             feed.troubles = []
             if feed in waits and not done.done() and not feed.late:
                 feed.late = True
-                troubles.append(f"{feed.name} does not answer: the job goes on, its rows wait")
+                troubles.append(
+                    f"{feed.name} does not answer: the job continues, and its rows wait"
+                )
         return troubles

@@ -1,7 +1,8 @@
-"""Dispatches trajectories to rollout workers, and again elsewhere when a worker is lost.
+"""Dispatch of trajectories to rollout workers, repeated elsewhere when a worker is lost.
 
-A *ticket* is one trajectory to run, a *group* all tickets of one query, a `TicketBatch` what one
-step, evaluation or round of matches waits for. One `Dispatch` per job runs all of its batches.
+A *ticket* is one trajectory to run, a *group* all tickets of one query, and a `TicketBatch` all
+trajectories that one step, evaluation or round of matches waits for. One `Dispatch` per job runs
+all of its batches.
 """
 
 from __future__ import annotations
@@ -46,19 +47,20 @@ _ENDED: Final = frozenset(
         common_pb.TRAJECTORY_STATE_ABORTED,
     }
 )
-# Groups that `add_in_parts` adds before the event loop does something else.
+# Groups that `add_in_parts` adds before it yields to the event loop.
 _PART_GROUPS: Final = 256
-# What is aborted has ended in the store already; aborting it at the worker only saves work.
+# An aborted trajectory has already ended in the store; aborting it at the worker only saves work.
 _ABORT_SECONDS: Final = 10.0
-# The reason of an abort of what the store ended before the worker reported it.
+# Reason for aborting a trajectory that the store ended before the worker reported it.
 _ENDED_BEFORE: Final = "ended_before"
 
 
 class Dispatch:
-    """Runs all trajectories of a job, at most `limits.max_concurrent_trajectories` at a time.
+    """The dispatcher of a job's trajectories, at most `limits.max_concurrent_trajectories` at a
+    time.
 
-    A stream that breaks, or a worker that is lost, costs only time: what had not ended there goes
-    to another worker. Batches of older steps go first, those of low priority last.
+    A broken stream or a lost worker costs only time: unfinished trajectories move to another
+    worker. Batches of older steps go first, low-priority batches last.
     """
 
     def __init__(self, job: JobContext, engines: Engines) -> None:
@@ -66,31 +68,33 @@ class Dispatch:
         self._engines = engines
         self._limit = job.spec.limits.max_concurrent_trajectories
         self._open: dict[str, OpenTicket] = {}
-        # Open trajectories by query: one of thousands ends every few milliseconds.
+        # Open trajectories by query, for fast removal: one of thousands ends every few
+        # milliseconds.
         self._by_query: dict[str, set[str]] = {}
         # Groups that wait for a worker, oldest step first.
         self._waiting: list[Group] = []
         self._shares = CapacityShares()
-        # Trajectories per worker that are dispatched and not ended.
+        # Trajectories in flight per worker.
         self._running: dict[WorkerHandle, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Workers that just failed, until their pause is over.
+        # Workers that failed recently, until their pause is over.
         self._backing_off: set[WorkerHandle] = set()
         self._attempts: dict[WorkerHandle, RetryBackoff] = {}
-        # Redundant trajectories that were withdrawn while they ran and have not been reported yet,
-        # with their batch and query. Their reports still count: how far they came is a metric, and
-        # some may be members of their group.
+        # Redundant trajectories that were withdrawn while running and not yet reported, with their
+        # batch and query. Their reports still count: their progress is a metric, and some may be
+        # members of their group.
         self._draining: dict[str, tuple[TicketBatch, str]] = {}
         self.early = EarlyStart(job, engines)
-        # By trajectory: what kills its worker is run again `limits.worker_deaths` times only.
+        # Guards by trajectory: one that kills its worker runs again only `limits.worker_deaths`
+        # times.
         self._crash_guards: dict[str, CrashLoopGuard] = {}
         self._wake = asyncio.Event()
         self._turn = 0
-        # Waits for this job's turn, when jobs share workers that died (`SharedDeaths`).
+        # Task that waits for this job's turn when jobs share dead workers (`SharedDeaths`).
         self._admission: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Runs what is added, until cancelled. Raises `TroupeError`: a fault of the job."""
+        """Run added trajectories until cancelled. Raises `TroupeError` for a fault of the job."""
         watch = asyncio.create_task(self._watch_engines())
         try:
             while True:
@@ -106,7 +110,7 @@ class Dispatch:
             await self.early.closed()
 
     def add(self, batch: TicketBatch, groups: Iterable[Group]) -> None:
-        """Adds groups to a batch; a group's trajectories start together, on one worker."""
+        """Add groups to a batch. A group's trajectories start together, on one worker."""
         groups = list(groups)
         for group in groups:
             batch.add([ticket.trajectory_id for ticket in group])
@@ -120,16 +124,17 @@ class Dispatch:
                 last[0].trajectory_id in self._open
                 and self._priority_of(last) <= (batch.low_priority, batch.step)
             )
-        ):  # behind all that wait: nothing has to be sorted
+        ):  # last in the queue, so no sorting is needed
             self._waiting += groups
             self._wake.set()
         else:
             self._enqueue(groups)
 
     def withdraw(self, batch: TicketBatch, query_ids: Collection[str], reason: str) -> set[str]:
-        """Stops waiting for queries that were ended in the store, and aborts what runs of them.
+        """Stop waiting for queries that were ended in the store, and abort their running
+        trajectories.
 
-        Returns the trajectories that run until they are aborted.
+        Returns the trajectories that run until aborted.
         """
         gone = self._open_in(batch, query_ids)
         for trajectory_id in gone:
@@ -142,14 +147,14 @@ class Dispatch:
         return there
 
     def _complete(self, batch: TicketBatch, query_id: str) -> None:
-        """Withdraws the rest of a query of whose group the store has all members."""
+        """Withdraw the rest of a query whose group is complete in the store."""
         running = self.withdraw(batch, (query_id,), kinds.REDUNDANT)
         self._draining.update(dict.fromkeys(running, (batch, query_id)))
         batch.complete(query_id, running, self._job.spec.pipeline.group_size)
 
     def end_unreported(self, batch: TicketBatch, ended: Collection[str]) -> None:
-        """Counts trajectories as ended, unseen, that the store has ended long ago and that no
-        worker reported. A later report of them does not count."""
+        """Count trajectories as ended without a report, because the store ended them long ago and
+        no worker reported them. A later report does not count."""
         unreported = {one for one in ended if one in self._open and self._open[one].batch is batch}
         draining = {one for one in ended if self._draining.get(one, (None,))[0] is batch}
         if not (gone := unreported | draining):
@@ -165,14 +170,14 @@ class Dispatch:
         self._enqueue(())
 
     def _end_draining(self, trajectory_ids: Collection[str]) -> None:
-        """Gives up waiting for the reports of those of these that drain."""
+        """Stop waiting for reports of the draining ones among these."""
         for trajectory_id in trajectory_ids:
             if (found := self._draining.pop(trajectory_id, None)) is not None:
                 batch, query_id = found
                 batch.end_unreported(query_id, trajectory_id)
 
     def move(self, source: TicketBatch, query_ids: Collection[str], target: TicketBatch) -> None:
-        """Moves queries to another batch; what runs of them runs on."""
+        """Move queries to another batch. Their running trajectories continue."""
         moved = self._open_in(source, query_ids)
         for trajectory_id in moved:
             self._open[trajectory_id].batch = target
@@ -183,7 +188,7 @@ class Dispatch:
         self._enqueue(())
 
     def describe(self, batch: TicketBatch) -> str:
-        """A text that says what the batch waits for."""
+        """Describe what the batch waits for."""
         where = ", ".join(f"{len(ids)} on {worker}" for worker, ids in self._running.items() if ids)
         if not where:
             return f"waiting for a ready rollout worker for {batch.open} trajectories"
@@ -207,7 +212,7 @@ class Dispatch:
             del self._by_query[query_id]
 
     def _enqueue(self, more: Collection[Group]) -> None:
-        """Adds groups to the queue in their order of priority, and removes ended trajectories."""
+        """Add groups to the queue in order of priority, and remove ended trajectories."""
         groups = [
             left
             for group in (*self._waiting, *more)
@@ -223,7 +228,7 @@ class Dispatch:
         return batch.low_priority, batch.step
 
     def _in_flight(self) -> int:
-        """Trajectories dispatched and not ended; also kept for `GetCluster`."""
+        """Return the trajectories in flight, and store them for `GetCluster`."""
         count = sum(len(running) for running in self._running.values())
         self._job.shared.in_flight[self._job.job_id] = count
         return count
@@ -253,7 +258,7 @@ class Dispatch:
         self._in_flight()
 
     def _start(self, batch: TicketBatch, groups: list[Group]) -> list[Group]:
-        """Sends a batch's groups to ready workers; returns them if there is none."""
+        """Send a batch's groups to ready workers; return the groups if no worker is ready."""
         workers = {
             worker.worker_id: worker
             for worker in self._engines.ready(batch.floors)
@@ -281,7 +286,7 @@ class Dispatch:
         return []
 
     async def _follow(self, worker: WorkerHandle, batch: TicketBatch, tickets: Group) -> None:
-        """Runs tickets on one worker to their ends; queues again what is left when that fails."""
+        """Run tickets on one worker to their ends; on failure, queue the remaining ones again."""
         request = rollout_pb.RunQueriesRequest(
             request_id=new_id("run"),
             job_id=self._job.job_id,
@@ -291,8 +296,8 @@ class Dispatch:
             together=True,
         )
         running = self._running[worker]
-        # Tickets of this stream that have not ended. A trajectory that has may be dispatched again
-        # under the same id before this stream is over: that one is another stream's.
+        # Tickets of this stream that have not ended. An ended trajectory may be dispatched again
+        # under the same id before this stream is over; it then belongs to another stream.
         left = {ticket.trajectory_id for ticket in tickets}
         try:
             try:
@@ -311,7 +316,7 @@ class Dispatch:
     def _handle_events(
         self, worker: WorkerHandle, events: list[rollout_pb.TrajectoryEvent], left: set[str]
     ) -> None:
-        """Handles a message of a stream; removes from `left` what has ended."""
+        """Handle a message of a stream; remove ended tickets from `left`."""
         ended = {event.trajectory_id for event in events if self._handle_event(event)}
         if not ended:
             return
@@ -328,7 +333,7 @@ class Dispatch:
             self._attempts[worker].reset()
 
     def _handle_event(self, event: rollout_pb.TrajectoryEvent) -> bool:
-        """Handles one event; whether it ended a trajectory. Only its first ending counts."""
+        """Handle one event; return whether it ended a trajectory. Only the first ending counts."""
         if event.state in _ENDED and event.trajectory_id in self._draining:
             batch, _ = self._draining.pop(event.trajectory_id)
             batch.end_drained(event)
@@ -351,7 +356,7 @@ class Dispatch:
         over: set[str] = set()
         for batch in {self._open[one].batch for one in ids}:
             over.update(await batch.ended())
-        # Its group may be complete without those of it that run elsewhere.
+        # Its group may be complete without the trajectories that run elsewhere.
         self._abort_running(over.difference(ids), kinds.REDUNDANT)
         left: dict[str, Group] = {}
         for trajectory_id in sorted(ids):
@@ -395,13 +400,13 @@ class Dispatch:
                 self._job.spec.limits.worker_deaths,
                 f"ran {trajectory_id}",
                 "workflow",
-                "Look into the rollout workers' logs for what ended them: the workflow, a crash in "
-                "a library of its, too little memory. Then resume the job.",
+                "Look into the rollout workers' logs for the cause: the workflow, a crash in "
+                "one of its libraries, too little memory. Then resume the job.",
             )
         guard.note(worker)
 
     def _abort_running(self, trajectory_ids: Collection[str], reason: str) -> set[str]:
-        """Aborts those of the trajectories that run, and returns them."""
+        """Abort the running ones among the trajectories, and return them."""
         found: set[str] = set()
         for worker, running in self._running.items():
             if there := running.intersection(trajectory_ids):
@@ -445,9 +450,10 @@ async def run_batch(
     groups: Iterable[Group],
     background: Coroutine[Any, Any, None],
 ) -> None:
-    """Runs groups of trajectories to their ends, and `background` meanwhile.
+    """Run groups of trajectories to their ends, and `background` meanwhile.
 
-    When that breaks off, what still runs is aborted. Raises as `TicketBatch.finished`.
+    On an error or cancellation, aborts the trajectories that still run. Raises like
+    `TicketBatch.finished`.
     """
     task = asyncio.create_task(background)
     query_ids: list[str] = []
@@ -467,8 +473,8 @@ async def run_batch(
 
 
 async def add_in_parts(dispatch: Dispatch, batch: TicketBatch, groups: Iterable[Group]) -> None:
-    """Adds groups a part at a time, so that a step of 200,000 trajectories does not block the event
-    loop: heartbeats and users do not wait for it."""
+    """Add groups in parts, so that a step of 200,000 trajectories does not block the event loop,
+    and with it heartbeats and users."""
     parts = iter(groups)
     while some := list(itertools.islice(parts, _PART_GROUPS)):
         dispatch.add(batch, some)
@@ -476,8 +482,8 @@ async def add_in_parts(dispatch: Dispatch, batch: TicketBatch, groups: Iterable[
 
 
 def _split(first: rollout_pb.TrajectoryEvent) -> list[rollout_pb.TrajectoryEvent]:
-    """The events of a message, in order. Clears `together`, so that keeping the first event does
-    not keep all of them in memory."""
+    """Return the events of a message, in order. Clears `together`, so that a reference to the first
+    event does not keep all of them in memory."""
     events = [first, *first.together]
     first.ClearField("together")
     return events
@@ -487,10 +493,9 @@ class TicketBatch:
     """Trajectories that a step, an evaluation or a round of matches waits for.
 
     Tickets may be added until it is sealed. `on_end` is called with each trajectory's first ending;
-    what it raises ends the batch. `ended` asks the experience store which trajectories have ended
-    although no worker reported it. A worker may run the tickets when it serves at least the
-    versions `floors` (None: exactly the newest ones). A `low_priority` batch starts when nothing
-    else waits.
+    an error from it ends the batch. `ended` asks the experience store which trajectories have ended
+    without a worker's report. A worker may run the tickets if it serves at least the versions
+    `floors` (None: exactly the newest ones). A `low_priority` batch starts when nothing else waits.
     """
 
     def __init__(
@@ -507,17 +512,17 @@ class TicketBatch:
         self.low_priority = low_priority
         self.deadline = deadline
         self.floors = floors
-        # Trajectories that ended in the store without a report of the worker that ran them.
+        # Trajectories that ended in the store without a worker's report.
         self.unseen = 0
         # Trajectories whose end a worker reported.
         self.reported = 0
-        # By query: the oldest version of each policy that its trajectories started with.
+        # Oldest version of each policy at the start of a query's trajectories, by query.
         self.started: dict[str, dict[str, int]] = {}
         self._on_end = on_end
         self._ended_in_store = ended
         self._open: set[str] = set()
-        # By query: completed trajectories that were reported; of complete groups with unreported
-        # members, the size of the group and which trajectories may be members.
+        # By query: reported completed trajectories. Complete groups with unreported members: their
+        # size, and the trajectories that may be members.
         self._completed: Counter[str] = Counter()
         self._draining: dict[str, tuple[int, set[str]]] = {}
         self._sealed = False
@@ -530,48 +535,48 @@ class TicketBatch:
         return len(self._open)
 
     def add(self, trajectory_ids: Collection[str]) -> None:
-        """Waits for these, too."""
+        """Wait for these too."""
         self._open.update(trajectory_ids)
 
     def remove(self, trajectory_ids: Collection[str]) -> None:
-        """Waits for these no longer."""
+        """Stop waiting for these."""
         self._open.difference_update(trajectory_ids)
         self._changed.set()
 
     def seal(self) -> None:
-        """Declares that nothing will be added."""
+        """Declare that no ticket will be added."""
         self._sealed = True
         self._changed.set()
 
     def note_started(self, query_id: str, versions: Mapping[str, int]) -> None:
-        """Notes the versions with which a trajectory of the query began."""
+        """Note the versions with which a trajectory of the query began."""
         if versions:
             oldest = self.started.setdefault(query_id, {})
             for policy, version in versions.items():
                 oldest[policy] = min(version, oldest.get(policy, version))
 
     def end(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Counts the reported end of a trajectory."""
+        """Count the reported end of a trajectory."""
         self.remove((event.trajectory_id,))
         self._report(event)
 
     def complete(self, query_id: str, running: Collection[str], members: int) -> None:
-        """Notes that the store has all `members` of a query's group.
+        """Note that the store has all `members` of a query's group.
 
-        Some of the trajectories still `running` may be members of it: a member's ending may be
-        reported after that of the last one.
+        Some of the trajectories still `running` may be members: an earlier member's ending may be
+        reported after the last member's.
         """
         if running and self._completed[query_id] < members:
             self._draining[query_id] = (members, set(running))
 
     def end_drained(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Counts the reported end of a trajectory that was withdrawn while it ran, since its
+        """Count the reported end of a trajectory that was withdrawn while running, because its
         group was complete."""
         self._report(event)
         self._note_drained(event.query_id, event.trajectory_id)
 
     def end_unreported(self, query_id: str, trajectory_id: str) -> None:
-        """Counts a withdrawn trajectory whose end will not be reported any more."""
+        """Count a withdrawn trajectory whose end will not be reported anymore."""
         self.unseen += 1
         self._note_drained(query_id, trajectory_id)
 
@@ -593,28 +598,28 @@ class TicketBatch:
             self.fail(error)
 
     def end_unseen(self, trajectory_id: str) -> None:
-        """Counts a trajectory that has ended in the store, without a report."""
+        """Count a trajectory that has ended in the store, without a report."""
         self.remove((trajectory_id,))
         self.unseen += 1
 
     def fail(self, error: TroupeError) -> None:
-        """Ends the batch with a fault of the job."""
+        """End the batch with a fault of the job."""
         self._fault = error
         self._changed.set()
 
     async def ended(self) -> Collection[str]:
-        """Trajectories that have ended in the store; none if it cannot be asked."""
+        """Return the trajectories that have ended in the store; none if it is unreachable."""
         if self._ended_in_store is None:
             return ()
         try:
             return await self._ended_in_store()
         except TroupeError:
-            return ()  # running one twice is safe: the store takes the first ending only
+            return ()  # running one twice is safe: the store accepts only the first ending
 
     async def finished(self, describe: Callable[[], str]) -> None:
-        """Returns when the batch is sealed and the ends of all its trajectories are known.
+        """Wait until the batch is sealed and the ends of all its trajectories are known.
 
-        Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
+        Raises `TroupeError` for a fault of the job, or at the deadline with the text of `describe`.
         """
         while True:
             if self._fault is not None:
@@ -638,22 +643,22 @@ class OpenTicket:
 
 
 class EarlyStart:
-    """Has rollout workers set up trajectories whose step is not open yet (`pipeline.early_start`).
+    """Early setup of trajectories whose step is not open yet (`pipeline.early_start`).
 
-    The worker starts their environments and waits before the first turn, until `Dispatch` sends the
-    same tickets for their step. Nothing relies on it: what was not begun, or is lost, begins with
-    its step, and `close` ends without a trace what was never asked for.
+    The rollout worker starts their environments and waits before the first turn until `Dispatch`
+    sends the same tickets for their step. Nothing relies on the early start: any other trajectory
+    begins with its step, and `close` discards unused ones without a trace.
     """
 
     def __init__(self, job: JobContext, engines: Engines) -> None:
         self._job = job
         self._engines = engines
-        # By query: the worker that has begun it.
+        # Worker that has begun a query, by query.
         self._begun: dict[str, WorkerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, step: int, groups: Sequence[list[rollout_pb.Ticket]]) -> None:
-        """Begins these, each group on one worker; gives up what was begun before."""
+        """Begin these, each group on one worker; discard earlier ones."""
         self.close()
         workers = {worker.worker_id: worker for worker in self._engines.ready()}
         if not workers:
@@ -671,26 +676,26 @@ class EarlyStart:
             call.add_done_callback(self._calls.discard)
 
     def worker_of(self, query_id: str, among: Collection[WorkerHandle]) -> WorkerHandle | None:
-        """The worker that has begun a query, if it is one of `among`."""
+        """Return the worker that has begun a query, if it is one of `among`."""
         worker = self._begun.get(query_id)
         return worker if worker in among else None
 
     def close(self) -> None:
-        """Gives up what was not asked for. Repeatable."""
+        """Discard unused early trajectories. Idempotent."""
         self._begun.clear()
         for call in self._calls:
             call.cancel()
 
     async def closed(self) -> None:
-        """Closes, and waits until the calls have ended."""
+        """Close, and wait until the calls have ended."""
         self._begun.clear()
         await cancel_all(self._calls)
 
     async def _hold_ahead(
         self, worker: WorkerHandle, step: int, tickets: list[rollout_pb.Ticket]
     ) -> None:
-        """The call for which the worker keeps early trajectories: until they have ended, if they
-        are asked for; for the time limit of both steps at most."""
+        """Run the call during which the worker keeps early trajectories: until they have ended if
+        they are used, and at most for the time limit of both steps."""
         request = rollout_pb.RunQueriesRequest(
             request_id=new_id("ahead"),
             job_id=self._job.job_id,

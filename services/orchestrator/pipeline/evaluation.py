@@ -49,8 +49,8 @@ class EvaluationRunner:
     def __init__(
         self, job: JobContext, dispatch: Dispatch, step: int, name: str, items: int | None
     ) -> None:
-        """`name`: "" is the section `evaluation`. `items`: how many its tasks have; None: without
-        end, or not known."""
+        """`name`: "" is the section `evaluation`. `items`: number of items of its tasks; None:
+        endless or unknown."""
         self._job = job
         self._dispatch = dispatch
         self._step = step
@@ -69,11 +69,11 @@ class EvaluationRunner:
         self._recent = trajectories.buffer(job.job_id, step, "evaluate")
         self._compared = trajectories.buffer(job.job_id, step, "after" if step else "before")
         self._compared_ids: frozenset[str] = frozenset()
-        # By policy: the versions that drew its turns.
+        # Versions that generated its turns, by policy.
         self._versions: defaultdict[str, set[int]] = defaultdict(set)
 
     async def run(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The evaluation's metrics, and the scores by which evaluations are compared; both with the
+        """Return the evaluation's metrics, and the scores for comparing evaluations, both with the
         bounds of their intervals."""
         began = time.monotonic()
         # In a thread: planning thousands of queries would block the event loop.
@@ -139,15 +139,15 @@ class EvaluationRunner:
 
 
 class SolvedQueries:
-    """Which trajectories of an evaluation solved their queries, and what they answered."""
+    """Successes and answers of an evaluation's trajectories."""
 
     def __init__(self, spec: EvaluationSpec) -> None:
         self._spec = spec
-        # By query: the answer and the success of each trajectory that ended.
+        # Answer and success of each ended trajectory, by query.
         self._votes: defaultdict[str, list[tuple[str | None, bool]]] = defaultdict(list)
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Counts an ended trajectory; one that failed has not solved its query."""
+        """Count an ended trajectory. A failed one has not solved its query."""
         if event.state == common_pb.TRAJECTORY_STATE_COMPLETED:
             success = success_of(event.rewards, event.metrics, self._spec.success)
             solved = success >= self._spec.threshold
@@ -156,7 +156,8 @@ class SolvedQueries:
             self._votes[event.query_id].append((None, False))
 
     def values(self) -> dict[str, float]:
-        """`pass@k` and `maj@k`: means over the queries, each with the bounds of its interval."""
+        """Return `pass@k` and `maj@k`, means over the queries, each with the bounds of its
+        interval."""
         queries = list(self._votes.values())
         if not (queries and self._spec.counts_solved):
             return {}
@@ -182,17 +183,17 @@ class SolvedQueries:
 
 
 class RewardsByQuery:
-    """The rewards of an evaluation by query: the trajectories of one query depend on each other, so
-    intervals are over the means of queries."""
+    """Rewards of an evaluation by query. A query's trajectories depend on each other, so intervals
+    are over the means of queries."""
 
     def __init__(self, agents: Container[str]) -> None:
         self._agents = agents
-        # By score and query: the rewards of the query's trajectories.
+        # Rewards of a query's trajectories, by score and query.
         self._rewards: defaultdict[str, defaultdict[str, list[float]]]
         self._rewards = defaultdict(lambda: defaultdict(list))
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Adds an ended trajectory; one that failed has no reward."""
+        """Add an ended trajectory. A failed one has no reward."""
         if event.state != common_pb.TRAJECTORY_STATE_COMPLETED:
             return
         for name, reward in event.rewards.items():
@@ -201,7 +202,8 @@ class RewardsByQuery:
             self._rewards[score][event.query_id].append(reward)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95 % intervals of the mean rewards, by score: `team_success`, `reward/<agent>`."""
+        """Return the 95 % intervals of the mean rewards, by score: `team_success`,
+        `reward/<agent>`."""
         found = {
             score: mean_interval([math.fsum(each) / len(each) for each in queries.values()])
             for score, queries in self._rewards.items()
@@ -210,12 +212,12 @@ class RewardsByQuery:
 
 
 def bounds_of(name: str, bounds: tuple[float, float]) -> dict[str, float]:
-    """The bounds of an interval as values: `<name>/low` and `<name>/high`."""
+    """Return the bounds of an interval as values: `<name>/low` and `<name>/high`."""
     return dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True))
 
 
 def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[rollout_pb.Ticket]:
-    """The tickets of a query of evaluation `name`."""
+    """Return the tickets of a query of evaluation `name`."""
     return [
         rollout_pb.Ticket(
             query_id=query.query_id,

@@ -1,4 +1,5 @@
-"""Failed trajectories of a step or an evaluation: when they end the job, what the user is told."""
+"""Failed trajectories of a step or an evaluation: when they end the job, and warnings to the
+user."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from services.orchestrator.pipeline.metrics import NO_TURNS_REMEDY, Tally
 from troupe.rpc.errors import ResourceExhausted, TroupeError
 from troupe.scheduling import admission
 
-# Failures, and queries that they belong to, from which on a common problem is no coincidence.
+# Failures, and their queries, from which on a common problem is not a coincidence.
 _FEWEST_FAILURES: Final = 4
 _FEWEST_QUERIES: Final = 2
 
 
 class CommonFailure:
-    """Ends a job whose steps fail as a whole with one problem, whatever `max_failed_fraction` says.
+    """A check that ends a job whose steps fail as a whole with one problem, regardless of
+    `max_failed_fraction`.
 
-    Such a problem is a fault of the job's code, for example a misspelled name of an agent. In a
-    small step it may also be chance, so small steps are counted together with the ones after them.
+    Such a problem is a fault of the job's code, for example a misspelled agent name. In a small
+    step it may also be chance, so small steps are counted together with later ones.
     """
 
     def __init__(self) -> None:
@@ -46,20 +48,20 @@ class CommonFailure:
 
 
 def _fault_of_all(name: str, tally: Tally) -> TroupeError:
-    """The error of a job for the common problem of its failures."""
+    """Return the job's error for the common problem of its failures."""
     assert tally.common_problem is not None
     error = job_fault(tally.common_problem)
-    error.message += f" ({name}: all {tally.failed} trajectories that ended failed so)"
+    error.message += f" ({name}: all {tally.failed} ended trajectories failed with this)"
     return error
 
 
 def check_failures(
     job: JobContext, name: str, tally: Tally, total: int, *, forgiven: int = 0
 ) -> None:
-    """Raises `ResourceExhausted` as soon as more trajectories failed than the job allows, or the
-    problem that all of them have in common.
+    """Raise `ResourceExhausted`, or the common problem of all failures, as soon as more
+    trajectories failed than the job allows.
 
-    `total` trajectories are run; `forgiven` of the failed ones in `tally` are not counted.
+    `total` trajectories are run; `forgiven` failed ones in `tally` do not count.
     """
     limit = job.spec.limits.max_failed_fraction
     failed = tally.failed - forgiven
@@ -68,24 +70,24 @@ def check_failures(
             raise _fault_of_all(name, tally)
         raise ResourceExhausted(
             f"{name}: {failed} of {total} trajectories failed (at most {limit:.0%} may), "
-            f"most of them so: {tally.most_common_reason}",
+            f"most of them with: {tally.most_common_reason}",
             kind="too_many_failed_trajectories",
             field="limits.max_failed_fraction",
             value=limit,
-            remedy="Mend the cause (the panel and `job.trajectories()` show what failed), then "
+            remedy="Fix the cause (the panel and `job.trajectories()` show the failures), then "
             "resume the job.",
         )
 
 
 async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Warns that some trajectories failed, though not too many, or completed with a remark."""
+    """Warn that some trajectories failed, although not too many, or completed with a remark."""
     if tally.failed:
         reason = tally.most_common_reason
         await _warn_rarely(
             job,
             reason.partition(":")[0],
             f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
-            f"most of them so: {reason}",
+            f"most of them with: {reason}",
         )
     count, remark = tally.remark
     if count:
@@ -93,12 +95,12 @@ async def report_failures(job: JobContext, name: str, tally: Tally, total: int) 
             job,
             remark.partition(":")[0],
             f"{name}: {count} of {total} trajectories completed with a remark{{again}}, "
-            f"most of them with this: {remark}",
+            f"most of them with: {remark}",
         )
 
 
 async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> None:
-    """Warns that trajectories opened an endpoint, were rewarded, and made no turn there."""
+    """Warn that trajectories opened an endpoint, were rewarded, and made no turn there."""
     if tally.without_turns:
         await _warn_rarely(
             job,

@@ -37,23 +37,23 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 
 _FAULTS: Final = (kinds.ENVIRONMENT_PREFIX, kinds.TOOL_PREFIX)
-# Metrics of a step by which its job is judged when it ends.
+# Metrics of a step that count in the verdict on its job.
 COMPLETED: Final = "trajectories/completed"
 WITHOUT_TURNS: Final = "trajectories/without_turns"
-# A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
+# A job has a shortfall if a larger share of trajectories made no turn at their endpoint.
 _WITHOUT_TURNS_SHARE: Final = 0.1
 NO_TURNS_REMEDY: Final = (
-    "The client answered from a cache of its own, or asked another model: switch its cache off "
+    "The client answered from its own cache, or asked another model: switch its cache off "
     "(DSPy: `cache=False`; LangChain: `set_llm_cache(None)`) and give it the endpoint's base_url."
 )
 
 
 class Redundancy:
-    """Counts ended trajectories of a job with `pipeline.redundant_trajectories`.
+    """Metrics of redundancy in a job with `pipeline.redundant_trajectories`.
 
-    Keeping the first to complete favours short ones. The mean lengths show by how much: of kept
-    trajectories at their end, of cancelled ones when they were cancelled. The latter would have
-    become longer: where they are the longer ones already, the bias is at least that.
+    Keeping the first completed trajectories favours short ones. The mean lengths show by how much:
+    of kept trajectories at their end, and of cancelled ones at cancellation. Cancelled ones would
+    have become longer, so if they are already longer, the bias is at least the difference.
     """
 
     def __init__(self, redundant: int) -> None:
@@ -65,7 +65,7 @@ class Redundancy:
         self._failed: Counter[str] = Counter()
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Counts an ended trajectory."""
+        """Count an ended trajectory."""
         if event.state == common_pb.TRAJECTORY_STATE_COMPLETED:
             self._kept.add(event)
         elif event.state == common_pb.TRAJECTORY_STATE_FAILED:
@@ -113,9 +113,9 @@ class _Lengths:
 
 
 class Tally:
-    """Accumulates metrics of ended trajectories.
+    """Accumulated metrics of ended trajectories.
 
-    A mean is over the trajectories that have the value: a failed one has no reward.
+    A mean is over the trajectories that have the value; a failed one, for example, has no reward.
     """
 
     def __init__(self, agents: Iterable[str], versions: Mapping[str, int]) -> None:
@@ -123,17 +123,17 @@ class Tally:
         self._versions = versions
         self.completed = 0
         self.failed = 0
-        # Ended because they were not needed any more.
+        # Ended because they were not needed anymore.
         self.aborted = 0
-        # Completed ones that opened an endpoint and were rewarded, without a turn at it.
+        # Completed and rewarded trajectories that opened an endpoint but made no turn at it.
         self.without_turns = 0
         self._reasons: Counter[str] = Counter()
-        # Problems of failures by kind, one each; failures without a problem.
+        # One problem per kind of failure; number of failures without a problem.
         self._problems: dict[str, common_pb.Problem] = {}
         self._unexplained = 0
-        # Reasons of trajectories that completed all the same.
+        # Remarks of trajectories that completed nevertheless.
         self._remarks: Counter[str] = Counter()
-        # Repeated attempts, and trajectories that failed for good, because of an environment or a
+        # Repeated attempts and permanently failed trajectories, because of an environment or a
         # tool.
         self._retries = 0.0
         self._faults = 0
@@ -159,15 +159,15 @@ class Tally:
 
     @property
     def common_problem(self) -> common_pb.Problem | None:
-        """The problem of the job's code or configuration with which every trajectory that ended
-        failed; None if one completed, or failed otherwise."""
+        """Return the problem of the job's code or configuration with which all ended trajectories
+        failed; None if one completed or failed otherwise."""
         if self.completed or self._unexplained or len(self._problems) != 1:
             return None
         [problem] = self._problems.values()
         return problem
 
     def add(self, event: rollout_pb.TrajectoryEvent, *, timed: bool = True) -> None:
-        """Counts an ended trajectory; `timed` if it ended in the seconds that `values` gets."""
+        """Count an ended trajectory. `timed`: it ended within the seconds passed to `values`."""
         for turn in event.turns:
             self._tokens += turn.response_tokens if timed else 0
             self._lengths[turn.agent].add(turn.response_tokens)
@@ -215,7 +215,7 @@ class Tally:
         return self._remarks.total(), self._remarks.most_common(1)[0][0]
 
     def scores(self) -> dict[str, float]:
-        """Mean rewards for comparing evaluations: `reward/<agent>`, `team_success`."""
+        """Return the mean rewards for comparing evaluations: `reward/<agent>`, `team_success`."""
         found = {f"reward/{agent}": mean.value for agent, mean in sorted(self._rewards.items())}
         if self._team.count:
             found[TEAM_SCORE] = self._team.value
@@ -224,7 +224,7 @@ class Tally:
         return found
 
     def values(self, seconds: float) -> dict[str, float]:
-        """All metrics; `seconds` is the wall-clock time of the rollout."""
+        """Return all metrics; `seconds` is the wall-clock time of the rollout."""
         found = {
             COMPLETED: float(self.completed),
             "trajectories/failed": float(self.failed),
@@ -256,7 +256,7 @@ class Tally:
 
 
 def add_to_profile(profile: JobProfile, event: rollout_pb.TrajectoryEvent, step: int) -> None:
-    """Counts an ended trajectory of training in the job's profile."""
+    """Count an ended trajectory of training in the job's profile."""
     turns = [
         MeasuredTurn(
             turn.agent,
@@ -275,11 +275,11 @@ def add_to_profile(profile: JobProfile, event: rollout_pb.TrajectoryEvent, step:
 
 
 def without_signal(commit: store_pb.StepCommit, algorithm: AlgorithmSpec) -> bool:
-    """Whether a step with samples taught nothing: all advantages are zero, as when all trajectories
-    of each group got the same reward.
+    """Return whether a step with samples had no signal: all advantages are zero, as when all
+    trajectories of each group got the same reward.
 
-    Regularizers (KL, entropy, the load of experts) have a gradient even then; it counts only if
-    `algorithm` learns from more than advantages.
+    Regularizers (KL, entropy, expert load) have a gradient even then. It counts only if `algorithm`
+    learns from more than advantages.
     """
     return (
         commit.outcome == store_pb.STEP_OUTCOME_APPLIED
@@ -290,25 +290,25 @@ def without_signal(commit: store_pb.StepCommit, algorithm: AlgorithmSpec) -> boo
 
 
 class JobTotals:
-    """Sums over all steps of a job, by which the job is judged when it ends.
+    """Sums over all steps of a job, for the verdict on the job when it ends.
 
-    They follow from the logged metrics alone, so a runner that takes a job over has them, too.
+    They follow from the logged metrics alone, so a runner that takes a job over has them too.
     """
 
     def __init__(self, spec: JobSpec, past: Iterable[orchestrator_pb.MetricsLogged]) -> None:
-        """`past`: the metrics that were logged so far."""
+        """`past`: metrics logged so far."""
         self._workflow = spec.workflow
         self._completed = 0.0
         self._without_turns = 0.0
         self._steps = 0
-        # By policy: the steps that had a signal. In these the policy's update was applied, and not
-        # all advantages were zero.
+        # Steps with a signal, by policy: the policy's update was applied, and not all advantages
+        # were zero.
         self._signals = dict.fromkeys(spec.trained_policies, 0)
         for row in past:
             self.add(row.values)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step. Those of an evaluation add nothing."""
+        """Add the metrics of a step. Ignores metrics of an evaluation."""
         if COMPLETED not in values:
             return
         self._steps += 1
@@ -320,7 +320,8 @@ class JobTotals:
             self._signals[policy] += updated and not idle
 
     def metrics(self) -> dict[str, float]:
-        """`<policy>/signal_steps`: how many steps so far had a signal for the policy."""
+        """Return `<policy>/signal_steps`: the number of steps so far with a signal for the
+        policy."""
         return {f"{policy}/{SIGNAL_STEPS}": float(count) for policy, count in self._signals.items()}
 
     @property
@@ -329,12 +330,12 @@ class JobTotals:
         return [policy for policy, count in self._signals.items() if self._steps and not count]
 
     def shortfall(self) -> FailedPrecondition | None:
-        """Why the steps taught nothing to any policy; None if they did."""
+        """Return why no policy learned anything; None if one did."""
         unused = self._without_turns
         if self._signals and unused and unused >= _WITHOUT_TURNS_SHARE * self._completed:
             return FailedPrecondition(
                 f"{unused:.0f} of {self._completed:.0f} trajectories opened an endpoint and were "
-                "rewarded, but made no turn: nothing of them was trained on",
+                "rewarded, but made no turn, so they gave no training data",
                 kind="no_turns",
                 field="workflow",
                 value=self._workflow,
@@ -347,7 +348,7 @@ class JobTotals:
             kind="nothing_learned",
             field="policies",
             value=", ".join(self.silent),
-            remedy="Rewards that are equal within every group teach nothing: look at "
+            remedy="Rewards that are equal within every group give no signal: look at "
             "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples were "
             "dropped. The job's log says which updates were skipped, and why.",
         )
@@ -356,7 +357,7 @@ class JobTotals:
 def commit_metrics(
     commits: Iterable[store_pb.StepCommit], algorithm: AlgorithmSpec
 ) -> dict[str, float]:
-    """The trainers' metrics of a step, `<policy>/<name>`."""
+    """Return the trainers' metrics of a step, `<policy>/<name>`."""
     found: dict[str, float] = {}
     for commit in commits:
         for name, value in commit.metrics.items():
@@ -369,8 +370,8 @@ def commit_metrics(
 
 
 def staleness(commits: Iterable[store_pb.StepCommit]) -> dict[str, float]:
-    """How many versions older than the trained one the samples of a step were, over all policies:
-    mean over samples, and max. Empty when no trainer reports it."""
+    """Return the staleness of a step's samples in versions, over all policies: mean over samples,
+    and maximum. Empty when no trainer reports it."""
     metrics = [one for one in commits if one.num_samples and STALENESS_MEAN in one.metrics]
     samples = sum(one.num_samples for one in metrics)
     found: dict[str, float] = {}
@@ -383,13 +384,14 @@ def staleness(commits: Iterable[store_pb.StepCommit]) -> dict[str, float]:
 
 
 def percentile(values: list[float], fraction: float) -> float:
-    """The nearest-rank quantile: the smallest value that `fraction` of `values` do not exceed."""
+    """Return the nearest-rank quantile: the smallest value not exceeded by `fraction` of
+    `values`."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 class _RunningMean:
-    """The mean of values that are added one by one."""
+    """A mean of values that are added one by one."""
 
     __slots__ = ("_sum", "count")
 

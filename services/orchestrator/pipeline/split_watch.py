@@ -1,4 +1,4 @@
-"""Whether a running job's engines and trainers are split well, from its newest steps."""
+"""Assessment of a running job's split between engines and trainers, from its newest steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepTotals:
         self.drawn: dict[str, int] = {}
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Counts an ended trajectory."""
+        """Count an ended trajectory."""
         self.trajectories += 1
         self.seconds += event.seconds
         for turn in event.turns:
@@ -39,17 +39,17 @@ class StepTotals:
 
 
 class SplitWatch:
-    """The newest steps of a job, as `split_metrics` takes them."""
+    """The newest steps of a job, in the form of `split_metrics`."""
 
     def __init__(self, job: JobContext, engines: Engines, profile: JobProfile) -> None:
         self._job, self._engines, self._profile = job, engines, profile
         self._steps: deque[StepUse] = deque(maxlen=MOST_STEPS)
-        # The first step of a runner warms engines and trainers up.
+        # The first step of a runner warms up engines and trainers.
         self._warm = False
 
     def metrics(self, totals: StepTotals, values: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step with these totals and `values`; none where other jobs share the
-        cluster, whose use of it is not known, and in jobs of networks and populations."""
+        """Return the metrics of a step with these totals and `values`. Empty if other jobs share
+        the cluster, since their use of it is unknown, and for jobs of networks and populations."""
         spec, shared = self._job.spec, self._job.shared
         alone = len(shared.store.live) <= 1
         languages = all(one.model is not None for one in spec.policies.values())
@@ -97,7 +97,7 @@ class SplitWatch:
             {name: one for name, one in speeds.items() if one is not None},
             mode=spec.pipeline.mode,
             in_flight=spec.limits.max_concurrent_trajectories,
-            # Ranks on a CPU share it.
+            # Ranks on a CPU share the CPU.
             trainers=sum(
                 max(1, one.beat.trainer.ranks) if one.beat.trainer.device == "cuda" else 1
                 for one in workers

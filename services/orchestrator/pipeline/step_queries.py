@@ -1,5 +1,5 @@
-"""The queries of one step: taken from the training split, kept durably in the experience store; the
-tasks that they ask in a job with a curriculum, chosen from the store's pools (`Curriculum`)."""
+"""Queries of one step, taken from the training split and kept durably in the experience store; and
+their tasks in a job with a curriculum, chosen from the store's pools (`Curriculum`)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from troupe.scheduling.curriculum import (
 )
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Why a query leaves its step: others were complete first, or it would be too old when trained.
+# Reasons for a query to leave its step: others were complete first, or it would be too old when
+# trained.
 SURPLUS: Final = "surplus"
 STALE: Final = "stale"
 
 
 class Cursor:
-    """The number of the next query of the training split that no step of a job has taken.
+    """The position in the training split of the next query that no step of a job has taken.
 
-    The store keeps with every step where the cursor was after it, so that no number is taken twice
-    or left out after a restart.
+    The store keeps the cursor's position after every step, so that no number is taken twice or
+    skipped after a restart.
     """
 
     def __init__(self, curriculum: Curriculum | None = None) -> None:
-        """`curriculum`: chooses what queries ask; None: the items of the split in their order."""
+        """`curriculum` chooses the tasks of queries; None: the items of the split in order."""
         self.at = 0
         self.curriculum = curriculum
-        # Held from a choice of tasks until the store knows that they are asked.
+        # Held from a choice of tasks until the store knows their queries.
         self.lock = asyncio.Lock()
 
     async def take(self, count: int, *, offline: bool) -> list[str]:
-        """The ids of the next `count` queries; `offline`: they are rows to learn from."""
+        """Return the ids of the next `count` queries; `offline`: they are rows to learn from."""
         first, self.at = self.at, self.at + count
         numbers = range(first, self.at)
         if self.curriculum is None or offline or not count:
@@ -52,13 +53,14 @@ class Cursor:
         return await self.curriculum.choose(numbers)
 
     def see(self, found: store_pb.GetStepResponse) -> None:
-        """Moves past the items of a step that was opened before."""
+        """Move past the items of a step that was opened before."""
         taken = [number_of(query_id) + 1 for query_id in found.query_ids]
         self.at = max(self.at, found.cursor, *taken)
 
 
 class StepQueries:
-    """The queries of one step; `plans` are those in it now, which change only until it is `closed`.
+    """The queries of one step. `plans` holds its present queries, which change only until it is
+    `closed`.
 
     Every change is durable in the store before it takes effect.
     """
@@ -75,7 +77,7 @@ class StepQueries:
         self.redundant = pipeline.redundant_trajectories
         self._offline = job.spec.is_offline(step)
         if offline is not None and self._offline:
-            # Queries are rows to learn from: each is one trajectory, which nobody plays.
+            # Queries are rows to learn from: each is one trajectory, which no workflow plays.
             self.wanted = offline.rows_per_step or self.wanted * self.group_size
             self.group_size, self.spare, self.redundant = 1, 0, 0
         self.max_refills = (pipeline.max_refills or self.wanted) if pipeline.dynamic_sampling else 0
@@ -83,25 +85,25 @@ class StepQueries:
         # The step in the queries' ids. In mode async a query may end in a later step.
         self._named_step = None if pipeline.mode == "async" else step
         self.plans: dict[str, admission.QueryPlan] = {}
-        # By policy: the oldest version that generates samples of this step.
+        # Oldest version that generates samples of this step, by policy.
         self.versions: dict[str, int] = {}
         self.closed = not self.held
         # Trajectories that had ended when this step was opened.
         self.ended: Collection[str] = frozenset()
         self.commits: dict[str, store_pb.StepCommit] = {}
         self.left = 0
-        # Metrics of the pools that the newest of its tasks were chosen from.
+        # Metrics of the pools from which its newest tasks were chosen.
         self._pool_sizes: Mapping[str, float] = {}
 
     @property
     def trajectories(self) -> int:
-        """How many trajectories the queries in it have."""
+        """Number of trajectories of its queries."""
         return len(self.plans) * (self.group_size + self.redundant)
 
     async def open(
         self, found: store_pb.GetStepResponse, versions: Mapping[str, int], fresh: int
     ) -> None:
-        """Opens the step in the store with `fresh` queries, or goes on with it as `found`."""
+        """Open the step in the store with `fresh` queries, or continue it as `found`."""
         self.commits = {commit.policy: commit for commit in found.commits}
         if found.open:
             self.versions.update(found.versions)
@@ -121,7 +123,7 @@ class StepQueries:
     async def _take(self, count: int) -> list[str]:
         taken = await self._cursor.take(count, offline=self._offline)
         if self._cursor.curriculum is not None and not self._offline:
-            # Now: steps overlap in mode async, and the next one chooses anew.
+            # Now, since steps overlap in mode async, and the next one chooses anew.
             self._pool_sizes = self._cursor.curriculum.sizes
         return taken
 
@@ -143,7 +145,7 @@ class StepQueries:
         self.ended = await self._over(response.ended_trajectory_ids)
 
     async def progress(self) -> list[admission.QueryProgress]:
-        """The progress of each query, as the store counts it."""
+        """Return the progress of each query, as the store counts it."""
         request = store_pb.GetStepRequest(
             job_id=self._job.job_id, step=self.step, counts_only=True, with_queries=True
         )
@@ -159,13 +161,13 @@ class StepQueries:
         ]
 
     async def ended_now(self) -> Collection[str]:
-        """Trajectories that have ended by now, as the store says."""
+        """Return the trajectories that have ended so far according to the store."""
         request = store_pb.GetStepRequest(job_id=self._job.job_id, step=self.step)
         return await self._over((await self._store.GetStep(request)).ended_trajectory_ids)
 
     async def _over(self, ended: Collection[str]) -> Collection[str]:
-        """`ended`, and the redundant trajectories of complete queries: the store ends these without
-        knowing their names."""
+        """Return `ended` and the redundant trajectories of complete queries, which the store ends
+        without knowing their names."""
         if not (self.redundant and ended):
             return frozenset(ended)
         complete = [one.query_id for one in await self.progress() if one.complete]
@@ -173,7 +175,7 @@ class StepQueries:
         return frozenset(ended).union(*redundant)
 
     async def join(self, count: int) -> list[admission.QueryPlan]:
-        """Adds `count` new queries, in the order of the split."""
+        """Add `count` new queries, in the order of the split."""
         async with self._cursor.lock:
             added = await self._plan(await self._take(count))
             ids = [plan.query_id for plan in added]
@@ -188,10 +190,10 @@ class StepQueries:
         carry: Collection[str] = (),
         target: StepQueries | None = None,
     ) -> tuple[list[str], list[str]]:
-        """Closes the step: no query joins or leaves it any more.
+        """Close the step: no query joins or leaves it anymore.
 
-        Returns which queries of `drop` and of `carry` (to the step `target`) have left: those that
-        were complete by then stay.
+        Returns the queries of `drop` and of `carry` (to the step `target`) that have left. Queries
+        that were complete by then stay.
         """
         complete = await self._amend(
             drop_query_ids=drop,
@@ -212,13 +214,15 @@ class StepQueries:
         return dropped, carried
 
     def next_plans(self, most: int) -> list[admission.QueryPlan]:
-        """The first `most` queries that the step would open with now, without taking them."""
+        """Return the first `most` queries with which the step would open now, without taking
+        them."""
         at = self._cursor.at
         numbers = range(at, at + min(most, self.wanted + self.spare))
         return self._planned(map(admission.query_id_of, numbers))
 
     def values(self) -> dict[str, float]:
-        """Metrics of the choice of its tasks: shares of pools, and the sizes of these, in tasks."""
+        """Return the metrics of the choice of its tasks: shares of pools, and the sizes of these,
+        in tasks."""
         if self._cursor.curriculum is None or self._offline:
             return {}
         choices = [plan.choice for plan in self.plans.values() if plan.choice is not None]
@@ -235,8 +239,8 @@ class StepQueries:
         return list(plans)
 
     async def _plan(self, query_ids: Collection[str]) -> list[admission.QueryPlan]:
-        # In a thread: hundreds of thousands of trajectories take seconds, and an event loop that
-        # handles no heartbeats would count workers as lost.
+        # In a thread: hundreds of thousands of trajectories take seconds, and a blocked event loop
+        # would count workers as lost.
         plans = await asyncio.to_thread(self._planned, query_ids)
         self.plans.update((plan.query_id, plan) for plan in plans)
         return plans
@@ -249,11 +253,11 @@ class StepQueries:
         return frozenset((await self._store.AmendStep(request)).complete_query_ids)
 
     async def _check_epoch(self) -> None:
-        """Raises `Superseded` if another orchestrator has the job, which takes items now."""
+        """Raise `Superseded` if another orchestrator has the job and now takes items."""
         await self._job.shared.store.check_epoch(self._job.job_id, self._job.epoch)
 
 
-# What metrics call the pools.
+# Names of the pools in metrics.
 _NAMES: Final = {
     TaskPool.NEW: "explored",
     TaskPool.WITHIN: "in_band",
@@ -269,12 +273,14 @@ _SIZES: Final = {
 
 
 class Curriculum:
-    """Chooses tasks by the success rates as of the newest step that all policies have committed."""
+    """The choice of tasks by success rates as of the newest step that all policies have
+    committed."""
 
     def __init__(
         self, job: JobContext, spec: CurriculumSpec, engines: Engines, committed: Mapping[str, int]
     ) -> None:
-        """`committed`: by trained policy the number of committed steps, kept up to date."""
+        """`committed`: number of committed steps by trained policy, kept up to date by the
+        caller."""
         assert job.spec.tasks is not None, "the job was checked"
         self._job = job
         self._spec = spec
@@ -283,11 +289,11 @@ class Curriculum:
         weights = [one.weight for one in job.spec.tasks.mixed.values()]
         self._weights = weights or [1.0]
         self._shares = CurriculumShares(new=spec.explore, failed=spec.replay, solved=spec.review)
-        # Metrics of the pools as of the newest choice, in tasks; each choice makes new ones.
+        # Metrics of the pools as of the newest choice, in tasks. Each choice replaces them.
         self.sizes: Mapping[str, float] = {}
 
     async def choose(self, numbers: Sequence[int]) -> list[str]:
-        """The ids of the queries with these numbers, which say what each asks."""
+        """Return the ids of the queries with these numbers; an id names the query's task."""
         seed = self._job.spec.seed
         low, high = self._spec.band
         found = await self._job.shared.experience.ReadTaskPools(
@@ -304,7 +310,7 @@ class Curriculum:
         items = self._engines.task_items
         if len(items) != len(self._weights):
             raise FailedPrecondition(
-                f"rollout workers report {len(items)} sources of tasks, the job has "
+                f"rollout workers report {len(items)} sources of tasks, but the job has "
                 f"{len(self._weights)}",
                 kind="tasks_differ",
                 field="tasks",
@@ -329,7 +335,7 @@ class Curriculum:
 
 
 def shares_of(choices: Collection[TaskChoice]) -> dict[str, float]:
-    """Metrics of a step whose queries are `choices`: the share of each pool in them."""
+    """Return the metrics of a step whose queries are `choices`: the share of each pool in them."""
     counts = Counter(choice.pool for choice in choices)
     return {
         f"curriculum/{name}": counts[pool] / max(1, len(choices)) for pool, name in _NAMES.items()
@@ -337,7 +343,7 @@ def shares_of(choices: Collection[TaskChoice]) -> dict[str, float]:
 
 
 def _sizes_of(sources: Sequence[store_pb.TaskPools], items: Sequence[int]) -> dict[str, float]:
-    """Metrics of the pools: how many tasks each has, over all sources."""
+    """Return the metrics of the pools: how many tasks each has, over all sources."""
     found = {
         f"curriculum/tasks/{name}": float(sum(one.pools[pool].size for one in sources))
         for pool, name in _SIZES.items()

@@ -1,6 +1,6 @@
-"""The life of a training step, from its queries to engines that serve its result.
+"""Life cycle of a training step, from its queries to the engines that serve its result.
 
-Of one step, in order (`StepRunner`):
+The order of events in one step (`StepRunner`):
 
 1. take queries: `open` takes items of the training split and opens the step in the experience
    store;
@@ -72,26 +72,26 @@ from troupe.v1 import rollout_pb2 as rollout_pb
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
 
-# The store pushes changes; this poll is for what it could not push.
+# The store pushes changes; this poll covers changes that it could not push.
 _LOOK_SECONDS: Final = 1.0
-# Steps in a row without a signal after which the user is told what to do.
+# Consecutive steps without a signal after which the user gets advice.
 _FLAT_STEPS: Final = 5
 # A worker reports a trajectory's end this soon after the store has it, or never.
 _REPORT_GRACE_SECONDS: Final = 10.0
-# To look up missing columns in the store once the step has failed.
+# Time limit for looking up missing columns in the store after the step has failed.
 _LOOKUP_SECONDS: Final = 5.0
 # Modes in which training begins with the first micro-batch that is ready.
 _EAGER: Final = frozenset({"micro_batch", "async"})
 
 
 async def warn_of(job: JobContext, step: str, commit: store_pb.StepCommit) -> None:
-    """Tells the user of a step that changed no weights, learned nothing, or lost samples.
+    """Tell the user about a step that changed no weights, learned nothing, or lost samples.
 
     `step`: "step 3".
     """
     policy = commit.policy
     if commit.outcome == store_pb.STEP_OUTCOME_SKIPPED:
-        await job.warn(f"{step}: {policy} skipped its update, its weights stay: {commit.reason}")
+        await job.warn(f"{step}: {policy} skipped its update, so its weights stay: {commit.reason}")
     elif commit.outcome == store_pb.STEP_OUTCOME_EMPTY:
         await job.warn(f"{step}: there was no sample for {policy}")
     flat = without_signal(commit, job.spec.algorithm)
@@ -109,11 +109,12 @@ async def warn_of(job: JobContext, step: str, commit: store_pb.StepCommit) -> No
 
 
 class EngineHold:
-    """Keeps engines at their versions while evaluations run beside the next steps.
+    """A hold that keeps engines at their versions while evaluations run concurrently with the next
+    steps.
 
-    Trainers go on: policies commit steps as far as `pipeline.alpha` has let them open, and engines
-    load what was committed once the evaluations are over. All trajectories of an evaluation are
-    thus of the versions that it names, with one engine per policy as with many.
+    Trainers continue: policies commit the steps that `pipeline.alpha` has let open, and engines
+    load the committed versions after the evaluations. Thus all trajectories of an evaluation are of
+    the versions that it names, whatever the number of engines per policy.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class EngineHold:
 
     @contextmanager
     def during(self, evaluations: int) -> Iterator[None]:
-        """Holds engines at their versions in the body of a `with`."""
+        """Hold engines at their versions in the body of a `with`."""
         self.evaluations = evaluations
         self._free.clear()
         try:
@@ -134,13 +135,13 @@ class EngineHold:
             self._free.set()
 
     async def wait(self) -> None:
-        """Returns when engines may load another version."""
+        """Wait until engines may load another version."""
         await self._free.wait()
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The parts of a running job that its steps share."""
+    """Parts of a running job that its steps share."""
 
     job: JobContext
     trainers: Trainers
@@ -152,20 +153,20 @@ class StepContext:
     population: PopulationRun | None = None
     hold: EngineHold = field(default_factory=EngineHold)
     common_failure: CommonFailure = field(default_factory=CommonFailure)
-    # What trajectories and steps were measured to take.
+    # Measured durations of trajectories and steps.
     profile: JobProfile = field(kw_only=True)
     split: SplitWatch = field(kw_only=True)
-    # By trained policy: steps committed, and steps whose result engines serve.
+    # Committed steps, and steps whose result engines serve, by trained policy.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
 
 
 class StepRunner:
-    """Runs one step of a job in the job's pipeline mode; see the module for the order of events.
+    """The runner of one step of a job in its pipeline mode; see the module for the order of events.
 
-    The step may have been begun before a restart: trajectories that ended then are not run again,
-    and policies that committed are not trained again. In mode `async` the step `before` may still
-    be open: every policy trains its steps in order, independently of the others.
+    The step may have begun before a restart: ended trajectories do not run again, and policies that
+    committed do not train again. In mode `async` the step `before` may still be open: every policy
+    trains its steps in order, independently of the others.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class StepRunner:
         self._rolled_out = rolled_out
         self._mode = job.spec.pipeline.mode
         self._name = f"step {step + 1}"
-        # The open steps before it, and evaluations beside it, may take as long each.
+        # Each open step before it and each concurrent evaluation may take as long.
         parts = 1 + ahead + context.hold.evaluations
         self._deadline = Deadline(
             self._name, job.spec.limits.step_seconds * parts, "limits.step_seconds"
@@ -202,10 +203,10 @@ class StepRunner:
             None if before is None else before._rollout,
             will_follow,
         )
-        # Failures before a restart: a job that was resumed must not fail over them again, since
-        # their cause may be mended.
+        # Failures before a restart: a resumed job must not fail because of them again, since their
+        # cause may be fixed.
         self._forgiven = 0
-        # Trajectories that ended before a restart and are not kept any more.
+        # Trajectories that ended before a restart and are no longer kept.
         self._unseen = 0
         self._commits: dict[str, store_pb.StepCommit] = {}
         self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
@@ -213,15 +214,16 @@ class StepRunner:
         self._tally = Tally(job.spec.agents, self._queries.versions if on_policy else {})
         self._redundancy = Redundancy(self._queries.redundant)
         self._totals = StepTotals()
-        # Trajectories that have ended, for people to look at.
+        # Ended trajectories for inspection.
         self.recent = job.shared.trajectories.buffer(job.job_id, step, "train")
         self._began = time.monotonic()
         self._ended = 0.0
 
     async def open(self, found: store_pb.GetStepResponse) -> None:
-        """Takes queries and opens the step in the store, or goes on with the open step `found`."""
+        """Take queries and open the step in the store, or goes on with the open step `found`."""
         queries, before = self._queries, self._before
-        # Queries that the step before may leave over come here, so spare ones are not taken yet.
+        # The previous step may pass its surplus queries on to this one, so no spare ones are taken
+        # yet.
         first = before is None or before._queries.closed
         await queries.open(
             found,
@@ -239,7 +241,8 @@ class StepRunner:
         self._forgiven = self._tally.failed
 
     async def run(self) -> dict[str, float]:
-        """The step's metrics, once every policy has committed it and engines serve the result.
+        """Return the step's metrics, once every policy has committed it and engines serve the
+        result.
 
         Raises `TroupeError`: a fault of the job, or `DeadlineExceeded` naming what was missing.
         """
@@ -265,18 +268,18 @@ class StepRunner:
         return await self._values()
 
     async def _roll_out(self) -> None:
-        """Runs the step's trajectories until all have ended with their rewards."""
+        """Run the step's trajectories until all have ended with their rewards."""
         await self._rollout.run()
         if not self._unseen + self._rollout.batch.unseen:
             self._context.common_failure.add(self._name, self._tally, len(self._queries.plans))
         self._rolled_out()
 
     async def _train(self, policy: str) -> None:
-        """Trains a policy's step, commits its version, and has engines serve it."""
+        """Train a policy's step, commit its version, and have engines serve it."""
         if self._before is not None:
             await self._deadline.wait(self._before._committed[policy].wait())
         trainer = self._context.trainers.policies[policy]
-        # Train and publish, unless the store has the commit of a runner before this one.
+        # Train and publish, unless the store has a commit from an earlier runner.
         if (found := self._queries.commits.get(policy)) is not None:
             commit = trainer.adopt(found)
         else:
@@ -302,11 +305,11 @@ class StepRunner:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Trajectories that have ended, and all of them."""
+        """Number of ended trajectories, and of all."""
         return max(0, self._total - self._rollout.batch.open), self._total
 
     def describe(self) -> str:
-        """A text that says what the step does now."""
+        """Describe the step's present activity."""
         policies = self._context.trainers.policies
         trained = self._job.spec.trained_policies
         busy = sum(
@@ -359,15 +362,16 @@ class StepRunner:
         began = self._began if self._before is None else max(self._began, self._before._ended)
         values[metric_names.STEP_SECONDS] = self._ended - began
         values |= self._context.split.metrics(self._totals, values)
-        # Or each step would keep all before it in memory.
+        # Otherwise each step would keep all earlier ones in memory.
         self._before = self._rollout._before = None
         return values
 
 
 class StepRollout:
-    """Runs the trajectories of a step, and decides which queries stay in it, until all have ended.
+    """The rollout of a step: runs its trajectories to their ends, and decides which queries stay in
+    it.
 
-    Steps are closed in order: a query that leaves a step goes on in the next one, if that is open
+    Steps are closed in order. A query that leaves a step continues in the next one, if that is open
     and the query will not be too old there.
     """
 
@@ -398,12 +402,13 @@ class StepRollout:
         self.seconds = 0.0
 
     def opened(self) -> None:
-        """The store knows the step: queries of the one before may go on in it from now on."""
+        """Note that the store has the step, so that queries of the previous one may continue in
+        it."""
         if self._before is not None:
             self._before.after = self
 
     async def run(self) -> None:
-        """Raises `TroupeError`: a fault of the job, or the deadline saying what was missing."""
+        """Raise `TroupeError`: a fault of the job, or the deadline saying what was missing."""
         began = time.monotonic()
         await self._dispatch(list(self.queries.plans.values()))
         if self.queries.closed:
@@ -438,9 +443,10 @@ class StepRollout:
         self.batch.seal()
 
     async def _adjust(self) -> None:
-        """Lets queries join, or closes the step and lets the surplus leave, as progress says."""
+        """Depending on progress, let queries join, or close the step and let the surplus leave."""
         queries = self.queries
-        # What the step before leaves over comes here: only then is it known what is missing.
+        # The previous step passes its surplus on to this one; only then is the missing number
+        # known.
         first = self._before is None or self._before.queries.closed
         move = admission.next_move(
             await queries.progress(),
@@ -471,7 +477,7 @@ class StepRollout:
             dispatch.move(self.batch, carried, after.batch)
             after.carried += len(carried)
         elif self._will_follow():
-            return  # they go on in the next step once it is open
+            return  # they continue in the next step once it is open
         else:
             dropped, _ = await self.queries.close(drop=leave)
             dispatch.withdraw(self.batch, dropped, SURPLUS)
@@ -489,11 +495,11 @@ class StepRollout:
         )
 
     async def _end_unreported(self) -> None:
-        """Stops waiting for trajectories that have ended in the store and are never reported.
+        """Stop waiting for trajectories that have ended in the store and are never reported.
 
-        A worker reports how a trajectory ended, or its stream breaks and the store is asked. But a
-        stream that stays open and silent must not hold up the step: while no end is reported, what
-        has been ended in the store for a whole grace period is counted as ended, unseen.
+        A worker reports how a trajectory ended, or its stream breaks and the store is asked. A
+        stream that stays open but silent must not delay the step: trajectories that ended in the
+        store a whole grace period ago are counted as ended without a report.
         """
         known: frozenset[str] = frozenset()
         while True:
@@ -506,7 +512,7 @@ class StepRollout:
             known = ended
 
     def values(self) -> Mapping[str, float]:
-        """Metrics of a step whose queries could change."""
+        """Return the metrics of a step whose queries could change."""
         if not self.queries.held:
             return {}
         return {
@@ -520,8 +526,8 @@ class StepRollout:
 def train_tickets(
     query: admission.QueryPlan, ended: Collection[str], *, offline: bool = False
 ) -> list[rollout_pb.Ticket]:
-    """Tickets for the trajectories of a query that have not ended; `offline`: it is a row to learn
-    from."""
+    """Return the tickets for the trajectories of a query that have not ended; `offline`: it is a
+    row to learn from."""
     task = None
     if (choice := query.choice) is not None:
         task = rollout_pb.TaskRef(source=choice.source, item=choice.item)
@@ -543,7 +549,7 @@ def train_tickets(
 async def name_missing_columns(
     job: JobContext, step: int, error: DeadlineExceeded
 ) -> DeadlineExceeded:
-    """`error`, or one that names the required columns that were never filled, and in which rows."""
+    """Return `error`, or an error that names the unfilled required columns and their rows."""
     lacking: dict[str, list[str]] = {}
     for policy in job.spec.trained_policies:
         for column in await _missing_columns(job, policy, step):
@@ -551,7 +557,7 @@ async def name_missing_columns(
     if not lacking:
         return error
     what = "; ".join(
-        f"rows of {' and '.join(policies)} wait for the column {column!r}, which nobody filled"
+        f"rows of {' and '.join(policies)} wait for the column {column!r}, which was never filled"
         for column, policies in lacking.items()
     )
     return DeadlineExceeded(
@@ -565,7 +571,7 @@ async def name_missing_columns(
 
 
 async def _missing_columns(job: JobContext, policy: str, step: int) -> list[str]:
-    """Required columns that the first pending row of a policy lacks."""
+    """Return the missing required columns of a policy's first pending row."""
     required = job.spec.pipeline.required_columns
     if not required:
         return []
@@ -583,10 +589,10 @@ async def _missing_columns(job: JobContext, policy: str, step: int) -> list[str]
 
 
 class StepWindow:
-    """Opens the steps of a job, as many at once as its staleness bounds allow, and ends them in
-    order. In the on-policy modes that is one at a time.
+    """The window of a job's open steps: opens as many as the staleness bounds allow, and ends them
+    in order. The on-policy modes allow one at a time.
 
-    `on_finish` is awaited with every step that is over and its metrics.
+    `on_finish` is awaited with every finished step and its metrics.
     """
 
     def __init__(
@@ -609,22 +615,22 @@ class StepWindow:
         self._cursor = Cursor(curriculum)
         self._open: deque[tuple[StepRunner, asyncio.Task[dict[str, float]]]] = deque()
         self._resumed = False
-        # The first step that may not open yet: an evaluation or a checkpoint comes before it.
+        # The first step that may not open yet, because an evaluation or a checkpoint comes first.
         self._until = first
         self._closing = False
         context.committed.update(dict.fromkeys(self._alpha, first))
         context.served.update(context.committed)
 
     def close(self) -> None:
-        """Open no further step; `run` returns when those that are open are over."""
+        """Stop opening steps; `run` returns when the open ones are over."""
         self._closing = True
         self._context.tables.touch()
 
     async def run(self, until: int) -> None:
-        """Return when all steps before `until` are over, or all open ones after `close`.
+        """Run until all steps before `until` are over, or, after `close`, all open ones.
 
-        Steps that a runner before this one had opened are run, whatever `until` says.
-        Raises `TroupeError`: a fault of the job.
+        Steps that an earlier runner had opened run regardless of `until`. Raises `TroupeError`: a
+        fault of the job.
         """
         self._until = until
         try:
@@ -655,13 +661,13 @@ class StepWindow:
         return not admission.holding_back(self._next, self._context.served, self._alpha)
 
     def _will_follow(self, step: int) -> bool:
-        """Whether a step will open while the one before it is still open."""
+        """Return whether a step will open while the one before it is still open."""
         if self._closing or step >= self._until or self._context.tables.over_high_water:
             return False
         return self._depth > 1
 
     def _begin_early(self, step: int) -> None:
-        """Has workers begin trajectories of the step that opens next (`pipeline.early_start`)."""
+        """Have workers begin trajectories of the next step (`pipeline.early_start`)."""
         job = self._context.job
         if not job.spec.pipeline.early_start or self._closing or step >= self._until:
             return
@@ -674,8 +680,8 @@ class StepWindow:
         self._context.dispatch.early.begin(step, groups[:count])
 
     async def _resume_open_steps(self) -> None:
-        """Goes on with the steps that were open (more than open now, if `pipeline.alpha` was
-        lowered), and with the cursor of the newest of them."""
+        """Continue the steps that were open (possibly more than allowed now, if `pipeline.alpha`
+        was lowered), and the cursor of the newest of them."""
         first = self._next
         if first:
             self._cursor.see(await self._get_step(first - 1))
@@ -712,7 +718,7 @@ class StepWindow:
         self._context.tables.touch()
 
     async def _wait(self) -> None:
-        """Waits until a step is over or has failed, or another one may be allowed to open.
+        """Wait until a step is over or has failed, or another one may open.
 
         Looks again every `_LOOK_SECONDS`, since memory that another job frees is not pushed.
         """
@@ -725,7 +731,7 @@ class StepWindow:
             change.cancel()
 
     async def _finish(self) -> None:
-        """Ends the steps that are over, oldest first; raises the error of one that failed."""
+        """End the steps that are over, oldest first; raise the error of one that failed."""
         for _, task in self._open:
             if task.done():
                 task.result()
@@ -734,9 +740,9 @@ class StepWindow:
             await self._on_finish(runner.step, task.result())
 
     async def _show_progress(self) -> None:
-        """Shows followers the progress of the oldest step, and writes ended trajectories."""
+        """Show followers the progress of the oldest step, and write ended trajectories."""
         while True:
-            # In calls of their own: a step that ends in the meantime must not stay in a variable.
+            # In separate calls, so that no variable keeps a step that ends in the meantime.
             self._show()
             await asyncio.sleep(self._context.job.shared.settings.activity_seconds)
             await self._flush()

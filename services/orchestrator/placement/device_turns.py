@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that engines and trainers of a job share (`pipeline.colocate`).
+"""Turns on the devices that a job's engines and trainers share (`pipeline.colocate`).
 
 Engines have the devices while trajectories are rolled out and evaluated. Trainers have them while
 policies are bound, trained or saved (`DeviceTurns.of_trainers`): before such a turn the engines
@@ -26,9 +26,9 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
 class DeviceTurns:
-    """Switches the devices of a job's colocated policies between engines and trainers.
+    """Switching of colocated policies' devices between engines and trainers.
 
-    Without effect in a job that has no colocated policy. Engines have the first turn.
+    Has no effect in a job without colocated policies. Engines have the first turn.
     """
 
     def __init__(self, job: JobContext, trainers: Trainers, engines: Engines) -> None:
@@ -41,7 +41,7 @@ class DeviceTurns:
 
     @asynccontextmanager
     async def of_trainers(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Gives trainers the devices meanwhile, and engines afterwards.
+        """Give trainers the devices in the body, and engines afterwards.
 
         After an error engines stay asleep, since the job ends. Raises `TroupeError`.
         """
@@ -57,7 +57,7 @@ class DeviceTurns:
             self._trainers_have_it = False
 
     async def republish(self, policy: str) -> None:
-        """Publishes a policy's weights again, since no host has them any more."""
+        """Publish a policy's weights again, since no host has them any more."""
         if self._trainers_have_it or policy not in self._policies:
             await self._trainers.republish(policy)
             return
@@ -68,7 +68,8 @@ class DeviceTurns:
             await self._trainers.republish(policy)
 
     def values(self) -> dict[str, float]:
-        """Metrics since the last call: seconds in which neither engines nor trainers worked."""
+        """Return the metrics since the last call: seconds in which neither engines nor trainers
+        worked."""
         found, self._seconds = self._seconds, {}
         return {f"colocate/{what}_seconds": seconds for what, seconds in found.items()}
 
@@ -97,7 +98,7 @@ class DeviceTurns:
 async def bind_alone(
     job: JobContext, trainers: Trainers, deadline: Deadline, *, leftovers: bool
 ) -> None:
-    """Binds all policies of a job before its engines are known.
+    """Bind all policies of a job before its engines are known.
 
     Engines of colocated policies that an earlier runner left (`leftovers`) are put to sleep before;
     training states of colocated policies are moved off the devices afterwards.

@@ -1,7 +1,8 @@
-"""Moves a job's engines from idle policies to busy ones, as `troupe.scheduling.balancing` decides.
+"""Moves of a job's engines from idle policies to busy ones, as `troupe.scheduling.balancing`
+decides.
 
-A trajectory stays on its worker, so each worker's engines are balanced by themselves. No state is
-durable: after a restart, heartbeats say where engines are, and a move under way ends without us.
+A trajectory stays on its worker, so each worker's engines are balanced separately. No state is
+durable: after a restart, heartbeats show where engines are, and a move in progress ends by itself.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class _Pool:
     """The engines of one worker."""
 
     memory: balancing.Memory = field(default_factory=balancing.Memory)
-    # By engine: the policy that it is moved to.
+    # Target policy of each moving engine.
     moving: dict[str, str] = field(default_factory=dict)
-    # By engine: the policy that it was moved to, and when. Older heartbeats do not know of it.
+    # Target policy and time of each finished move, which older heartbeats do not show.
     moved: dict[str, tuple[str, float]] = field(default_factory=dict)
     seen: float = 0.0
 
 
 class Balancer:
-    """Balances the engines of one running job."""
+    """The balancer of the engines of one running job."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Balancer:
         section = job.spec.balancing
         self._section, self._rules = section, section.rules
         self._barred = section.barred(job.spec.policies)
-        # A worker answers when the engine serves its new policy, or its old one again.
+        # A worker answers when the engine serves its new policy, or its old one after a failure.
         self._seconds = section.drain_seconds + 2 * start_seconds
         self._pools: dict[WorkerHandle, _Pool] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,7 +66,7 @@ class Balancer:
         self._disparity = self._seconds_moving = 0.0
 
     async def run(self) -> None:
-        """Decides on every heartbeat once, until cancelled. Returns at once if nothing may move.
+        """Decide on every heartbeat once, until cancelled. Returns at once if nothing may move.
 
         Raises errors of recording events and of publishing weights again.
         """
@@ -83,7 +84,7 @@ class Balancer:
             await cancel_all(self._tasks)
 
     def look(self) -> None:
-        """Decides for each worker that has sent a heartbeat since the last call."""
+        """Decide for each worker that has sent a heartbeat since the last call."""
         workers = [worker for worker in self._workers() if worker.usable]
         self._pools = {worker: self._pools.get(worker) or _Pool() for worker in workers}
         for worker, pool in self._pools.items():
@@ -92,7 +93,7 @@ class Balancer:
                 self._decide(worker, pool)
 
     def values(self) -> dict[str, float]:
-        """Metrics since the last call; none where nothing may move."""
+        """Return the metrics since the last call; none where nothing may move."""
         if not self._looks:
             return {}
         found = {
@@ -125,7 +126,8 @@ class Balancer:
     def _demands_and_engines(
         self, worker: WorkerHandle, pool: _Pool
     ) -> tuple[list[balancing.Demand], list[balancing.EngineAssignment]]:
-        """The worker's policies and engines, as of its newest heartbeat and of newer moves."""
+        """Return the worker's policies and engines, as of its newest heartbeat and of newer
+        moves."""
         tokens = self._section.measure == "tokens"
         demands = [
             balancing.Demand(
@@ -173,7 +175,7 @@ class Balancer:
             count, _ = pool.memory.failures[move.source, move.target]
             text = f"{what} did not move from {move.source} to {move.target}: {error}"
             _log.warning("an engine did not move", engine=move.engine_id, error=str(error))
-            if count & (count - 1) == 0:  # what lasts must not flood the log
+            if count & (count - 1) == 0:  # a lasting problem must not flood the log
                 await self._job.warn(text)
             if error.kind == kinds.WEIGHTS_NOT_FOUND and error.field:
                 await self._republish(error.field)
@@ -190,9 +192,9 @@ class Balancer:
 def _moved_text(what: str, move: balancing.Move, reply: rollout_pb.MoveEngineResponse) -> str:
     text = f"{what} moved from {move.source} to {move.target} in {reply.seconds:.1f} s"
     if reply.rebuilt:
-        text += ", made anew"
+        text += ", rebuilt"
     if reply.handed_back:
-        text += f"; {reply.handed_back} turns went on elsewhere"
+        text += f"; {reply.handed_back} turns continued elsewhere"
     return f"{text} (backlogs per engine differed by {_number(move.before)})"
 
 

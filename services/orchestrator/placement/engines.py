@@ -1,7 +1,7 @@
-"""Keeps a job's engines up on every rollout worker, at the newest committed versions.
+"""A job's engines, kept up on every rollout worker at the newest committed versions.
 
 This is the orchestrator's part of admitting a weight version: `update` has every prepared worker
-load it, and `ready` names the workers that may run a query which needs it.
+load it, and `ready` returns the workers that may run a query that needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from troupe.v1 import rollout_pb2 as rollout_pb
 
 # Time for loading weights and the like, beyond the start of the engines themselves.
 _MARGIN_SECONDS: Final = 60.0
-# Workers that are prepared at the same time are ready within such a time of each other.
+# Workers prepared at the same time are ready within this time of each other.
 _LEAST_GATHERING_SECONDS: Final = 1.0
 # States of engines that serve, or will once they have loaded weights.
 _COUNTED: Final = (
@@ -39,9 +39,10 @@ _COUNTED: Final = (
 
 
 class Engines:
-    """Prepares the job on every rollout worker that joins, and has all of them load new versions.
+    """The engines of a job: prepared on every rollout worker that joins, and updated to new
+    versions.
 
-    A worker is `ready` while its engines serve the wanted versions: one that lags, or restarted,
+    A worker is `ready` while its engines serve the wanted versions: a lagging or restarted worker
     gets no query. Faults of the job end `run`.
     """
 
@@ -74,10 +75,10 @@ class Engines:
             job.spec.limits.worker_deaths,
             "prepared engines",
             "policies",
-            "Look into the rollout workers' logs for what ended them: a model too large for the "
+            "Look into the rollout workers' logs for the cause: a model too large for the "
             "memory, a workflow's module that crashes. Then resume the job.",
         )
-        # By evaluation: how many items its tasks have, as far as a worker has said.
+        # Number of items of an evaluation's tasks, if a worker has reported it.
         self.evaluation_items: dict[str, int] = {}
         self.task_items: tuple[int, ...] = ()
         self._noted: set[str] = set()
@@ -92,7 +93,7 @@ class Engines:
         )
 
     def ready(self, floors: Mapping[str, int] | None = None) -> list[WorkerHandle]:
-        """The workers that may run queries now: those that serve the newest version of every
+        """Return the workers that may run queries now: those that serve the newest version of every
         policy, or at least the version in `floors`."""
         if self._asleep or not self._gathered:
             return []
@@ -107,16 +108,16 @@ class Engines:
         ]
 
     async def change(self) -> None:
-        """Waits until `ready` may have changed."""
+        """Wait until `ready` may have changed."""
         await self._changed.wait()
 
     def lost_job(self, worker: WorkerHandle) -> None:
-        """Has a worker prepared again that says that it does not know the job."""
+        """Have a worker prepared again that no longer knows the job."""
         if self._served.pop(worker, None) is not None:
             self._notify()
 
     async def wait_ready(self, deadline: Deadline) -> None:
-        """Waits for a ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
+        """Wait for a ready worker. Raises `DeadlineExceeded` with the cause."""
         while not self.ready():
             workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)
             troubles = "; ".join(
@@ -129,7 +130,7 @@ class Engines:
             await deadline.wait(self.change())
 
     async def run(self) -> None:
-        """Keeps every rollout worker prepared and its engines balanced, until cancelled."""
+        """Keep every rollout worker prepared and its engines balanced, until cancelled."""
         await run_all(
             self._keep_all(), self._balancer.run(), self._shared.run(), self._gather_workers()
         )
@@ -158,13 +159,13 @@ class Engines:
         )
 
     def values(self) -> dict[str, float]:
-        """Metrics since the last call."""
+        """Return the metrics since the last call."""
         swaps, self._swaps = self._swaps, {}
         return self._balancer.values() | swaps
 
     async def _gather_workers(self) -> None:
-        """Let the job begin when all its workers are prepared, or fail to be, or have had twice the
-        time that the first one took: otherwise the first would get all of the first step."""
+        """Let the job begin when all its workers are prepared, have failed, or have had twice the
+        first one's time. Otherwise the first worker would get the whole first step."""
         clock = asyncio.get_running_loop()
         began = clock.time()
         while not self._served:
@@ -183,7 +184,7 @@ class Engines:
         self._notify()
 
     async def _keep_all(self) -> None:
-        """Runs a task per rollout worker that keeps it prepared."""
+        """Run a task per rollout worker that keeps it prepared."""
         keepers: dict[WorkerHandle, asyncio.Task[None]] = {}
         workers = self._job.shared.workers
         try:
@@ -209,7 +210,7 @@ class Engines:
             await cancel_all(keepers.values())
 
     async def update(self, weights: common_pb.WeightsRef, deadline: Deadline) -> None:
-        """Has every prepared worker load a version, and waits until they serve it.
+        """Have every prepared worker load a version, and wait until they serve it.
 
         A worker that is lost meanwhile, or has lost the job, is left to `run`.
         """
@@ -221,16 +222,16 @@ class Engines:
             workers = list(self._served)
             swaps: list[rollout_pb.UpdateWeightsResponse] = []
             await run_all(*(self._update(worker, weights, deadline, swaps) for worker in workers))
-            # Servers are followed to what their keepers have verified.
+            # Followers of servers load versions verified by the keepers.
             await self._shared.tell()
             self._note(weights.policy, swaps)
         self._notify()
 
     async def sleep(self, policies: Collection[str], deadline: Deadline) -> None:
-        """Takes the engines of these policies off their devices on all workers, until `wake`.
+        """Take the engines of these policies off their devices on all workers, until `wake`.
 
-        Repeatable. No worker is prepared meanwhile; one that is lost is left to `run`. Raises
-        `TroupeError`: the error of an engine that cannot free its memory.
+        Idempotent. No worker is prepared meanwhile; a lost one is left to `run`. Raises the
+        `TroupeError` of an engine that cannot free its memory.
         """
         self._asleep = True
         while self._preparing:
@@ -241,10 +242,10 @@ class Engines:
         )
 
     async def wake(self, policies: Collection[str], deadline: Deadline) -> frozenset[str]:
-        """Brings the engines of these policies back to their devices and to the newest versions.
+        """Bring the engines of these policies back to their devices and to the newest versions.
 
-        Returns the policies whose weights no host has any more: engines have to sleep again while
-        these are published. A worker that is lost is left to `run`. Raises `TroupeError`.
+        Returns the policies whose weights no host has anymore: engines must sleep again while these
+        are published. A lost worker is left to `run`. Raises `TroupeError`.
         """
         gone: set[str] = set()
         await run_all(
@@ -256,7 +257,7 @@ class Engines:
         return frozenset(gone)
 
     async def release(self, seconds: float) -> None:
-        """Has rollout workers release the job, as far as they answer."""
+        """Have rollout workers release the job, as far as they answer."""
         request = rollout_pb.ReleaseJobRequest(
             request_id=new_id("release"), job_id=self._job.job_id
         )
@@ -268,7 +269,7 @@ class Engines:
         )
 
     async def _keep(self, worker: WorkerHandle) -> None:
-        """Prepares the worker, and again whenever it lost the job, until it is lost."""
+        """Prepare the worker, and again whenever it loses the job, until the worker is lost."""
         attempts = RetryBackoff(Deadline(f"preparing {worker}", math.inf, ""))
         while worker.alive:
             if worker in self._served:
@@ -306,7 +307,7 @@ class Engines:
 
     @asynccontextmanager
     async def _on_devices(self) -> AsyncIterator[None]:
-        """Waits until engines have their devices, and lets them keep these meanwhile."""
+        """Wait until engines have their devices, and let them keep these meanwhile."""
         while self._asleep:
             await self.change()
         self._preparing += 1
@@ -357,7 +358,7 @@ class Engines:
         await worker.rollout.WakeEngines(request, timeout=seconds)
 
     async def _prepare(self, worker: WorkerHandle) -> None:
-        """Prepares the job, then loads the versions that were committed meanwhile."""
+        """Prepare the job, then load the versions that were committed meanwhile."""
         wanted = dict(self._wanted)
         request = rollout_pb.PrepareJobRequest(
             request_id=new_id("prepare"),
@@ -378,7 +379,7 @@ class Engines:
                 self._noted.add(note)
                 await self._job.info(note)
         if colocated := self._job.spec.colocated:
-            # The orchestrator before this one may have left them asleep.
+            # The previous orchestrator may have left them asleep.
             await self._call_wake(worker, colocated, self.prepare_seconds)
         await self._job.shared.store.note_resolved(self._job.job_id, answer.resolved)
         versions = {policy: ref.version for policy, ref in wanted.items()}
@@ -392,7 +393,7 @@ class Engines:
         await self._shared.tell()
 
     def _note(self, policy: str, swaps: list[rollout_pb.UpdateWeightsResponse]) -> None:
-        """Adds up an update's metrics: the transfer of the slowest host, since hosts fetch at the
+        """Add up an update's metrics: the transfer of the slowest host, since hosts fetch at the
         same time, the sum of the time in which engines did not serve, and the whole update of the
         slowest engine."""
         if not swaps:
@@ -416,7 +417,7 @@ class Engines:
         deadline: Deadline,
         swaps: list[rollout_pb.UpdateWeightsResponse],
     ) -> None:
-        """Has one worker load a version; one that cannot be reached is left to `_keep`."""
+        """Have one worker load a version; an unreachable worker is left to `_keep`."""
         attempts = RetryBackoff(deadline)
         while worker in self._served and worker.alive:
             try:
@@ -454,7 +455,7 @@ class Engines:
 async def put_to_sleep(
     worker: WorkerHandle, job_id: str, policies: Collection[str], seconds: float
 ) -> None:
-    """Takes engines of a job off the devices of a worker. Raises `TroupeError`."""
+    """Take engines of a job off the devices of a worker. Raises `TroupeError`."""
     request = rollout_pb.SleepEnginesRequest(
         request_id=new_id("sleep"), job_id=job_id, policies=policies
     )

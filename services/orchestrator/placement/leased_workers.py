@@ -1,4 +1,4 @@
-"""The workers that a policy's lease holds: assigned, given up, refused.
+"""Workers of a policy's lease: assigned, given up, refused.
 
 A gang over several workers has a *leader*, which trains the policy, and *members*, which only run
 ranks for it.
@@ -19,8 +19,8 @@ from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
 from troupe.v1 import trainer_pb2 as trainer_pb
 
-# When the monotonic clock began. Of two gangs the one that was formed later has the devices: a jump
-# of the wall clock must not change their order.
+# Start of the monotonic clock. Of two gangs the later one has the devices, and a jump of the wall
+# clock must not change their order.
 _BEGIN_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
@@ -46,12 +46,12 @@ class LeasedWorkers:
         # Whether the policy was bound before, perhaps by an earlier orchestrator.
         self.was_bound = False
         self.bound_at = time.monotonic()
-        # Workers that may hold something of the policy: a binding, a state, a prefetched copy.
+        # Workers that may hold a binding, a state or a prefetched copy of the policy.
         self._touched: set[WorkerHandle] = set()
         self._avoid: WorkerHandle | None = None
         # Ids of workers without room for the policy's state.
         self._too_small: set[str] = set()
-        # Since when there are too few devices for its first gang, and how many there are.
+        # Start and extent of the lack of devices for its first gang.
         self._short_since: float | None = None
         self.shortage: binding.TooManyRanks | None = None
         self._refusal: FailedPrecondition | None = None
@@ -119,7 +119,7 @@ class LeasedWorkers:
         self._touched.add(worker)
 
     def take_touched(self) -> set[WorkerHandle]:
-        """The workers that may hold something of the policy, which are forgotten here."""
+        """Return the workers that may hold something of the policy, which are forgotten here."""
         touched, self._touched = self._touched, set()
         return touched
 
@@ -163,7 +163,7 @@ class LeasedWorkers:
             yield
 
     def change(self) -> Coroutine[None, None, object]:
-        """Wait until a worker is assigned, refused or given up, from the time of this call on."""
+        """Wait until a worker is assigned, refused or given up after this call."""
         return self._changed.wait()
 
     def notify(self) -> None:
@@ -174,9 +174,9 @@ class LeasedWorkers:
 
 
 def _too_many_ranks(few: binding.TooManyRanks, policy: str) -> FailedPrecondition:
-    """The refusal of a policy whose gang is larger than all that the workers form."""
+    """Return the refusal of a policy whose gang is larger than all that the workers form."""
     return FailedPrecondition(
-        f"policy {policy} is trained by a gang of {few.ranks} devices; the largest that the "
+        f"policy {policy} is trained by a gang of {few.ranks} devices, but the largest that the "
         f"trainers form has {few.most} (one worker's, or as many of each of several workers)",
         kind=kinds.GANG_TOO_LARGE,
         field=f"policies.{policy}.trainer.gang",

@@ -1,4 +1,4 @@
-"""The nodes of the cluster, their devices, and whether a new job finds devices for its engines."""
+"""Nodes of the cluster, their devices, and the check for devices of a new job's engines."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _LONGEST_NAME: Final = 256
 
 
 class NodeRegistry:
-    """All nodes that report. One is lost after as many missed reports as a worker's heartbeats."""
+    """All reporting nodes. A node is lost after as many missed reports as a worker after missed
+    heartbeats."""
 
     def __init__(
         self, settings: OrchestratorSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings = settings
         self._clock = clock
-        # By name: the newest report, and when it came.
+        # Newest report and its arrival time, by name.
         self._nodes: dict[str, tuple[orchestrator_pb.JoinNodeRequest, float]] = {}
 
     def join(self, report: orchestrator_pb.JoinNodeRequest) -> orchestrator_pb.JoinNodeResponse:
-        """Handles a node's report; the response has what its workers need.
+        """Handle a node's report; the response has the settings that its workers need.
 
         Raises `InvalidArgument` for a missing name, `FailedPrecondition` of kind
         "protocol_mismatch", and `AlreadyExists` of kind "node_exists" while another living node has
@@ -65,7 +66,7 @@ class NodeRegistry:
                     kind="node_exists",
                     field="name",
                     value=report.name,
-                    remedy="Give each node a name of its own (--name), or stop the other one; one "
+                    remedy="Give each node its own name (--name), or stop the other one; a node "
                     f"that died is forgotten {self._lost_seconds:g} s after its last report.",
                 )
             known = None
@@ -82,7 +83,7 @@ class NodeRegistry:
         )
 
     def statuses(self, workers: Iterable[WorkerHandle]) -> list[orchestrator_pb.NodeStatus]:
-        """Each node with its devices, and what the living `workers` of it compute on them."""
+        """Return each node with its devices and their use by the living `workers`."""
         now = self._clock()
         self._nodes = {
             name: (report, seen)
@@ -116,10 +117,10 @@ class NodeRegistry:
 
 
 def check_devices(spec: JobSpec, workers: Iterable[WorkerHandle]) -> None:
-    """Raises `FailedPrecondition` of kind "devices_missing" for a job whose launched servers find
+    """Raise `FailedPrecondition` of kind "devices_missing" for a job whose launched servers find
     too few free devices on a rollout worker; it says what there is, and which jobs hold it.
 
-    Workers without devices are not judged: their servers see what they see.
+    Workers without devices are not checked, since their servers choose devices themselves.
     """
     wanted = {
         name: engine_count(policy) * policy.engine.tensor_parallel

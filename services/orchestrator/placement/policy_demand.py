@@ -1,4 +1,4 @@
-"""What a policy demands of trainer workers: its work, and the memory that its training needs."""
+"""Demands of a policy on trainer workers: its work, and the memory that its training needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNINTERRUPTED: Final = frozenset(
 
 
 class PolicyDemand:
-    """How much one policy has to compute, since when, and who else needs it bound."""
+    """The work of one policy, its age, and other callers that need the policy bound."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PolicyDemand:
         # The open step, and its newest event.
         self._step: int | None = None
         self.progress: trainer_pb.StepEvent | None = None
-        # Callers that need it bound for something else than a step, and those that use it now.
+        # Callers that need it bound for something other than a step, and callers that use it now.
         self._needs = self._uses = 0
         self._arrivals = binding.ReadyOrder()
         self._idle_since = time.monotonic()
@@ -102,7 +102,7 @@ class PolicyDemand:
     def view(
         self, name: str, now: float, *, assigned: bool, suspended: trainer_pb.SuspendedState | None
     ) -> binding.Policy:
-        """The demand for `binding.decide`, without what follows from the policy's workers.
+        """Return the demand for `binding.decide`, without what follows from the policy's workers.
 
         `assigned`: whether a worker has the policy; `suspended`: its suspended state.
         """
@@ -125,13 +125,14 @@ class PolicyDemand:
         )
 
     def _work(self, accumulated: int) -> int:
-        """Micro-batches that could be computed now; `accumulated` samples were computed already."""
+        """Return the micro-batches that could be computed now; `accumulated` samples were computed
+        already."""
         if self._needs:
             return 1
         if self._step is None:
             return 0
         if self._tables is None or self._tables.blind:
-            return 1  # the amount of work is unknown: the policy takes its turn
+            return 1  # the amount of work is unknown, so the policy takes its turn
         status = self._tables.latest(self._step)
         return ready_work(status, self._policy, self._micro_batch, accumulated)
 
@@ -141,7 +142,7 @@ class PolicyDemand:
 
 
 class TrainingMemory:
-    """How each kind of worker trains one policy, and the memory that each of its devices needs."""
+    """Training settings and memory per device of one policy, by kind of worker."""
 
     def __init__(self, job: JobContext, policy: str, touch_scheduler: Callable[[], None]) -> None:
         self._job, self._policy = job, policy
@@ -172,7 +173,7 @@ class TrainingMemory:
             self._state_bytes = max(self._state_bytes, state_bytes)
 
     def needed(self) -> dict[str, Any]:
-        """The memory fields of `binding.Policy`."""
+        """Return the memory fields of `binding.Policy`."""
         workers = self._job.shared.workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)
         if self._shape is None:
             # A pass may need a quarter of a GPU besides the state.
@@ -192,9 +193,9 @@ class TrainingMemory:
         }
 
     async def specification_on(self, *group: WorkerHandle) -> str:
-        """The job's specification (JSON) for a group of workers, with `activation_checkpointing:
-        auto` turned off if all of its devices are GPUs with room for the activations. Else the
-        trainer decides: on a GPU for models whose layers can do it."""
+        """Return the job's specification (JSON) for a group of workers, with
+        `activation_checkpointing: auto` turned off if all of its devices are GPUs with room for the
+        activations. Else the trainer decides: on a GPU for models whose layers can do it."""
         spec = self._job.spec.policies[self._policy]
         wish = spec.trainer.activation_checkpointing
         if wish != "auto" or not spec.trainable or self._reading is None:
@@ -213,8 +214,9 @@ class TrainingMemory:
     def resolved(
         self, settings: Iterable[common_pb.ResolvedSetting]
     ) -> list[common_pb.ResolvedSetting]:
-        """Resolved settings as a trainer reported them, with the memory model as the source of what
-        `specification_on` decided, which a trainer cannot tell from what the job says."""
+        """Return the resolved settings as a trainer reported them, with the memory model as the
+        source of what `specification_on` decided, which a trainer cannot tell from what the job
+        says."""
         wish = self._job.spec.policies[self._policy].trainer.activation_checkpointing
         field = f"policies.{self._policy}.trainer.activation_checkpointing"
         found = list(settings)
@@ -230,7 +232,7 @@ class TrainingMemory:
     def _setup_on(
         self, shape: ModelShape, worker: WorkerHandle
     ) -> tuple[TrainingSetup, RankMemory]:
-        """How each device of `worker` trains the policy, and the memory that it needs."""
+        """Return how each device of `worker` trains the policy, and the memory that it needs."""
         beat, job = worker.beat.trainer, self._job.spec
         kind = device, memory, tokens = beat.device or "cpu", beat.memory_bytes, beat.forward_tokens
         if kind not in self._setups:
@@ -242,6 +244,6 @@ class TrainingMemory:
 
 
 def _ranks_of(policy: PolicySpec) -> int:
-    """Devices that train a policy together."""
+    """Return the devices that train a policy together."""
     whole = not policy.trainable or policy.simulated is not None or policy.network is not None
     return 1 if whole else policy.trainer.gang

@@ -1,4 +1,4 @@
-"""Has trainer workers train a job's policies: bind, run steps, restart, save checkpoints.
+"""Training of a job's policies by trainer workers: bind, run steps, restart, save checkpoints.
 
 `Trainers` are all policies of a job. Each `PolicyTrainer` waits for a worker that the trainer
 scheduler assigns to its lease, binds the policy there, and goes on elsewhere when it is lost.
@@ -37,12 +37,12 @@ _CHECKPOINT_BYTES_PER_SECOND: Final = 32e6
 
 
 class Trainers:
-    """The trainers of all policies of a job but its population's slots."""
+    """The trainers of all policies of a job except its population's slots."""
 
     def __init__(
         self, job: JobContext, entries: Mapping[str, VersionEntry], tables: TableWatch | None = None
     ) -> None:
-        """`tables` says how much of a step is ready; without it no steps can be run."""
+        """`tables` reports how much of a step is ready; without it no step can run."""
         self._job = job
         self.tables = tables
         self.policies = {
@@ -52,17 +52,17 @@ class Trainers:
         }
 
     async def bind_all(self, deadline: Deadline) -> dict[str, common_pb.WeightsRef]:
-        """Binds every policy that is not bound; returns the weights of each."""
+        """Bind every policy that is not bound; return the weights of each."""
         trainers = self.policies.values()
         await run_all(*(trainer.bind(deadline) for trainer in trainers))
         return {trainer.policy: trainer.weights for trainer in trainers}
 
     async def offload(self, policies: Collection[str], deadline: Deadline) -> None:
-        """Has the training states of policies moved off their devices."""
+        """Have the training states of policies moved off their devices."""
         await run_all(*(self.policies[policy].offload(deadline) for policy in policies))
 
     async def republish(self, policy: str) -> None:
-        """Publishes a policy's weights again, since no host has them any more."""
+        """Publish a policy's weights again, since no host has them any more."""
         trainer = self.policies[policy]
         await trainer.rebind(
             Deadline(
@@ -73,25 +73,24 @@ class Trainers:
         )
 
     async def release(self, seconds: float) -> None:
-        """Releases all policies, as far as workers answer."""
+        """Release all policies, as far as workers answer."""
         await asyncio.gather(
             *(trainer.release(seconds) for trainer in self.policies.values()),
             return_exceptions=True,
         )
 
     def began_with(self, versions: Mapping[str, int]) -> None:
-        """Sets, by policy, the version that it began again with: older versions' samples are not
-        trained."""
+        """Sets, by policy, the version of its restart: older versions' samples are not trained."""
         for policy, version in versions.items():
             self.policies[policy].oldest = version
 
     def close(self) -> None:
-        """Ends all leases. Repeatable."""
+        """End all leases. Repeatable."""
         for trainer in self.policies.values():
             trainer.close()
 
     def swaps(self) -> dict[str, float]:
-        """Metrics of suspensions and resumptions since the last call."""
+        """Return the metrics of suspensions and resumptions since the last call."""
         found: dict[str, float] = {}
         for name, trainer in self.policies.items():
             for what, value in trainer.take_swaps().items():
@@ -100,7 +99,8 @@ class Trainers:
 
 
 class PolicyTrainer:
-    """Trains one policy. It alone binds the policy, so only one worker trains it at a time."""
+    """The trainer of one policy. It alone binds the policy, so only one worker trains it at a
+    time."""
 
     def __init__(
         self, job: JobContext, team: Trainers, policy: str, entry: VersionEntry | None
@@ -112,7 +112,7 @@ class PolicyTrainer:
         self._workers.was_bound = entry is not None
         self._weights = None if entry is None else entry.weights
         self._binding = asyncio.Lock()
-        # The version with which it began again (`population.restart`), if it did.
+        # The version of its latest restart (`population.restart`), if any.
         self.oldest = 0
         # Whether `Bind` must publish the weights again, since no host has them.
         self._publish = False
@@ -123,7 +123,7 @@ class PolicyTrainer:
             job.spec.limits.worker_deaths,
             f"loaded or trained {policy}",
             f"policies.{policy}",
-            "Look into the trainers' logs for what ended them. If it was memory, lower "
+            "Look into the trainers' logs for the cause. If it was memory, lower "
             "`pipeline.micro_batch_tokens`. Then resume the job.",
         )
 
@@ -158,12 +158,12 @@ class PolicyTrainer:
         return self._lease.suspension.state is not None
 
     def take_swaps(self) -> dict[str, float]:
-        """Suspensions and resumptions since the last call, and the seconds they cost."""
+        """Return the suspensions and resumptions since the last call, and the seconds they cost."""
         count, seconds = self._lease.suspension.take_swaps()
         return {"swaps": float(count), "swap_seconds": seconds} if count else {}
 
     async def bind(self, deadline: Deadline) -> WorkerHandle:
-        """The worker that has bound the policy; binds it to one if there is none."""
+        """Return the worker that has bound the policy; bind it if there is none."""
         with self._lease.demand.needed():
             return await self._bind(deadline)
 
@@ -197,12 +197,12 @@ class PolicyTrainer:
                         await self._job.warn(f"{self.policy} on {worker}: {error}")
 
     async def rebind(self, deadline: Deadline) -> None:
-        """Binds again, which publishes the weights again."""
+        """Bind again, which publishes the weights again."""
         self._publish, self._workers.bound = True, False
         await self.bind(deadline)
 
     async def run_step(self, step: int, deadline: Deadline) -> store_pb.StepCommit:
-        """Trains a step and returns its commit, on as many workers as it takes."""
+        """Train a step and return its commit, on as many workers as it takes."""
         attempts, lease = RetryBackoff(deadline), self._lease
         with lease.demand.training(step):
             while True:
@@ -225,10 +225,10 @@ class PolicyTrainer:
                     await attempts.failed(error)
 
     def adopt(self, commit: store_pb.StepCommit) -> store_pb.StepCommit:
-        """Takes over a commit that is in the store and that no worker has reported to this
+        """Take over a commit that is in the store and that no worker has reported to this
         process."""
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
-        # In mode async the policy may be further already.
+        # In mode async the policy may already be further.
         if applied and commit.weights.version > self.weights.version:
             self._weights = commit.weights
             # The bound worker, or the suspended state, may still be at the version before.
@@ -237,7 +237,7 @@ class PolicyTrainer:
         return commit
 
     async def restart(self, left: int, checksum: str, deadline: Deadline) -> common_pb.WeightsRef:
-        """Makes the first weights (`checksum`) the version after `left`, without a step.
+        """Make the first weights (`checksum`) the version after `left`, without a step.
 
         Repeatable; no step may be open.
 
@@ -250,7 +250,7 @@ class PolicyTrainer:
                 with self._lease.demand.needed():
                     worker = await self._bind(deadline)
                     if self.weights.version != left:
-                        return self.weights  # an earlier attempt came so far
+                        return self.weights  # an earlier attempt came this far
                     request = trainer_pb.RestartRequest(
                         request_id=f"{self._job.job_id}-{self.policy}-restart-{left}",
                         job_id=self._job.job_id,
@@ -271,7 +271,7 @@ class PolicyTrainer:
                 await attempts.failed(error)
 
     async def save_checkpoint(self) -> trainer_pb.SaveCheckpointResponse:
-        """Writes the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
+        """Write the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
         seconds = _CHECKPOINT_SECONDS + self.weights.num_bytes / _CHECKPOINT_BYTES_PER_SECOND
         deadline = Deadline(f"the checkpoint of {self.policy}", seconds, "checkpoint")
         attempts = RetryBackoff(deadline)
@@ -304,7 +304,7 @@ class PolicyTrainer:
         return 0, 0
 
     async def offload(self, deadline: Deadline) -> None:
-        """Has the training state moved to the host's memory, since engines get its devices.
+        """Have the training state moved to the host's memory, since engines get its devices.
 
         Repeatable; no step may run. Raises `TroupeError` when that does not succeed in time.
         """
@@ -321,15 +321,15 @@ class PolicyTrainer:
                     )
 
     async def release(self, seconds: float) -> None:
-        """Frees devices and memory. Raises `TroupeError`."""
+        """Free devices and memory. Raises `TroupeError`."""
         await self._lease.release(seconds)
 
     def close(self) -> None:
-        """Ends the lease."""
+        """End the lease."""
         self._lease.close()
 
     async def _next_worker(self, deadline: Deadline) -> WorkerHandle:
-        """Waits for the worker that the scheduler assigns."""
+        """Wait for the worker that the scheduler assigns."""
         lease, registry = self._lease, self._job.shared.workers
         while True:
             self._workers.check()
@@ -376,7 +376,7 @@ class PolicyTrainer:
         elif response.weights.checksum != known.checksum:
             raise FailedPrecondition(
                 f"{worker} loaded {self.policy}@{known.version} with checksum "
-                f"{response.weights.checksum}; the ledger has {known.checksum}",
+                f"{response.weights.checksum}; the committed version has {known.checksum}",
                 kind="checksum_conflict",
                 field=f"policies.{self.policy}",
                 remedy="The training state was lost or changed; submit a new job.",
@@ -390,10 +390,10 @@ class PolicyTrainer:
     async def _resume(
         self, worker: WorkerHandle, state: trainer_pb.SuspendedState, deadline: Deadline
     ) -> bool:
-        """Resumes the suspended state on `worker`; False: bind from the published weights instead.
+        """Resume the suspended state on `worker`; False: bind from the published weights instead.
 
-        Called once per state: after a call without an answer its owner is unknown. Raises
-        `TroupeError` when the worker was lost.
+        Called once per state, since after a call without an answer its owner is unknown. Raises
+        `TroupeError` if the worker was lost.
         """
         request = trainer_pb.ResumeRequest(
             request_id=new_id("resume"),
@@ -414,8 +414,8 @@ class PolicyTrainer:
             self._lease.suspension.discard()
             if isinstance(error, (Unavailable, DeadlineExceeded)):
                 raise
-            begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
-            await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
+            begins = f", step {state.step + 1} restarts" if state.HasField("step") else ""
+            await self._job.warn(f"{self.policy} is reloaded on {worker}{begins}: {error}")
             return False
         resolved = self._lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
@@ -446,13 +446,13 @@ class PolicyTrainer:
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
 
     async def _committed(self, step: int) -> store_pb.StepCommit | None:
-        """The step's commit in the store, which is the truth about commits."""
+        """Return the step's commit from the store, the authority on commits."""
         request = store_pb.GetStepRequest(job_id=self._job.job_id, step=step, counts_only=True)
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
 
     def _leave(self, worker: WorkerHandle) -> None:
-        """Gives the worker up that could not bind the policy, or its group."""
+        """Give the worker up that could not bind the policy, or its group."""
         if len(self._workers.group) > 1:
             self._note_lost()
             self._lease.give_up_group()
@@ -460,7 +460,7 @@ class PolicyTrainer:
             self._workers.unassign(avoid=worker)
 
     def unbind_after(self, error: TroupeError) -> None:
-        """Forgets the binding if the worker is lost or says that there is none, and the group of a
+        """Forget the binding if the worker is lost or says that there is none, and the group of a
         gang that has ended."""
         workers = self._workers
         if self.worker is not None and isinstance(error, Unavailable):

@@ -1,10 +1,9 @@
-"""A job's attached servers, which all of its rollout workers use and one each keeps.
+"""Attached servers of a job: one rollout worker keeps each server, and all use it.
 
-The keeper of a server brings it to new weights, verifies them and looks after it; the other workers
-follow: they send it turns, and serve a version as soon as its keeper has verified it. What each
-worker is told is the present state, so that repeating it is harmless, and a restarted orchestrator
-finds out by itself: assignments are pure (`troupe.scheduling.sharing`), and what is verified is in
-the workers' heartbeats.
+The keeper of a server updates its weights, verifies them and monitors it. The other workers follow:
+they send it turns, and serve a version as soon as its keeper has verified it. Workers are told the
+present state, so repetition is harmless. A restarted orchestrator recovers by itself: assignments
+are pure (`troupe.scheduling.sharing`), and heartbeats report verified versions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from troupe.v1 import rollout_pb2 as rollout_pb
 _log = structlog.get_logger(__name__)
 # A policy's name, and the number of one of its servers in `engine.urls`.
 ServerKey = tuple[str, int]
-# How often heartbeats are looked at for servers that their keepers have brought back.
+# Interval of checks of heartbeats for servers restored by their keepers.
 _LOOK_SECONDS: Final = 1.0
 # Following a version takes a request to each server.
 _SHARE_SECONDS: Final = 60.0
@@ -34,8 +33,8 @@ _SHARE_SECONDS: Final = 60.0
 class SharedServers:
     """The keepers of a job's attached servers, and the versions that were verified in these.
 
-    A policy that trains an adapter is not followed: its versions are loaded under names of their
-    keeper's. Each of its servers is used by its keeper only.
+    A policy that trains an adapter is not followed, since its versions are loaded under the
+    keeper's names. Only the keeper uses such a server.
     """
 
     def __init__(self, job: JobContext, prepared: Callable[[], Iterable[WorkerHandle]]) -> None:
@@ -54,17 +53,17 @@ class SharedServers:
         self._workers: dict[str, WorkerHandle] = {}
         self._keepers: dict[ServerKey, str] = {}
         self._verified: dict[ServerKey, tuple[int, str]] = {}
-        # What each worker was told last.
+        # Latest message to each worker.
         self._told: dict[str, list[rollout_pb.SharedServer]] = {}
 
     def join(self, workers: Iterable[WorkerHandle]) -> None:
-        """Give the servers that nobody keeps to these workers, which are about to be prepared, or
-        are. Repeatable."""
+        """Give servers without a keeper to these workers, which are prepared or about to be.
+        Idempotent."""
         self._workers |= {worker.worker_id: worker for worker in workers if worker.alive}
         self._assign()
 
     def leave(self, worker: WorkerHandle) -> bool:
-        """Forget a worker; whether it has kept a server, which another one keeps now."""
+        """Forget a worker; return whether it kept a server, which another one keeps now."""
         if self._workers.get(worker.worker_id) is not worker:
             return False
         del self._workers[worker.worker_id]
@@ -76,8 +75,8 @@ class SharedServers:
         return bool(kept)
 
     def serves(self, worker: WorkerHandle) -> bool:
-        """Whether the worker has a server of every policy: those that cannot be followed may be
-        fewer than workers."""
+        """Return whether the worker has a server of every policy: those that cannot be followed may
+        be fewer than workers."""
         return all(
             any(
                 self._keepers.get(key) == worker.worker_id
@@ -89,7 +88,7 @@ class SharedServers:
         )
 
     def plan(self, worker: WorkerHandle) -> list[rollout_pb.SharedServer]:
-        """The part of a worker, which must have joined, in each server: to keep or to follow it."""
+        """Return the role of a joined worker at each server: keeper or follower."""
         order = sorted(self._workers)
         found = []
         for key in self._servers:
@@ -109,7 +108,7 @@ class SharedServers:
         return found
 
     def note(self, worker: WorkerHandle, engines: Iterable[rollout_pb.EngineStatus]) -> None:
-        """Take a worker's word for the servers that it keeps."""
+        """Accept a worker's report of the servers that it keeps."""
         for engine in engines:
             name = engine.engine_id.removesuffix(f"@{worker.worker_id}")
             prefix = f"{self._job.job_id}.{engine.policy}."
@@ -124,12 +123,12 @@ class SharedServers:
                 self._verified.pop(key, None)
 
     def told(self, worker: WorkerHandle, plan: Sequence[rollout_pb.SharedServer]) -> None:
-        """Note what a worker knows since it was prepared."""
+        """Note the state that a worker knows since it was prepared."""
         self._told[worker.worker_id] = list(plan)
 
     async def tell(self) -> None:
-        """Tell every prepared worker what has changed for it. A worker that does not answer is told
-        again at the next look."""
+        """Tell every prepared worker its changes. A worker that does not answer is told again at
+        the next check."""
         await asyncio.gather(*(self._tell(worker) for worker in list(self._prepared())))
 
     async def run(self) -> None:

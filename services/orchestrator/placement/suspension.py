@@ -1,4 +1,4 @@
-"""The suspended training state of a policy: where it is, and what its open step still holds."""
+"""Suspended training state of a policy: its location, and the claims of its open step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STUCK_SECONDS: Final = 10.0
 
 
 class PolicySuspension:
-    """The suspended state of one policy, if it has one, and what suspensions cost.
+    """The suspended state of one policy, if any, and the cost of suspensions.
 
     While a step is suspended, its samples' claims in the store are renewed here.
     """
@@ -44,7 +44,7 @@ class PolicySuspension:
         self._renewing: asyncio.Task[None] | None = None
         self._stuck_until = 0.0
         self._retry: asyncio.TimerHandle | None = None
-        # Suspensions and resumptions since `take_swaps`, and what they cost.
+        # Suspensions and resumptions since `take_swaps`, and their cost.
         self._swaps, self._swap_seconds = 0, 0.0
         # Seconds that the last suspension, and the last resumption, cost.
         self._moved_out = self._moved_in = 0.0
@@ -56,11 +56,11 @@ class PolicySuspension:
 
     @property
     def swap_seconds(self) -> float:
-        """What the last suspension and the last resumption cost together."""
+        """Total cost of the last suspension and the last resumption."""
         return self._moved_out + self._moved_in
 
     def stuck(self, now: float) -> bool:
-        """Whether a worker could not suspend the policy and is not asked again yet."""
+        """Return whether a worker could not suspend the policy and is not asked again yet."""
         return now < self._stuck_until
 
     async def suspend(self, worker: WorkerHandle, *, empty_cache: bool, seconds: float) -> None:
@@ -78,7 +78,8 @@ class PolicySuspension:
         self._renewing = asyncio.create_task(self._renew(response.state))
 
     def failed(self) -> None:
-        """Note that a worker could not suspend the policy: it is asked again after a pause."""
+        """Note that a worker could not suspend the policy, so that it is asked again after a
+        pause."""
         self._stuck_until = time.monotonic() + _STUCK_SECONDS
         loop = asyncio.get_running_loop()
         self._retry = loop.call_later(_STUCK_SECONDS, self._touch_scheduler)
@@ -89,7 +90,7 @@ class PolicySuspension:
         self._count_swap(seconds)
 
     def discard(self) -> None:
-        """Forget the state, which is in use again or of no use."""
+        """Forget the state, which is in use again or useless."""
         self.state = None
         self.prefetched.clear()
         if self._renewing is not None:
@@ -97,13 +98,14 @@ class PolicySuspension:
             self._renewing = None
 
     def take_swaps(self) -> tuple[int, float]:
-        """Suspensions and resumptions since the last call, and the seconds that they cost."""
+        """Return the suspensions and resumptions since the last call, and the seconds that they
+        cost."""
         found = self._swaps, self._swap_seconds
         self._swaps, self._swap_seconds = 0, 0.0
         return found
 
     def close(self) -> None:
-        """Forget the state and ask for nothing any more."""
+        """Forget the state and stop asking."""
         self.discard()
         if self._retry is not None:
             self._retry.cancel()

@@ -1,6 +1,6 @@
 """The lease of one policy on trainer workers, as the trainer scheduler gives and takes it.
 
-Joins what the policy demands, the workers that it has, and its suspended state.
+Combines the policy's demand, its workers and its suspended state.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from troupe.scheduling import binding
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 _log = structlog.get_logger(__name__)
-# Kinds of errors that say that the policy is not bound there; of a lost gang nothing is left.
+# Kinds of errors that mean that the policy is not bound there; nothing is left of a lost gang.
 _UNBOUND: Final = RENEWABLE | {kinds.GANG_LOST}
 
 
 class TrainerLease:
-    """Where a policy is bound or suspended, and how it comes and goes.
+    """The lease of a policy: where it is bound or suspended, and its moves.
 
-    `TrainerScheduler` assigns, suspends and releases; `PolicyTrainer` says what the policy demands
-    and what became of its workers.
+    `TrainerScheduler` assigns, suspends and releases. `PolicyTrainer` reports the policy's demand
+    and the fate of its workers.
     """
 
     def __init__(self, job: JobContext, policy: str, tables: TableWatch | None) -> None:
@@ -52,7 +52,7 @@ class TrainerLease:
         self._scheduler.add(self)
 
     def scheduling_view(self, now: float) -> binding.Policy:
-        """The policy for `binding.decide`; the scheduler adds where it is."""
+        """Return the policy for `binding.decide`; the scheduler adds where it is."""
         workers, suspension = self.workers, self.suspension
         view = self.demand.view(
             self.name, now, assigned=workers.leader is not None, suspended=suspension.state
@@ -75,13 +75,13 @@ class TrainerLease:
         self.workers.mark_bound()
 
     def too_large_for(self, worker: WorkerHandle, state_bytes: int) -> bool:
-        """Give up `worker`, whose devices have no room for `state_bytes`; whether that holds for
-        all workers."""
+        """Give up `worker`, whose devices have no room for `state_bytes`; return whether that holds
+        for all workers."""
         self.demand.memory.exceeds(state_bytes)
         return self.workers.bar(worker)
 
     async def specification_on(self, worker: WorkerHandle) -> str:
-        """The job's specification (JSON) for the group led by `worker`."""
+        """Return the job's specification (JSON) for the group led by `worker`."""
         return await self.demand.memory.specification_on(worker, *self.workers.group[1:])
 
     def suspend(self, *, empty_cache: bool = False) -> None:
@@ -117,7 +117,7 @@ class TrainerLease:
         self._spawn(self._release_idle())
 
     async def release(self, seconds: float) -> None:
-        """Free devices and memory of all workers that hold something. Raises `TroupeError`."""
+        """Free devices and memory of all workers that may hold the policy. Raises `TroupeError`."""
         touched = self.workers.take_touched()
         self.workers.unassign()
         self.suspension.discard()
@@ -193,7 +193,7 @@ class TrainerLease:
             _log.warning("not released", policy=self.name, error=str(error))
 
     async def _release_at(self, worker: WorkerHandle, seconds: float) -> None:
-        """Release the policy at `worker`; a worker that does not answer is asked until it does."""
+        """Release the policy at `worker`, and ask until the worker answers."""
         try:
             await self._ask_release(worker, seconds)
         except TroupeError:

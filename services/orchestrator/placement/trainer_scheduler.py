@@ -1,7 +1,8 @@
-"""Assigns trainer workers to the policies of all jobs, as `troupe.scheduling.binding` decides.
+"""Assignment of trainer workers to the policies of all jobs, as `troupe.scheduling.binding`
+decides.
 
-`TrainerScheduler` decides when `touch` tells it of a change, a worker joins or leaves, or at the
-time its last plan named. `TableWatch` follows a job's tables, which say how much work is ready.
+`TrainerScheduler` decides when `touch` reports a change, when a worker joins or leaves, and at the
+time set by its last plan. `TableWatch` follows a job's tables, which show how much work is ready.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = structlog.get_logger(__name__)
 _AGAIN_SECONDS: Final = 2.0
 # Newest steps whose table status is kept: more than are ever open at once.
 _KEPT_STEPS: Final = 64
-# Ranks of a worker that does not say how many it can run: any gang may be asked of it.
+# Ranks of a worker that does not report its maximum: any gang may be requested of it.
 _MOST_RANKS: Final = 1 << 12
 
 
@@ -45,7 +46,7 @@ class PolicyLease(Protocol):
     suspension: PolicySuspension
 
     def scheduling_view(self, now: float) -> binding.Policy:
-        """The policy for `binding.decide`; the scheduler adds where it is."""
+        """Return the policy for `binding.decide`; the scheduler adds where it is."""
         ...
 
     def suspend(self) -> None:
@@ -73,11 +74,11 @@ class TrainerScheduler:
         self._evictions: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Starts the loop."""
+        """Start the loop."""
         self._task = asyncio.create_task(self._run(), name="trainer-scheduler")
 
     async def close(self) -> None:
-        """Stops the loop."""
+        """Stop the loop."""
         if self._task is not None:
             await cancel_all([self._task])
         await cancel_all(self._evictions)
@@ -88,12 +89,12 @@ class TrainerScheduler:
         return max(self._planned, int(self._workers.awaited(orchestrator_pb.WORKER_KIND_TRAINER)))
 
     def add(self, policy: PolicyLease) -> None:
-        """Schedules a policy from now on, in place of an earlier one of the same name."""
+        """Schedule a policy from now on, in place of an earlier one of the same name."""
         self._leases[policy.name] = policy
         self.touch()
 
     def remove(self, policy: PolicyLease) -> None:
-        """Stops scheduling a policy."""
+        """Stop scheduling a policy."""
         if self._leases.get(policy.name) is policy:
             del self._leases[policy.name]
         self.touch()
@@ -101,7 +102,7 @@ class TrainerScheduler:
     def evict(
         self, policy: PolicyLease, worker: WorkerHandle, release: Callable[[], Awaitable[object]]
     ) -> None:
-        """Repeats `release` at a worker that did not answer, since others wait for its device.
+        """Repeat `release` at a worker that did not answer, since others wait for its device.
 
         Until it succeeds, or the policy or its successor is assigned there again.
         """
@@ -124,7 +125,7 @@ class TrainerScheduler:
                 _log.warning("not released", policy=policy.name, error=str(error))
 
     def touch(self) -> None:
-        """Has the loop decide again, since something has changed."""
+        """Have the loop decide again, since something has changed."""
         self._news.set()
 
     async def _run(self) -> None:
@@ -133,14 +134,14 @@ class TrainerScheduler:
             try:
                 again = self._decide()
             except Exception:
-                # A bug here must not stop all training: the next change, or a second, has it
-                # decide again.
+                # A bug here must not stop all training: it decides again at the next change, or
+                # after a second.
                 _log.exception("no plan could be made")
                 again = time.monotonic() + 1.0
             await self._wait(again)
 
     async def _wait(self, until: float) -> None:
-        """Waits for a change, of workers too, or until the time that the plan named."""
+        """Wait for a change, of workers too, or until the time that the plan named."""
         news = asyncio.ensure_future(self._news.wait())
         workers = asyncio.ensure_future(self._workers.change())
         left = None if until == math.inf else max(0.0, until - time.monotonic())
@@ -199,7 +200,7 @@ class TrainerScheduler:
         return replace(view, near=frozenset(near), prefetched=frozenset(ready))
 
     def _foreign(self, usable: dict[str, WorkerHandle]) -> list[binding.Policy]:
-        """Bindings of workers that belong to no lease of this process."""
+        """Return the workers' bindings without a lease in this process."""
         found = {}
         for worker in usable.values():
             for status in worker.beat.bindings:
@@ -227,7 +228,7 @@ def _rank_worker(worker: WorkerHandle) -> binding.RankWorker:
 
 
 def _lends_to(worker: WorkerHandle) -> str:
-    """The leader of the gang that the worker runs ranks of, if any."""
+    """Return the leader of the gang that the worker runs ranks of, if any."""
     return worker.beat.trainer.lends_to
 
 
@@ -238,7 +239,7 @@ def _same_host(one: WorkerHandle, other: WorkerHandle) -> bool:
 def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPrecondition:
     name = policy.policy.partition("/")[2]
     return FailedPrecondition(
-        f"policy {name} needs {problem.needed:,} bytes on each device that trains it; those of the "
+        f"policy {name} needs {problem.needed:,} bytes on each training device; devices of the "
         f"largest trainer have {problem.largest:,}",
         kind=kinds.POLICY_TOO_LARGE,
         field=f"policies.{name}.model",
@@ -252,7 +253,7 @@ def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPreco
 def ready_work(
     status: store_pb.TableStatus | None, policy: str, micro_batch: int, accumulated: int
 ) -> int:
-    """Micro-batches of `policy` that could be computed now in the step of `status`.
+    """Return the micro-batches of `policy` that could be computed now in the step of `status`.
 
     The optimizer step counts as one more once no sample can come. `accumulated` claimed samples are
     in the gradients already. Without a status (nothing was pushed yet) there is no work.
@@ -269,9 +270,9 @@ def ready_work(
 
 
 class TableWatch:
-    """Follows the table status of one job, which the experience store pushes.
+    """A follower of one job's table status, which the experience store pushes.
 
-    A store that is away is waited for. Callers poll now and then, too, so nothing depends on it.
+    Waits for an unreachable store. Callers also poll occasionally, so nothing depends on this.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class TableWatch:
         self.over_high_water = False
 
     async def change(self, at_most: float) -> None:
-        """Waits until something has changed, at most `at_most` seconds."""
+        """Wait until something has changed, at most `at_most` seconds."""
         try:
             async with asyncio.timeout(at_most):
                 await self._changed.wait()
@@ -297,11 +298,11 @@ class TableWatch:
             return
 
     def latest(self, step: int) -> store_pb.TableStatus | None:
-        """The newest status of a step."""
+        """Return the newest status of a step."""
         return self._latest.get(step)
 
     async def run(self) -> None:
-        """Follows the tables until cancelled."""
+        """Follow the tables until cancelled."""
         attempts = RetryBackoff(Deadline("watching tables", math.inf, ""))
         request = store_pb.WatchTablesRequest(job_id=self._job_id)
         while True:
@@ -318,7 +319,7 @@ class TableWatch:
                     self.touch()
                 error: TroupeError = Unavailable("the store ended the stream")
             except TroupeError as broken:
-                # Transient whatever it is: the job polls the store by itself, too.
+                # Any error is transient here, since the job also polls the store.
                 error = Unavailable(str(broken))
             self.blind = True
             self._latest.clear()
@@ -326,6 +327,6 @@ class TableWatch:
             await attempts.failed(error)
 
     def touch(self) -> None:
-        """Wakes the callers of `change`, since something has changed."""
+        """Wake the callers of `change`, since something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -20,7 +20,7 @@ from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 _log = structlog.get_logger(__name__)
-# Few attempts: callers go on with another worker when one is away.
+# Few attempts: callers continue with another worker when one is unreachable.
 _RETRY: Final = RetryPolicy(max_attempts=2)
 # How long lost workers stay listed.
 _REMEMBER_SECONDS: Final = 120.0
@@ -52,7 +52,7 @@ class WorkerHandle:
 
     @asynccontextmanager
     async def while_alive(self) -> AsyncIterator[None]:
-        """Cancels its body when the worker is lost, and raises `Unavailable` instead."""
+        """Cancel its body when the worker is lost, and raise `Unavailable` instead."""
         if not self.alive:
             raise self._gone()
         scope = asyncio.timeout(None)
@@ -69,7 +69,7 @@ class WorkerHandle:
             raise
 
     def lose(self) -> None:
-        """Marks the worker as lost for good: one that comes back gets another `WorkerHandle`."""
+        """Mark the worker as lost for good: one that comes back gets another `WorkerHandle`."""
         self.alive = False
         now = asyncio.get_running_loop().time()
         for scope in list(self._scopes):
@@ -80,7 +80,7 @@ class WorkerHandle:
 
     @property
     def usable(self) -> bool:
-        """Whether new work may go there."""
+        """Whether it may get new work."""
         return self.alive and not self.beat.draining
 
     @property
@@ -92,7 +92,7 @@ class WorkerHandle:
         return f"{NAMES.get(self.kind, 'unknown')} worker {self.worker_id}"
 
     async def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         await self._channel.close(None)
 
 
@@ -119,14 +119,14 @@ class WorkerRegistry:
         self._closing: set[asyncio.Task[None]] = set()
 
     def beat(self, beat: orchestrator_pb.HeartbeatRequest) -> float:
-        """Handles a heartbeat; returns seconds until the next one is due.
+        """Handle a heartbeat; return seconds until the next one is due.
 
         Raises `AlreadyExists` if a living worker has the same id or the same address.
         """
         now = self._clock()
         known = self._workers.get(beat.worker_id)
         if beat.loop_seconds > self._settings.lost_after_stall_seconds:
-            # A thread reports, but nothing behind it answers calls.
+            # A thread reports, but the process does not answer calls.
             if known is not None and known.address == beat.address:
                 self._lose(known, f"its event loop has not advanced for {beat.loop_seconds:.0f} s")
         elif known is not None and known.alive and known.address == beat.address:
@@ -149,28 +149,28 @@ class WorkerRegistry:
         return self._settings.heartbeat_seconds
 
     def all(self) -> list[WorkerHandle]:
-        """Every worker known, lost ones included for a while, by id."""
+        """Return every worker known, lost ones included for a while, by id."""
         return sorted(self._workers.values(), key=lambda worker: worker.worker_id)
 
     def usable(self, kind: orchestrator_pb.WorkerKind.ValueType) -> list[WorkerHandle]:
-        """The workers of a kind that take new work, by id."""
+        """Return the workers of a kind that take new work, by id."""
         return [worker for worker in self.all() if worker.kind == kind and worker.usable]
 
     def age(self, worker: WorkerHandle) -> float:
-        """Seconds since the worker's newest heartbeat."""
+        """Return the seconds since the worker's newest heartbeat."""
         return self._clock() - worker.seen
 
     def change(self) -> Coroutine[Any, Any, object]:
-        """Waits until a worker joins, leaves, drains, or reports other policies on its devices.
+        """Wait until a worker joins, leaves, drains, or reports different policies on its devices.
 
-        From the time of this call on, not only from when the coroutine is awaited.
+        Changes count from this call on, not only from when the coroutine is awaited.
         """
         return self._changed.wait()
 
     async def wait_for(
         self, kinds: Iterable[orchestrator_pb.WorkerKind.ValueType], deadline: Deadline
     ) -> None:
-        """Waits until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
+        """Wait until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
         while missing := [kind for kind in kinds if not self.usable(kind)]:
             deadline.report(f"waiting for a {' and a '.join(NAMES[one] for one in missing)} worker")
             self._awaited.update(missing)
@@ -180,15 +180,15 @@ class WorkerRegistry:
                 self._awaited.subtract(missing)
 
     def awaited(self, kind: orchestrator_pb.WorkerKind.ValueType) -> bool:
-        """Whether a job waits for the first worker of a kind."""
+        """Return whether a job waits for the first worker of a kind."""
         return self._awaited[kind] > 0
 
     def start(self) -> None:
-        """Starts to check for missing heartbeats."""
+        """Start to check for missing heartbeats."""
         self._watch = asyncio.create_task(self._check_heartbeats())
 
     async def close(self) -> None:
-        """Stops checking and closes every channel."""
+        """Stop checking and close every channel."""
         if self._watch is not None:
             await cancel_all([self._watch])
         for worker in list(self._workers.values()):
@@ -201,7 +201,7 @@ class WorkerRegistry:
         while True:
             await asyncio.sleep(interval)
             now = self._clock()
-            # If this process itself was stopped, heartbeats wait unread: count from now.
+            # If this process itself was stopped, heartbeats are waiting unread, so count from now.
             stalled = now - woke > 2 * interval + self._settings.heartbeat_seconds
             woke = now
             for worker in list(self._workers.values()):
@@ -217,19 +217,19 @@ class WorkerRegistry:
                 kind="worker_id_taken",
                 field="worker_id",
                 value=beat.worker_id,
-                remedy="Give every process a TROUPE_WORKER_ID of its own, also one that is "
+                remedy="Give every process its own TROUPE_WORKER_ID, including one that is "
                 "started again.",
             )
         self._replaced = {one: by for one, by in self._replaced.items() if by.alive}
         other = self._replaced.get(beat.worker_id)
         if other is not None and other.address == beat.address:
-            # The replaced worker still reports: both would replace each other for ever.
+            # The replaced worker still reports: both would replace each other forever.
             raise AlreadyExists(
                 f"{other} reports from the same address",
                 kind="worker_address_taken",
                 field="address",
                 value=beat.address,
-                remedy="Give every process a TROUPE_ADVERTISE_ADDRESS at which it is reached.",
+                remedy="Give every process a TROUPE_ADVERTISE_ADDRESS at which it is reachable.",
             )
 
     def _check_age(self, worker: WorkerHandle, age: float) -> None:
@@ -254,6 +254,6 @@ class WorkerRegistry:
         task.add_done_callback(self._closing.discard)
 
     def _notify(self) -> None:
-        # Wakes those that wait now; later callers wait for the next change.
+        # Wake present waiters; later callers wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -34,7 +34,7 @@ from troupe.rpc import FailedPrecondition
 
 
 def sections(spec: JobSpec) -> tuple[PopulationSpec, Pools]:
-    """The `population` section and the pools of a job with a population."""
+    """Return the `population` section and the pools of a job with a population."""
     assert spec.population is not None, "the job has one"
     assert spec.pools is not None, "the job has one"
     return spec.population, spec.pools
@@ -57,7 +57,7 @@ def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[i
             kind="not_zero_sum",
             field="population.meta_solver",
             value=population.meta_solver,
-            remedy="Choose another solver, or mend the workflow's rewards if the game is zero-sum.",
+            remedy="Choose another solver, or fix the workflow's rewards if the game is zero-sum.",
         ) from error
     except (ValueError, ImportError, ArithmeticError) as error:
         raise FailedPrecondition(
@@ -70,13 +70,13 @@ def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[i
 
 
 def measured(spec: JobSpec) -> bool:
-    """Whether the job measures payoffs, by matches or exactly."""
+    """Return whether the job measures payoffs, by matches or exactly."""
     population, _ = sections(spec)
     return population.matches.least > 0 or population.game is not None
 
 
 def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
-    """The learners whose candidates become settled members."""
+    """Return the learners whose candidates become settled members."""
     population, pools = sections(spec)
     fresh = [name for name in pools.learners if state.newest(name).state == CANDIDATE]
     if population.algorithm == "pipeline_psro":
@@ -99,7 +99,7 @@ def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
 def restart_due(
     spec: JobSpec, state: PopulationState, settled: Collection[str] | None = None
 ) -> list[str]:
-    """The learners that restart from their first weights now (`restart: base`).
+    """Return the learners that restart from their first weights now (`restart: base`).
 
     This happens after an iteration or, with `settled`, after these learners' candidates were
     settled.
@@ -116,14 +116,15 @@ def restart_due(
 
 
 def levels(pool: OpponentPool, state: PopulationState) -> list[str]:
-    """A pool's learners by level of `pipeline_psro`, lowest (settled longest ago) first."""
+    """Return a pool's learners by level of `pipeline_psro`, lowest (settled longest ago) first."""
     return sorted(
         pool.learners, key=lambda name: (state.settled_at.get(name, 0), pool.learners.index(name))
     )
 
 
 def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixture]]:
-    """The opponents' probabilities by learner and pool; opponents are members or live learners."""
+    """Return the opponents' probabilities by learner and pool; opponents are members or live
+    learners."""
     population, pools = sections(spec)
     if pools.together:
         return {}
@@ -148,7 +149,7 @@ def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixtu
 
 
 def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
-    """The meta-strategy over all settled members, and the gains of the newest of them."""
+    """Return the meta-strategy over all settled members, and the gains of the newest of them."""
     _, pools = sections(spec)
     settled = {pool.name: state.places(pool.name, SETTLED) for pool in pools.pools}
     if not measured(spec):
@@ -179,7 +180,7 @@ def by_pool(
 def _gains(
     pools: Pools, state: PopulationState, settled: dict[str, list[int]], payoffs: Array
 ) -> dict[str, float]:
-    """The payoff gain of each pool's newest members over the mixture of the last solution.
+    """Return the payoff gain of each pool's newest members over the mixture of the last solution.
 
     Both are measured against that mixture. Empty if no pool has a new member.
     """
@@ -222,7 +223,8 @@ def _past(population: PopulationSpec, state: PopulationState, pool: str, learner
 
 
 def _below(spec: JobSpec, state: PopulationState, learner: str) -> dict[str, Mixture]:
-    """The mixtures of `pipeline_psro`: over settled members and candidates of lower levels."""
+    """Return the mixtures of `pipeline_psro`: over settled members and candidates of lower
+    levels."""
     _, pools = sections(spec)
     visible = {}
     for pool in pools.pools:
@@ -270,7 +272,7 @@ def _league(pools: Pools, state: PopulationState) -> list[LeagueMember]:
 
 
 def _live_wins(pools: Pools, state: PopulationState) -> dict[tuple[str, str], float]:
-    """Win rates between members; a live learner has the rates of its newest member."""
+    """Return the win rates between members; a live learner has the rates of its newest member."""
     rates = state.win_rates()
     names = {state.newest(learner).member_id: learner for learner in pools.learners}
     found = dict(rates)

@@ -51,7 +51,7 @@ _Player = tuple[str, str]
 
 
 class ExactPayoffs:
-    """Computes the exact payoffs and NashConv of one job's members."""
+    """Exact payoffs and NashConv of one job's members."""
 
     def __init__(
         self, job: JobContext, store: PopulationStore, slots: Slots, state: PopulationState
@@ -92,7 +92,8 @@ class ExactPayoffs:
             await asyncio.to_thread(self._settle_cells, game)
 
     async def nash_conv(self, mixtures: dict[str, Mixture]) -> float:
-        """NashConv of the `mixtures` of members by pool: the sum of gains by best responses."""
+        """Return the nashConv of the `mixtures` of members by pool: the sum of gains by best
+        responses."""
         assert self._game is not None, "after `settle`"
         game = self._game
         played = {
@@ -181,7 +182,8 @@ class ExactPayoffs:
 
 
 def _turns(players: int, seatings: int) -> list[Sequence[int]]:
-    """The orders in which the members of a symmetric game take turns as agents, as in matches.
+    """Return the orders in which the members of a symmetric game take turns as agents, as in
+    matches.
 
     If the agents change seats themselves, fewer orders cover all arrangements.
     """
@@ -199,7 +201,7 @@ class Game:
 
 
 class MoveProbabilities:
-    """Gets members' move probabilities in every information state from a job's rollout workers.
+    """Members' move probabilities in every information state, from a job's rollout workers.
 
     A call to a worker that is lost is repeated at another worker.
     """
@@ -209,7 +211,7 @@ class MoveProbabilities:
         self._population, self._pools = sections(job.spec)
 
     async def game(self, deadline: Deadline) -> Game:
-        """The game with the prompts of the job's workflow."""
+        """Return the game with the prompts of the job's workflow."""
         name = self._population.game
         assert name is not None, "only for jobs with population.game"
         request = rollout_pb.DescribeGameRequest(job_id=self._job.job_id, game=name)
@@ -244,7 +246,8 @@ class MoveProbabilities:
     async def answers(
         self, game: Game, pool: OpponentPool, slot: str, deadline: Deadline
     ) -> list[list[float]]:
-        """The probability of each move, by question, for the member in a slot of the pool."""
+        """Return the probability of each move, by question, for the member in a slot of the
+        pool."""
         if self._job.spec.environment is not None:
             return await self._behaviour(slot, deadline)
         agent = self._job.spec.agents[pool.agents[0]]
@@ -266,7 +269,7 @@ class MoveProbabilities:
         return found
 
     async def _behaviour(self, slot: str, deadline: Deadline) -> list[list[float]]:
-        """The move probabilities of a network policy, for all questions in one call."""
+        """Return the move probabilities of a network policy, for all questions in one call."""
         request = rollout_pb.BehaveRequest(
             job_id=self._job.job_id,
             policy=slot,
@@ -280,7 +283,7 @@ class MoveProbabilities:
         return [list(one.probabilities) for one in reply.behaviours]
 
     def impossible(self, message: str) -> FailedPrecondition:
-        """The error of a game whose values cannot be computed exactly."""
+        """Return the error of a game whose values cannot be computed exactly."""
         return FailedPrecondition(
             message,
             kind="game_not_enumerable",
@@ -292,7 +295,7 @@ class MoveProbabilities:
     async def _call_any_worker(
         self, call: Callable[[WorkerHandle], Awaitable[AnswerT]], deadline: Deadline
     ) -> AnswerT:
-        """The answer of any rollout worker that serves the slots' versions."""
+        """Return the answer of any rollout worker that serves the slots' versions."""
         attempts, engines = RetryBackoff(deadline), self._slots.engines
         while True:
             workers = engines.ready(self._slots.match_floors())
@@ -336,7 +339,7 @@ def _calls(questions: Sequence[Question]) -> Iterator[list[Question]]:
 
 
 def _with_system(question: Question, system: str | None) -> Question:
-    """The question with an agent's system prompt before it."""
+    """Return the question with an agent's system prompt before it."""
     if system is None or question.messages[0]["role"] == "system":
         return question
     messages = ({"role": "system", "content": system}, *question.messages)

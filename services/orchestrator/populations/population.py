@@ -61,7 +61,7 @@ _SWEPT: Final = 3
 
 
 class PopulationRun:
-    """Runs the population of a job.
+    """The population of a running job.
 
     Between steps `catch_up` does what is due; during steps `slots.cast_of` gives the opponents.
     """
@@ -118,7 +118,7 @@ class PopulationRun:
         return bool(self.state.stopped)
 
     def next_due(self, step: int) -> int:
-        """The step count, after `step`, at which `catch_up` has something to do next."""
+        """Return the step count, after `step`, at which `catch_up` has something to do next."""
         due = self.state.began + self._population.iteration_steps
         every = self._population.redraw_steps
         if every and self.state.casting is not None:
@@ -159,7 +159,7 @@ class PopulationRun:
             await asyncio.shield(self._background_matches)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the newest solution."""
+        """Return the metrics of the newest solution."""
         state = self.state
         found = {
             "population/iteration": float(state.iteration),
@@ -272,7 +272,7 @@ class PopulationRun:
         state.restarting = {}
         self._trainers.began_with(state.began_with)
         await self._save()
-        await self._job.info(f"{names}: the next best response begins with the first weights")
+        await self._job.info(f"{names}: the next best response starts from the first weights")
 
     def _stop_reason(self, seconds: float) -> str:
         stop, state = self._population.stop, self.state
@@ -284,7 +284,7 @@ class PopulationRun:
             gains = [gain for one in last for gain in one.gains.values()]
             if all(one.gains for one in last) and max(gains) <= stop.improvement:
                 return (
-                    f"new members got at most {max(gains):.4g} more than those before in "
+                    f"new members got at most {max(gains):.4g} more than earlier members in "
                     f"{stop.patience} iterations"
                 )
         if stop.iterations is not None and state.iteration >= stop.iterations:
@@ -301,7 +301,7 @@ class PopulationRun:
 
 
 async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
-    """The state of a new job: pools of the learners' first versions, one in every slot."""
+    """Return the state of a new job: pools of the learners' first versions, one in every slot."""
     _, pools = sections(job.spec)
     members = {}
     for learner in pools.learners:
@@ -363,7 +363,7 @@ class PlannedMatch:
 
 
 def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
-    """The matches of a job's next round."""
+    """Return the matches of a job's next round."""
     population, pools = sections(spec)
     if not population.plays_matches:
         return []
@@ -381,7 +381,7 @@ def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
 
 
 class Matches:
-    """Plays matches between members and counts them in the payoff table."""
+    """Matches between members, which count in the payoff table."""
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class Matches:
         self._failed = self._failed_in_a_row = 0
 
     def due(self) -> list[PlannedMatch]:
-        """The matches of the next round, the same until `play` has counted it."""
+        """Return the matches of the next round, the same until `play` has counted it."""
         return due(self._job.spec, self._state)
 
     async def play(self, plan: Sequence[PlannedMatch]) -> None:
@@ -420,15 +420,14 @@ class Matches:
                 f"{len(gone)} matches were aborted {_ATTEMPTS} times, the first is {gone[0]}",
                 kind="matches_aborted",
                 field="population.matches",
-                remedy="Look into the rollout workers' logs for who aborts them, then resume the "
-                "job.",
+                remedy="Look into the rollout workers' logs for the cause, then resume the job.",
             )
         failed = sum(one.state == common_pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
         if failed < len(plan):
             self._failed_in_a_row = 0
         elif len(known) < len(plan):
-            # Regardless of the failure limit, since rounds that fail as a whole would repeat for
-            # ever. But a single round of a few matches may fail as a whole by chance.
+            # Regardless of the failure limit, since rounds that fail as a whole would repeat
+            # forever. But a single round of a few matches may fail as a whole by chance.
             self._failed_in_a_row += len(plan)
             if self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
                 last = next(one for name, one in self._ended.items() if name not in known)
@@ -533,7 +532,7 @@ class Matches:
         )
 
     def _members(self, one: PlannedMatch) -> dict[str, str]:
-        """The member that plays each agent, by agent."""
+        """Return the member that plays each agent, by agent."""
         return {
             agent: self._state.pools[self._pools.pool_of(agent).name][place]
             for agent, place in zip(self._agents_of(one), one.cell, strict=True)
@@ -584,7 +583,7 @@ class Matches:
             state.ratings |= rated(state.ratings, names, paid)
 
     def _agents_of(self, one: PlannedMatch) -> list[str]:
-        """The agent of each player of the cell; in a symmetric game members take turns."""
+        """Return the agent of each player of the cell; in a symmetric game members take turns."""
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
@@ -618,10 +617,10 @@ class Matches:
 
     def _too_many(self, what: str, reason: str) -> ResourceExhausted:
         return ResourceExhausted(
-            f"{what}, the last so: {reason}",
+            f"{what}, the last with: {reason}",
             kind="too_many_failed_matches",
             field="limits.max_failed_fraction",
             value=self._job.spec.limits.max_failed_fraction,
-            remedy="Mend the cause (`troupe population matches` shows what failed), then "
+            remedy="Fix the cause (`troupe population matches` shows the failures), then "
             "resume the job.",
         )

@@ -46,7 +46,7 @@ _TRAINER: Final = orchestrator_pb.WORKER_KIND_TRAINER
 
 
 class Slots:
-    """Loads members into slots, and draws the opponents of training queries.
+    """Slots with loaded members, and the draw of opponents for training queries.
 
     A slot's assignment (member, version n of the slot) is durable before any engine loads it, so
     that a version of a slot always has the same content.
@@ -72,7 +72,7 @@ class Slots:
         return self._population.evaluation_slots > 0
 
     async def refs(self, deadline: Deadline) -> dict[str, common_pb.WeightsRef]:
-        """Publish the members in slots; returns each slot's weights."""
+        """Publish the members in slots; return each slot's weights."""
         held = dict.fromkeys(member for member, _ in self._state.slots.values())
         published = {
             name: await self._weights.publish(self._state.members[name], deadline) for name in held
@@ -99,7 +99,7 @@ class Slots:
         await self._load(self._place(members, slots), deadline)
 
     def places(self) -> dict[tuple[str, str], str]:
-        """The match slot that serves each member, by (pool, member)."""
+        """Return the match slot that serves each member, by (pool, member)."""
         return {
             (pool.name, self._state.slots[slot][0]): slot
             for pool in self._pools.pools
@@ -107,7 +107,8 @@ class Slots:
         }
 
     def match_floors(self) -> dict[str, int] | None:
-        """The minimum versions that matches need: they do not wait for training's newest ones."""
+        """Return the minimum versions that matches need: they do not wait for training's newest
+        ones."""
         if not self.separate_match_slots:
             return None
         training = [slot for pool in self._pools.pools for slot in pool.slots]
@@ -168,7 +169,8 @@ class Slots:
         return casting is None or bool(every and step >= casting.step + every)
 
     def cast_of(self, index: int) -> tuple[dict[str, str], list[str]]:
-        """The policy that plays each agent in the training query at `index`, and its learners.
+        """Return the policy that plays each agent in the training query at `index`, and its
+        learners.
 
         A pure function of the job's seed and the draw of opponents, so the same after a restart.
         """
@@ -193,7 +195,7 @@ class Slots:
     ) -> dict[str, str]:
         """Assign the `wanted` members to slots; returns, by slot, the member to load.
 
-        Members that are loaded already keep their slots.
+        Members that are already loaded keep their slots.
         """
         placed: dict[str, str] = {}
         for pool, members in wanted.items():
@@ -234,7 +236,7 @@ class Slots:
 
 
 def slot_ref(slot: str, version: int, weights: common_pb.WeightsRef) -> common_pb.WeightsRef:
-    """A member's weights as version `version` of a slot."""
+    """Return a member's weights as version `version` of a slot."""
     found = common_pb.WeightsRef()
     found.CopyFrom(weights)
     found.policy, found.version = slot, version
@@ -242,7 +244,7 @@ def slot_ref(slot: str, version: int, weights: common_pb.WeightsRef) -> common_p
 
 
 def member_id_of(ref: common_pb.WeightsRef) -> str:
-    """The member id of a frozen version: `{learner}@{version}`."""
+    """Return the member id of a frozen version: `{learner}@{version}`."""
     return f"{ref.policy}@{ref.version}"
 
 
@@ -258,7 +260,7 @@ class MemberWeights:
         self._trainers = trainers
 
     async def freeze(self, learner: str) -> tuple[common_pb.WeightsRef, int]:
-        """Write a learner's newest version as a member's files; returns it and the files' bytes.
+        """Write a learner's newest version as a member's files; return it and the files' bytes.
 
         The learner must have no open step. Raises `TroupeError` if retries fail.
         """
@@ -313,7 +315,8 @@ class MemberWeights:
     async def _call_any_worker(
         self, call: Callable[[WorkerHandle], Awaitable[T]], deadline: Deadline, what: str
     ) -> T:
-        """The answer of the first trainer worker that succeeds; `what` names the call in errors."""
+        """Return the answer of the first trainer worker that succeeds; `what` names the call in
+        errors."""
         attempts, workers = RetryBackoff(deadline), self._job.shared.workers
         deadline.report(what)
         until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds

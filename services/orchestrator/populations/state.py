@@ -47,7 +47,7 @@ class PopulationStore:
         self._writing = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, job_id: str) -> PopulationState | None:
-        """The population as saved last; None if it was never saved."""
+        """Return the population as saved last; None if it was never saved."""
         found = await self._redis.call("HGETALL", JobKeys(job_id).population)
         if not found:
             return None
@@ -81,7 +81,7 @@ class PopulationStore:
         await self._fenced("population", [JobKeys(job_id).population], job_id, epoch, fields)
 
     async def answers(self, job_id: str, names: Collection[str]) -> dict[str, str]:
-        """The answers of the named members that `add_answers` has stored."""
+        """Return the answers of the named members that `add_answers` has stored."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).answers, *names)
@@ -113,7 +113,7 @@ class PopulationStore:
     async def matches(
         self, job_id: str, names: Collection[str]
     ) -> dict[str, orchestrator_pb.Match]:
-        """The outcomes of the named matches that have ended, by trajectory id."""
+        """Return the outcomes of the named matches that have ended, by trajectory id."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)
@@ -124,13 +124,13 @@ class PopulationStore:
         }
 
     async def ended(self, job_id: str) -> int:
-        """The number of matches that have ended, counted in the payoffs or not."""
+        """Return the number of matches that have ended, counted in the payoffs or not."""
         return int(await self._redis.call("LLEN", JobKeys(job_id).matches[0]))
 
     async def page(
         self, job_id: str, size: int, token: str, member_id: str = ""
     ) -> tuple[list[orchestrator_pb.Match], str]:
-        """Up to `size` matches, newest first, after the match `token`; the next token.
+        """Return up to `size` matches, newest first, after the match `token`; the next token.
 
         Raises InvalidArgument for a token of another list.
         """
@@ -158,7 +158,7 @@ class PopulationStore:
         return page, f"{place}:{page[-1].trajectory_id}" if more else ""
 
     async def _place(self, order: str, token: str) -> int:
-        """The index of the match that `token` names."""
+        """Return the index of the match that `token` names."""
         place, _, name = token.partition(":")
         if place.isdecimal() and len(place) < _DIGITS:
             found = await self._redis.call("LINDEX", order, int(place))
@@ -181,7 +181,7 @@ class PopulationStore:
 
 
 def no_population(job_id: str) -> NotFound:
-    """The error for a job without a population."""
+    """Return the error for a job without a population."""
     return NotFound(
         f"job {job_id} has no population",
         kind="no_population",
@@ -192,12 +192,12 @@ def no_population(job_id: str) -> NotFound:
 
 
 def live(policy: str) -> str:
-    """The name of a live learner in a mixture, as opposed to a frozen version of it."""
+    """Return the name of a live learner in a mixture, as opposed to a frozen version of it."""
     return f"{_LIVE}{policy}"
 
 
 def live_policy(name: str) -> str | None:
-    """The learner of a name that `live` made; None for a member's id."""
+    """Return the learner of a name that `live` made; None for a member's id."""
     return name[1:] if name.startswith(_LIVE) else None
 
 
@@ -231,7 +231,7 @@ class Solution:
     values: list[float]
     """By player: the expected payoff."""
     gains: dict[str, float]
-    """By pool: how much more the newest members get than the mixture before."""
+    """By pool: how much more the newest members get than the previous mixture."""
     nash_conv: float | None = None
     """Sum of the agents' gains by best responses in the whole game, if that can be enumerated."""
 
@@ -241,7 +241,7 @@ class Casting:
     """The opponents drawn for training, valid until the next draw."""
 
     step: int
-    """The first step that it is for."""
+    """The first step to which it applies."""
     members: dict[str, str]
     """By slot: the member in it."""
     shares: dict[str, dict[str, Mixture]]
@@ -263,7 +263,7 @@ class PopulationState:
     began: int = 0
     """Steps that were done when the iteration began."""
     pending: bool = True
-    """Whether the newest members' payoffs have not been decided upon yet."""
+    """Whether decisions on the newest members' payoffs are still due."""
     mixtures: dict[str, dict[str, Mixture]] = field(default_factory=dict)
     """By learner and pool: probabilities of opponents."""
     history: list[Solution] = field(default_factory=list)
@@ -284,36 +284,37 @@ class PopulationState:
     settled_at: dict[str, int] = field(default_factory=dict)
     """By learner: the iteration in which a member of it was settled last."""
     restarting: dict[str, int] = field(default_factory=dict)
-    """By learner that has to begin again with its first weights: the version before that."""
+    """By learner due for a restart from its first weights: the version before the restart."""
     began_with: dict[str, int] = field(default_factory=dict)
-    """By learner that began again: the version with which it did."""
+    """By restarted learner: the version of the restart."""
     stopped: str = ""
 
     def win_rates(self) -> dict[tuple[str, str], float]:
-        """The win rate of the first of each pair of members, draws counting half."""
+        """Return the win rate of the first of each pair of members, draws counting half."""
         return {
             pair: (won + 0.5 * drawn) / played for pair, (won, drawn, played) in self.wins.items()
         }
 
     def newest(self, learner: str) -> FrozenMember:
-        """A learner's newest member."""
+        """Return a learner's newest member."""
         own = [one for one in self.members.values() if one.learner == learner]
         return max(own, key=lambda one: (one.iteration, one.version))
 
     def first(self, learner: str) -> FrozenMember:
-        """A learner's first member, whose weights it restarts from."""
+        """Return a learner's first member, whose weights it restarts from."""
         own = [one for one in self.members.values() if one.learner == learner]
         return min(own, key=lambda one: one.version)
 
     def parent(self, learner: str) -> FrozenMember:
-        """The member whose weights the learner has continued from."""
+        """Return the member whose weights the learner has continued from."""
         newest = self.newest(learner)
         if self.began_with.get(learner, 0) > newest.version:
             return self.first(learner)
         return newest
 
     def unneeded(self, since: int = 0) -> list[FrozenMember]:
-        """Retired members, from iteration `since` on, that are in no slot and no mixture."""
+        """Return the retired members, from iteration `since` on, that are in no slot and no
+        mixture."""
         needed = {member for member, _ in self.slots.values()}
         for pools in self.mixtures.values():
             for mixture in pools.values():
@@ -325,12 +326,12 @@ class PopulationState:
         ]
 
     def places(self, pool: str, *states: str) -> list[int]:
-        """Indices of a pool's members in one of `states`, oldest first."""
+        """Return the indices of a pool's members in one of `states`, oldest first."""
         found = enumerate(self.pools[pool])
         return [at for at, member in found if self.members[member].state in states]
 
     def to_fields(self) -> list[str]:
-        """The fields of the Redis hash, as a flat list of names and values."""
+        """Return the fields of the Redis hash, as a flat list of names and values."""
         values = {name: getattr(self, name) for name in _PLAIN} | {
             "members": [asdict(one) for one in self.members.values()],
             "history": [asdict(one) for one in self.history],
@@ -342,13 +343,13 @@ class PopulationState:
         return ["state", json.dumps(values), *self.slot_fields()]
 
     def slot_fields(self) -> list[str]:
-        """The fields that change when members are loaded into slots, as `to_fields`."""
+        """Return the fields that change when members are loaded into slots, as `to_fields`."""
         casting = None if self.casting is None else asdict(self.casting)
         return ["slots", json.dumps(self.slots), "casting", json.dumps(casting)]
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> PopulationState:
-        """Inverse of `to_fields`, bit for bit."""
+        """Invert `to_fields`, bit for bit."""
         from troupe.populations.payoffs import PayoffTable, Rating
 
         values: dict[str, Any] = json.loads(fields["state"])

@@ -31,7 +31,8 @@ _STATES: Final = {
 
 
 async def population(shared: Shared, record: JobRecord) -> orchestrator_pb.Population:
-    """Pools, payoffs and meta-strategies of a job; before it has begun, pools without members.
+    """Return the pools, payoffs and meta-strategies of a job; before it has begun, pools without
+    members.
 
     Raises NotFound of kind "no_population".
     """
@@ -74,7 +75,7 @@ async def population(shared: Shared, record: JobRecord) -> orchestrator_pb.Popul
 
 
 async def known_member(shared: Shared, record: JobRecord, member_id: str) -> FrozenMember:
-    """A member by its id. Raises NotFound of kind "no_population" or "member_not_found"."""
+    """Return a member by its id. Raises NotFound of kind "no_population" or "member_not_found"."""
     if record.spec().population is None:
         raise no_population(record.job_id)
     state = await shared.populations.load(record.job_id)
@@ -91,7 +92,7 @@ async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Fro
 
 
 async def member(shared: Shared, record: JobRecord, member_id: str) -> orchestrator_pb.Checkpoint:
-    """The files of a member, as a checkpoint.
+    """Return the files of a member, as a checkpoint.
 
     Raises NotFound of kind "member_not_found" (no such member) or "member_gone" (files deleted).
     """
@@ -154,7 +155,8 @@ def _solutions(state: PopulationState) -> list[orchestrator_pb.MetaStrategy]:
 
 
 def _slots(state: PopulationState, training: dict[str, str]) -> list[orchestrator_pb.OpponentSlot]:
-    """All slots with their probability in training; `training`: the pool of each training slot."""
+    """Return all slots with their probability in training; `training`: the pool of each training
+    slot."""
     shares: dict[str, float] = dict.fromkeys(state.slots, 0.0)
     drawn = [] if state.casting is None else list(state.casting.shares.values())
     for pools in drawn:

@@ -15,14 +15,14 @@ from troupe.rpc.ids import check_event_id
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 _PAGE: Final = 256
-# What this process writes wakes its followers; this poll is for what another orchestrator wrote.
+# Writes of this process wake its followers; this poll is for writes of another orchestrator.
 _LOOK_AGAIN_SECONDS: Final = 15.0
-# Events kept per job. A step logs about one, so this is months of steps.
+# Events kept per job. A step logs about one, so these cover months of steps.
 LOG_CAP: Final = 50_000
 
 
 class EventLog:
-    """Appends events, keeps the newest activity of each job, and serves followers.
+    """The log of events, the newest activity of each job, and their followers.
 
     A follower holds only a position in the log, so a slow one costs no memory: it reads the next
     page when it has sent the last, and gets only the newest activity.
@@ -31,14 +31,14 @@ class EventLog:
     def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
         self._activities: dict[str, orchestrator_pb.JobEvent] = {}
-        # By service: what is wrong with it, for all jobs.
+        # Problem of each service, for all jobs.
         self._troubles: dict[str, str] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     async def notice(
         self, job_id: str, severity: orchestrator_pb.Notice.Severity.ValueType, text: str
     ) -> None:
-        """Appends a notice for users."""
+        """Append a notice for users."""
         event = orchestrator_pb.JobEvent(
             at=timestamp(time.time()), notice=orchestrator_pb.Notice(severity=severity, text=text)
         )
@@ -55,18 +55,18 @@ class EventLog:
         self.wake(job_id)
 
     def set_trouble(self, service: str, text: str) -> None:
-        """Sets what is wrong with a service that all jobs need; empty: nothing is.
+        """Set the problem of a service that all jobs need; empty: none.
 
-        The activities of jobs say so as well: their calls of that service wait and report nothing.
+        The activities of jobs show it too, since their calls of that service wait without a report.
         """
         self._troubles[service] = text
 
     def show(
         self, job_id: str, activity: orchestrator_pb.Activity, *, with_troubles: bool = True
     ) -> None:
-        """Sends followers what the job does now; not stored.
+        """Send followers the job's present activity, without storing it.
 
-        `with_troubles`: unless the activity itself says what is wrong.
+        `with_troubles`: add problems of services, unless the activity itself shows them.
         """
         if with_troubles and (troubles := list(filter(None, self._troubles.values()))):
             said = orchestrator_pb.Activity()
@@ -82,23 +82,23 @@ class EventLog:
         self.wake(job_id)
 
     def activity(self, job_id: str) -> str:
-        """A text that says what the job does now; empty if unknown."""
+        """Return the job's present activity; empty if unknown."""
         event = self._activities.get(job_id)
         return "" if event is None else event.activity.text
 
     def forget(self, job_id: str) -> None:
-        """Forgets the activity of a job that does not run here any more."""
+        """Forget the activity of a job that no longer runs here."""
         self._activities.pop(job_id, None)
 
     def wake(self, job_id: str) -> None:
-        """Wakes the followers of a job whose log has grown."""
+        """Wake the followers of a job whose log has grown."""
         for event in self._waiting.get(job_id, ()):
             event.set()
 
     async def page(
         self, job_id: str, after: str, count: int = _PAGE
     ) -> list[orchestrator_pb.JobEvent]:
-        """At most `count` events after the event id `after` ("": from the first)."""
+        """Return at most `count` events after the event id `after` ("": from the first)."""
         start = f"({after}" if after else "-"
         entries = await self._redis.call(
             "XRANGE", JobKeys(job_id).events, start, "+", "COUNT", count
@@ -112,7 +112,7 @@ class EventLog:
         return events
 
     async def _nth_newest(self, job_id: str, count: int | None) -> tuple[int, int]:
-        """The place of the `count`-th newest event, or before all; None: before all."""
+        """Return the place of the `count`-th newest event, or before all; None: before all."""
         if count is None:
             return 0, 0
         entries = await self._redis.call(
@@ -128,11 +128,11 @@ class EventLog:
         ended: Callable[[], Awaitable[bool]],
         recent_metrics: int | None = None,
     ) -> AsyncIterator[orchestrator_pb.JobEvent]:
-        """The events after the event id `after`, then new ones until the job ends.
+        """Yield the events after the event id `after`, then new ones until the job ends.
 
-        If no state is in them, `ended` says whether the job has ended already. Without `after`,
-        metrics older than the newest `recent_metrics` events are left out. Raises
-        `InvalidArgument` if `after` is not an event id.
+        If they contain no state, `ended` says whether the job has already ended. Without `after`,
+        metrics older than the newest `recent_metrics` events are left out. Raises `InvalidArgument`
+        if `after` is not an event id.
         """
         check_event_id(after)
         first = (0, 0) if after else await self._nth_newest(job_id, recent_metrics)
@@ -170,6 +170,6 @@ class EventLog:
 
 
 def _place(event_id: str) -> tuple[int, int]:
-    """An event id in the order of the log."""
+    """Return an event id in the order of the log."""
     milliseconds, _, number = event_id.partition("-")
     return int(milliseconds), int(number)

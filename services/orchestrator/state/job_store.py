@@ -1,4 +1,4 @@
-"""Jobs in Redis: records, the state machine, metrics, and which jobs hosts hold states of."""
+"""Jobs in Redis: records, the state machine, metrics, and jobs with published states on hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
-# Jobs whose states are read at once for a list of those in one state.
+# Jobs whose states are read at once for a list filtered by state.
 _SCANNED: Final = 500
 # Rows of metrics read at once: first, and at most (about 1.2 MB).
 _FIRST_ROWS: Final = 64
@@ -53,7 +53,7 @@ _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 _REMEDIES = {
     common_pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
     common_pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
-    common_pb.JOB_STATE_CANCELLING: "It has ended: there is nothing to cancel.",
+    common_pb.JOB_STATE_CANCELLING: "It has ended, so there is nothing to cancel.",
 }
 
 
@@ -70,12 +70,12 @@ class StoredJob:
     record: JobRecord
     versions: Mapping[str, int]
     metrics: Mapping[str, float]
-    # By field; of one field several where workers differ.
+    # By field; several per field if workers differ.
     resolved: Sequence[common_pb.ResolvedSetting] = ()
 
 
 class JobStore:
-    """The jobs in Redis. Whatever must be atomic is one Lua script."""
+    """The jobs in Redis. Every atomic operation is one Lua script."""
 
     def __init__(
         self,
@@ -90,8 +90,7 @@ class JobStore:
         self._data_dir = data_dir
         # Names this process to users who look for the other orchestrator of a job.
         self.instance = f"{socket.gethostname()}, process {os.getpid()}"
-        # What this process has written itself, for its metrics: jobs that it runs, by id, and how
-        # many have ended, by state.
+        # Data for the metrics of this process: its running jobs by id, and its ended jobs by state.
         self.live: dict[str, LiveJob] = {}
         self.ended: Counter[common_pb.JobState.ValueType] = Counter()
 
@@ -101,19 +100,20 @@ class JobStore:
         return self._redis.address
 
     async def ping(self) -> None:
-        """Raises one of `NO_STATE` unless Redis takes writes."""
+        """Raise one of `NO_STATE` unless Redis accepts writes."""
         await self._redis.ping()
 
     async def check(self) -> list[str]:
-        """`ping`; returns warnings. Raises `FailedPrecondition` if Redis may delete jobs."""
+        """Ping Redis and return warnings. Raises `FailedPrecondition` if Redis may delete jobs."""
         return await self._redis.check()
 
     async def require_keeping(self) -> None:
-        """Raises `FailedPrecondition` if Redis may delete jobs."""
+        """Raise `FailedPrecondition` if Redis may delete jobs."""
         await self._redis.risks()
 
     async def create(self, record: JobRecord) -> bool:
-        """Stores a new job. False if the id is taken; that job's record stays as it is."""
+        """Store a new job. Returns False if the id is taken, and leaves that job's record
+        unchanged."""
         keys = JobKeys(record.job_id)
         event = _event(state=orchestrator_pb.StateChanged(state=record.state))
         kept = record.to_hash()
@@ -129,7 +129,7 @@ class JobStore:
         return bool(made)
 
     async def get(self, job_id: str) -> JobRecord:
-        """The record, which may be `broken`. Raises `NotFound`."""
+        """Return the record, which may be `broken`. Raises `NotFound`."""
         [found] = await self._redis.call_each(
             [("HGETALL", JobKeys(job_id).record)], keep_mistyped=True
         )
@@ -138,19 +138,19 @@ class JobStore:
         return self._read(job_id, found)
 
     def _directory(self, kept: Path) -> Path:
-        """The absolute directory of a job."""
+        """Return the absolute directory of a job."""
         return kept if self._data_dir is None or not kept.name else self._data_dir / kept
 
     async def ids(self) -> list[str]:
-        """All job ids, oldest first."""
+        """Return all job ids, oldest first."""
         found = await self._redis.call("ZRANGE", INDEX, 0, -1)
         return [job_id.decode(errors="backslashreplace") for job_id in found]
 
     async def page(
         self, size: int, token: str = "", state: common_pb.JobState.ValueType | None = None
     ) -> tuple[list[str], str]:
-        """Ids of up to `size` jobs (in `state`), newest first, after the job that `token` names;
-        and the token of the next page, empty on the last.
+        """Return the ids of up to `size` jobs (in `state`), newest first, after the job that
+        `token` names; and the token of the next page, empty on the last.
 
         Raises `InvalidArgument` for a token that is not of this list.
         """
@@ -164,7 +164,7 @@ class JobStore:
             )
             pairs = _scored(rows)
             skip += len(pairs)
-            # Jobs of the same time are sorted by id; those down to `last` were on pages before.
+            # Jobs of the same time are sorted by id; jobs down to `last` were on earlier pages.
             fresh = [one for one in pairs if not last or one < (highest, last)]
             found += fresh if state is None else await self._in_state(fresh, state)
             if len(pairs) < count:
@@ -183,8 +183,8 @@ class JobStore:
         return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
 
     async def views(self, job_ids: Sequence[str]) -> list[StoredJob]:
-        """Jobs for lists, in one round trip. One that cannot be read gets a broken record, so that
-        the others can be listed."""
+        """Return the jobs for lists, in one round trip. One that cannot be read gets a broken
+        record, so that the others can be listed."""
         keys = [JobKeys(job_id) for job_id in job_ids]
         replies = await self._redis.call_each(
             [
@@ -218,16 +218,16 @@ class JobStore:
             return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
 
     def _read(self, job_id: str, found: Any) -> JobRecord:
-        """The record of a listed job, from Redis' reply."""
+        """Return the record of a listed job, from Redis' reply."""
         if isinstance(found, Exception):
             return JobRecord.unreadable(job_id, str(found))
         if not found:
-            return JobRecord.unreadable(job_id, "it is listed, and there is no record of it")
+            return JobRecord.unreadable(job_id, "it is listed but has no record")
         record = JobRecord.read(job_id, found)
         return replace(record, directory=self._directory(record.directory))
 
     async def delete(self, job_id: str) -> None:
-        """Deletes everything that Redis holds of the job. Repeatable."""
+        """Delete all of the job's data in Redis. Idempotent."""
         await self._redis.call("UNLINK", *JobKeys(job_id).all)
         # The index last: after a crash the job is still listed and can be deleted again.
         await self._redis.call("ZREM", INDEX, job_id)
@@ -236,8 +236,8 @@ class JobStore:
     async def note_resolved(
         self, job_id: str, settings: Iterable[common_pb.ResolvedSetting]
     ) -> None:
-        """Notes what a worker made of settings that the job leaves open, for people: not while
-        Redis is away."""
+        """Note a worker's values for settings that the job leaves open, for people. Does nothing
+        while Redis is away."""
         members = [one.SerializeToString(deterministic=True) for one in settings]
         if not members:
             return
@@ -245,28 +245,28 @@ class JobStore:
             await self._redis.call("SADD", JobKeys(job_id).resolved, *members)
 
     async def forget_resolved(self, job_id: str) -> None:
-        """Forgets what workers made of the job's settings, which they do anew."""
+        """Forget the workers' values for the job's open settings, which they report again."""
         await self._redis.call("DEL", JobKeys(job_id).resolved)
 
     async def keep_profile(self, job_id: str, profile: JobProfile) -> None:
-        """Keeps what the job was measured to do, in place of what was kept before."""
+        """Store the job's measured profile in place of the previous one."""
         await self._redis.call("SET", JobKeys(job_id).profile, profile.pack())
 
     async def profile(self, job_id: str) -> JobProfile | None:
-        """The job's measured profile; None before the end of its first step."""
+        """Return the job's measured profile; None before the end of its first step."""
         found = await self._redis.call("GET", JobKeys(job_id).profile)
         return None if found is None else JobProfile.unpack(found)
 
     async def note_states(self, job_id: str) -> None:
-        """Notes that hosts may hold published weights of the job."""
+        """Note that hosts may hold published weights of the job."""
         await self._redis.call("SADD", STATES, job_id)
 
     async def note_no_states(self, job_id: str) -> None:
-        """Notes that no host holds published weights of the job."""
+        """Note that no host holds published weights of the job."""
         await self._redis.call("SREM", STATES, job_id)
 
     async def with_states(self) -> list[str]:
-        """Ids of the jobs of which hosts may hold published weights."""
+        """Return the ids of jobs with published weights on hosts."""
         return sorted(one.decode() for one in await self._redis.call("SMEMBERS", STATES))
 
     async def move(
@@ -279,10 +279,10 @@ class JobStore:
         sources: Sequence[common_pb.JobState.ValueType] | None = None,
         spec_json: str | None = None,
     ) -> JobRecord:
-        """Moves the job's state and logs the move, atomically. In the state `target` already:
-        changes nothing.
+        """Move the job's state and log the move, atomically. Changes nothing if the state is
+        already `target`.
 
-        With the move the specification becomes `spec_json`, if given. A runner passes its `epoch`.
+        The move also sets the specification to `spec_json`, if given. A runner passes its `epoch`.
         `sources` restricts the states from which the table allows the move. Raises
         `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
         """
@@ -330,13 +330,13 @@ class JobStore:
         return record
 
     async def adopt(self, job_id: str) -> int:
-        """Takes the job over; returns the new runner's epoch, which fences off older runners."""
+        """Take the job over; return the new runner's epoch, which fences off older runners."""
         return int(await self._redis.run_script("adopt", [JobKeys(job_id).record], [self.instance]))
 
     async def finish_step(
         self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
     ) -> bool:
-        """Counts step `step` (from 0) as over and logs its metrics, once."""
+        """Count step `step` (from 0) as over and log its metrics, once."""
         return await self._record(
             job_id, epoch, ("step", str(step)), step + 1, values, {"step": str(step + 1)}
         )
@@ -350,23 +350,23 @@ class JobStore:
         values: Mapping[str, float],
         fields: Mapping[str, str],
     ) -> bool:
-        """Logs the metrics of the evaluation after `step` steps, once; the one before was after
-        `previous`."""
+        """Log the metrics of the evaluation after `step` steps, once. The previous one was after
+        `previous` steps."""
         update = {"evaluated": str(step), **fields}
         return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
 
     async def note_checkpoint(
         self, job_id: str, epoch: int, step: int, problem: common_pb.Problem | None
     ) -> None:
-        """Notes that the checkpoints after `step` steps were written; with `problem` that they were
-        not, so that a runner which takes the job over at this step tries again."""
+        """Note that the checkpoints after `step` steps were written, or with `problem` that they
+        failed, so that a runner that takes the job over at this step tries again."""
         await self.check_epoch(job_id, epoch)
         done = () if problem else ("checkpointed", str(step))
         fields = (*done, "checkpoint_problem", problem_field(problem))
         await self._redis.call("HSET", JobKeys(job_id).record, *fields)
 
     async def check_epoch(self, job_id: str, epoch: int) -> None:
-        """Raises `Superseded` unless `epoch` is the newest."""
+        """Raise `Superseded` unless `epoch` is the newest."""
         now = await self._redis.call("HGET", JobKeys(job_id).record, "epoch")
         if now is None or int(now) != epoch:
             await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
@@ -374,14 +374,14 @@ class JobStore:
     async def metrics(
         self, job_id: str, after_step: int = 0
     ) -> list[orchestrator_pb.MetricsLogged]:
-        """All logged rows of metrics, oldest first; those of steps after `after_step` if that is
-        positive. What is read grows with the rows found, not with those that there are."""
+        """Return all logged rows of metrics, oldest first, or rows of steps after `after_step` if
+        that is positive. The cost grows with the returned rows, not with all rows."""
         pages: list[list[orchestrator_pb.MetricsLogged]] = []
         size, token, more = _FIRST_ROWS, "", True
         while more:
             page, token = await self.metrics_page(job_id, size, token)
             pages.append(rows_after(page, after_step))
-            # Rows are logged step by step: what came before such a page is older yet.
+            # Rows are logged step by step, so everything before such a page is older.
             more = bool(token) and (not page or bool(pages[-1]))
             size = min(4 * size, _MOST_ROWS)
         return [row for page in reversed(pages) for row in page]
@@ -389,12 +389,12 @@ class JobStore:
     async def metrics_page(
         self, job_id: str, size: int, token: str
     ) -> tuple[list[orchestrator_pb.MetricsLogged], str]:
-        """Up to `size` rows of metrics, oldest first, that precede those of the page that gave
-        `token` ("": the newest); and the token of the page of older ones."""
+        """Return up to `size` rows of metrics, oldest first, that precede the page that gave
+        `token` ("": the newest), and the token of the next older page."""
         size = min(size, _MOST_ROWS)
         if token and not _ROW.fullmatch(token):
             raise not_a_page(token)
-        # Rows are only ever appended: their places from the beginning stay.
+        # Rows are only appended, so their positions from the beginning stay.
         end = int(token) if token else await self._redis.call("LLEN", JobKeys(job_id).rows)
         start = max(0, end - size)
         if not end:
@@ -445,7 +445,7 @@ class JobStore:
         if target == common_pb.JOB_STATE_SUBMITTED:
             fields += ["ended_at", "0.0"]
         elif target == common_pb.JOB_STATE_STARTING:
-            # "?": only the first time, since a job that is taken over has not begun anew.
+            # "?": only the first time, since a takeover does not restart the job.
             fields += ["?started_at", now]
         elif target in (
             common_pb.JOB_STATE_SUCCEEDED,
@@ -464,7 +464,7 @@ class JobStore:
             epoch, owner = await self._redis.call("HMGET", JobKeys(job_id).record, "epoch", "owner")
             raise Superseded(
                 f"another orchestrator ({(owner or b'unknown').decode()}) has taken job {job_id} "
-                f"over, as number {int(epoch or 0)}; this one stops running it",
+                f"over, with epoch {int(epoch or 0)}; this one stops running it",
                 field="epoch",
                 value=int(epoch or 0),
                 remedy="Run one orchestrator per Redis.",
@@ -484,7 +484,7 @@ def _event(**what: Any) -> bytes:
 
 
 def same_submission(found: JobRecord, record: JobRecord) -> None:
-    """Raises `AlreadyExists` unless `found` has the specification of `record`."""
+    """Raise `AlreadyExists` unless `found` has the specification of `record`."""
     if found.spec_json != record.spec_json:
         raise AlreadyExists(
             f"job {record.job_id} exists with another specification",
@@ -495,7 +495,7 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
 
 
 def _checked(found: Any) -> Any:
-    """Redis' reply. Raises ValueError if the key is of another type."""
+    """Return the reply of Redis. Raises ValueError if the key has another type."""
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
     return found
@@ -504,7 +504,7 @@ def _checked(found: Any) -> Any:
 def rows_after(
     rows: list[orchestrator_pb.MetricsLogged], step: int
 ) -> list[orchestrator_pb.MetricsLogged]:
-    """The rows of steps after `step`; all of them unless it is positive."""
+    """Return the rows of steps after `step`; all of them unless it is positive."""
     return [row for row in rows if row.step > step] if step > 0 else rows
 
 
@@ -513,12 +513,13 @@ def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:
 
 
 def _scored(rows: Sequence[Any]) -> list[tuple[float, str]]:
-    """Members of a sorted set with their scores, from the flat list that Redis answers with."""
+    """Parse members of a sorted set and their scores from the flat list of Redis."""
     return [(float(rows[i + 1]), rows[i].decode()) for i in range(0, len(rows), 2)]
 
 
 def _parse_page(token: str) -> tuple[float, str]:
-    """Score and id of the last job of a page; without a token, values before all jobs."""
+    """Return the score and id of the last job of a page; without a token, values before all
+    jobs."""
     if not token:
         return math.inf, ""
     score, _, job_id = token.partition(":")

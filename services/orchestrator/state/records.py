@@ -1,4 +1,5 @@
-"""The durable record of a job: as an object, as a Redis hash, and as the `Job` message of users."""
+"""The durable record of a job: as an object, as a Redis hash, and as the `Job` message for
+users."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ NEVER: Final = -1
 
 
 def problem_field(problem: common_pb.Problem | None) -> bytes:
-    """A problem as a field of the hash; empty for None."""
+    """Return a problem as a field of the hash; empty for None."""
     return b"" if problem is None else problem.SerializeToString()
 
 
@@ -47,13 +48,13 @@ def _parse_problem(data: bytes) -> common_pb.Problem | None:
 
 
 def _parse_state(data: bytes) -> common_pb.JobState.ValueType:
-    # `Name` raises for a number that is no state.
+    # `Name` raises for a number that is not a state.
     return common_pb.JobState.Value(
         common_pb.JobState.Name(common_pb.JobState.ValueType(int(data)))
     )
 
 
-# How a field is written to the hash, and read from it.
+# Functions that write a field to the hash and read it.
 _Codec = tuple[Callable[[Any], str | bytes], Callable[[bytes], Any]]
 _TEXT: Final[_Codec] = (str, bytes.decode)
 _INT: Final[_Codec] = (str, int)
@@ -92,7 +93,7 @@ class JobRecord:
     state: common_pb.JobState.ValueType = common_pb.JOB_STATE_SUBMITTED
     # Counts the runners that took the job over; only the newest one may write.
     epoch: int = 0
-    # Steps that are committed and whose result engines serve.
+    # Committed steps whose result engines serve.
     step: int = 0
     # The step count at which evaluation and checkpoints were last done.
     evaluated: int = NEVER
@@ -100,13 +101,13 @@ class JobRecord:
     started_at: float = 0.0
     ended_at: float = 0.0
     problem: common_pb.Problem | None = None
-    # Why the newest checkpoint is missing, if it is.
+    # Why the newest checkpoint is missing, if so.
     checkpoint_problem: common_pb.Problem | None = None
     # Scores of the evaluations before the first step and after the last, with the bounds of their
     # intervals (`<score>/low`, `<score>/high`).
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
-    # Whether the stored record cannot be read; `problem` says why.
+    # Whether the stored record is unreadable; `problem` says why.
     broken: bool = False
 
     @property
@@ -120,7 +121,7 @@ class JobRecord:
         return common_pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
 
     def spec(self) -> JobSpec:
-        """The specification, as validated when the job was submitted.
+        """Return the specification, as validated when the job was submitted.
 
         Raises `FailedPrecondition` for a job of an older release that this one cannot run.
         """
@@ -129,26 +130,27 @@ class JobRecord:
         except ValidationError as error:
             first = explained(error, JobSpec)[0]
             raise FailedPrecondition(
-                f"this release does not take the job's specification: {first.message}",
+                f"this release does not accept the job's specification: {first.message}",
                 kind="spec_outdated",
                 field=first.field,
                 value=first.value or None,
-                remedy="Submit a new job; the old one's checkpoints are where they were.",
+                remedy="Submit a new job; the old one's checkpoints are unchanged.",
             ) from error
 
     def policy_of(self, name: str) -> str:
-        """The policy called `name`, or the one that plays the agent `name`. Raises `NotFound`."""
+        """Return the policy called `name`, or the one that plays the agent `name`. Raises
+        `NotFound`."""
         return name if self.broken else policy_of(json.loads(self.spec_json), name)
 
     def to_hash(self) -> dict[str, str | bytes]:
-        """The fields of the Redis hash."""
+        """Return the fields of the Redis hash."""
         return {name: write(getattr(self, name)) for name, (write, _) in _CODECS.items()}
 
     @staticmethod
     def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record that `to_hash` wrote, or a broken one if that cannot be read."""
+        """Return the record that `to_hash` wrote, or a broken one if that cannot be read."""
         try:
-            # The id of the list of jobs counts, whatever the record says.
+            # The id in the list of jobs counts, whatever the record says.
             return replace(JobRecord.from_hash(fields), job_id=job_id)
         except Exception as error:
             directory = fields.get(b"directory", b"").decode(errors="replace")
@@ -156,7 +158,7 @@ class JobRecord:
 
     @staticmethod
     def unreadable(job_id: str, why: str, directory: str = "") -> JobRecord:
-        """A broken record in place of one that cannot be read because of `why`."""
+        """Return a broken record for one that cannot be read because of `why`."""
         return JobRecord(
             job_id=job_id,
             request_id="",
@@ -170,7 +172,7 @@ class JobRecord:
 
     @staticmethod
     def from_hash(fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record that `to_hash` wrote. Raises any error for other fields."""
+        """Parse the record that `to_hash` wrote. Raises any error for other fields."""
         return JobRecord(
             **{name: read(fields[name.encode()]) for name, (_, read) in _CODECS.items()}
         )
@@ -183,8 +185,8 @@ class JobRecord:
         activity: str,
         resolved: Sequence[common_pb.ResolvedSetting] = (),
     ) -> orchestrator_pb.Job:
-        """The job as users see it. If it cannot be shown, a message that says so: one broken record
-        must not prevent listing the other jobs."""
+        """Return the job as users see it. If it cannot be shown, a message that says so: one broken
+        record must not prevent listing the other jobs."""
         try:
             job = self._message(versions, metrics, activity)
             job.resolved.extend(resolved)
@@ -198,8 +200,8 @@ class JobRecord:
             return job
 
     def check_viewable(self) -> None:
-        """Raises ValueError or the like unless the record can be shown; to be called before it is
-        stored."""
+        """Raise ValueError or a similar error unless the record can be shown. Call this before
+        storing it."""
         self._message({}, {}, "").SerializeToString()
         JobRecord.from_hash({key.encode(): _bytes(value) for key, value in self.to_hash().items()})
 
@@ -238,13 +240,14 @@ class JobRecord:
 
 
 def scores(values: Mapping[str, float]) -> dict[str, float]:
-    """The scores among the values of an evaluation, without the bounds of their intervals."""
+    """Return the scores among the values of an evaluation, without the bounds of their
+    intervals."""
     bounds = {f"{name}{end}" for name in values for end in BOUNDS}
     return {name: value for name, value in values.items() if name not in bounds}
 
 
 def intervals(values: Mapping[str, float]) -> dict[str, orchestrator_pb.ScoreInterval]:
-    """The intervals of the scores among the values of an evaluation, by score."""
+    """Return the intervals of the scores among the values of an evaluation, by score."""
     low, high = BOUNDS
     return {
         name: orchestrator_pb.ScoreInterval(low=values[name + low], high=values[name + high])
@@ -265,14 +268,14 @@ class LiveJob:
     versions: dict[str, int] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
-        """The values of both rows; for a thread that reads them while rows come in."""
+        """The values of both rows, safe to read from another thread while rows arrive."""
         return {name: value for row in list(self.rows.values()) for name, value in row.items()}
 
 
 def _broken(why: str) -> common_pb.Problem:
     return common_pb.Problem(
         kind="record_broken",
-        message=f"what is stored of this job cannot be read: {why[:200]}",
+        message=f"the stored record of this job is unreadable: {why[:200]}",
         remedy="`troupe jobs forget JOB_ID` removes it; its files stay where they are.",
     )
 
@@ -282,13 +285,13 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def not_a_page(token: str, message: str = "is not a page of this list") -> InvalidArgument:
-    """The error of a page token of another list."""
+    """Return the error of a page token of another list."""
     return InvalidArgument(
         message, field="page_token", value=token, remedy="Start from the first page."
     )
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch as a protobuf timestamp (whole nanoseconds)."""
+    """Return the seconds since the epoch as a protobuf timestamp (whole nanoseconds)."""
     whole, nanos = divmod(round(seconds * 1e9), 10**9)
     return Timestamp(seconds=whole, nanos=nanos)

@@ -1,4 +1,4 @@
-"""The orchestrator's Redis: the names of its keys, its Lua scripts, its errors."""
+"""The orchestrator's Redis: names of its keys, Lua scripts, errors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _TIMEOUT: Final = 10.0
 
 # Sorted set: ids of all jobs by when they were created.
 INDEX: Final = f"{_PREFIX}:jobs"
-# Set: ids of jobs of which hosts may hold published weights.
+# Set: ids of jobs with published weights on hosts.
 STATES: Final = f"{_PREFIX}:jobs:states"
-# Kept apart, so that training does not push evaluations and matches out, nor later evaluations
-# what the first one ("before") and the newest ones ("after") are compared by.
+# Kept separately, so that training does not displace evaluations and matches, and later evaluations
+# do not displace the first one ("before"), with which the newest ones ("after") are compared.
 TRAJECTORY_KINDS: Final = ("train", "evaluate", "match", "before", "after")
-# What is kept of the tokens of some of them, by rollout and by trainers.
+# Stored tokens of some trajectories, from rollout and from trainers.
 TOKEN_KINDS: Final = ("tokens", "trained")
 
 
 class StateUnavailable(Unavailable):
-    """The orchestrator's Redis is away: nothing can be decided or recorded until it is back."""
+    """The orchestrator's Redis is unreachable: nothing can be decided or recorded until it is
+    back."""
 
     default_kind = "redis_unavailable"
 
@@ -35,13 +36,14 @@ class StateUnavailable(Unavailable):
 class StateFull(ResourceExhausted):
     """The orchestrator's Redis is at its memory limit: nothing can be recorded until it has room.
 
-    Without a hint when to retry: the orchestrator itself waits, and its callers hear of it soon.
+    Gives no hint when to retry, since the orchestrator itself waits and its callers learn of it
+    soon.
     """
 
     default_kind = "redis_full"
 
 
-# Jobs wait while one of these is raised.
+# Errors during which jobs wait.
 NO_STATE: Final = (StateUnavailable, StateFull)
 
 
@@ -53,7 +55,7 @@ class JobKeys:
 
     @property
     def base(self) -> str:
-        """The prefix of all of them."""
+        """The prefix of all keys."""
         return f"{_PREFIX}:{{{self.job_id}}}"
 
     record = KeyName("record")
@@ -61,11 +63,11 @@ class JobKeys:
     events = KeyName("events")
     """Stream: the event log."""
     ledger = KeyName("ledger")
-    """Hash: of each policy the `:done` steps and the newest `:entry`; read by lists of jobs."""
+    """Hash: `:done` steps and newest `:entry` of each policy, for lists of jobs."""
     checksums = KeyName("checksums")
     """Hash: the checksum of every version ever, by policy and `:v<version>`."""
     versions = KeyName("versions")
-    """List: every entry that the ledger ever held."""
+    """List: every recorded entry of the versions."""
     rows = KeyName("rows")
     """List: measured values, as `MetricsLogged` messages in the order they were logged."""
     latest = KeyName("latest")
@@ -75,9 +77,9 @@ class JobKeys:
     profile = KeyName("profile")
     """String: the job's measured profile (`JobProfile.pack`)."""
     population = KeyName("population")
-    """Hash: pools, payoffs, meta-strategies; what the slots have."""
+    """Hash: pools, payoffs, meta-strategies, members in slots."""
     answers = KeyName("population:answers")
-    """Hash: what members answer in every information state of a game, by pool and member."""
+    """Hash: members' answers in every information state of a game, by pool and member."""
 
     @property
     def matches(self) -> tuple[str, str]:
@@ -104,14 +106,15 @@ class JobKeys:
         ]
 
     def trajectories(self, kind: str) -> tuple[str, str, str]:
-        """Recent trajectories of a kind: order (list), summaries and full ones (hashes)."""
+        """Return the recent trajectories of a kind: order (list), summaries and full ones
+        (hashes)."""
         base = f"{self.base}:trajectories:{kind}"
         return base, f"{base}:summaries", f"{base}:full"
 
 
 class RedisAccess(RedisClient):
-    """The orchestrator's Redis. One that is away is asked again for `patience` seconds: one that
-    restarts is back by then.
+    """The orchestrator's Redis. Calls to an unreachable Redis are repeated for `patience` seconds,
+    which covers a restart.
     """
 
     unavailable = StateUnavailable
@@ -136,6 +139,6 @@ class RedisAccess(RedisClient):
         if isinstance(error, ResourceExhausted):
             return as_error(StateFull, error)
         if isinstance(error, FailedPrecondition) and self.ready:
-            # A Redis that refuses the password may be set right: jobs wait for that.
+            # A refused password may be corrected, so jobs wait for that.
             return as_error(StateUnavailable, error)
         return error

@@ -15,19 +15,20 @@ from troupe.rpc import NotFound
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 
-# Smaller ones are not compressed; messages of those that are larger when compressed are cut.
+# Bytes below which trajectories are not compressed, and compressed bytes above which messages are
+# cut.
 _COMPRESS_BYTES: Final = 16 * 2**10
 _LARGEST_BYTES: Final = 256 * 2**10
 _CLIP_CHARS: Final = 1000
 _PLAIN, _COMPRESSED = b"p", b"z"
-# Turns of a trajectory whose trained tokens are kept, on average over the newest trajectories.
+# Average number of turns per trajectory whose trained tokens are kept.
 _TURNS_WITH_TOKENS: Final = 16
 
 
 def summarize(
     event: rollout_pb.TrajectoryEvent, *, step: int, evaluation: bool
 ) -> orchestrator_pb.TrajectorySummary:
-    """The summary of an ended trajectory for lists."""
+    """Return the summary of an ended trajectory for lists."""
     return orchestrator_pb.TrajectorySummary(
         trajectory_id=event.trajectory_id,
         query_id=event.query_id,
@@ -43,7 +44,7 @@ def summarize(
 
 
 def repeat_shared(turns: Sequence[rollout_pb.Turn]) -> None:
-    """Gives every turn all messages of its prompt, also those that an earlier turn has."""
+    """Give every turn all messages of its prompt, including messages of earlier turns."""
     whole: dict[int, rollout_pb.Turn] = {}
     for turn in turns:
         if turn.shared_messages and turn.shared_turn in whole:
@@ -57,8 +58,8 @@ def repeat_shared(turns: Sequence[rollout_pb.Turn]) -> None:
 
 
 def pack(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
-    """A trajectory as it is stored. A long one is compressed; one that is still too large loses the
-    middle of its long messages."""
+    """Pack a trajectory for storage. Long ones are compressed; if still too large, long messages
+    lose their middle."""
     data = full.SerializeToString()
     if len(data) < _COMPRESS_BYTES:
         return _PLAIN + data
@@ -75,7 +76,7 @@ def pack(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
 
 
 def unpack(stored: bytes) -> orchestrator_pb.GetTrajectoryResponse:
-    """The trajectory that `pack` packed."""
+    """Unpack a trajectory from `pack`."""
     data = stored[1:] if stored[:1] == _PLAIN else zlib.decompress(stored[1:])
     return orchestrator_pb.GetTrajectoryResponse.FromString(data)
 
@@ -88,8 +89,8 @@ def _clip(text: str) -> str:
 
 
 class RecentTrajectories:
-    """Keeps the newest `cap` trajectories per job and kind: training, evaluation, matches; and the
-    tokens of the newest `tokens_cap` of those that came with tokens."""
+    """The newest `cap` trajectories per job and kind (training, evaluation, matches), and the
+    tokens of the newest `tokens_cap` trajectories with tokens."""
 
     def __init__(self, redis: RedisAccess, cap: int, tokens_cap: int) -> None:
         self._redis = redis
@@ -97,14 +98,14 @@ class RecentTrajectories:
         self._tokens_cap = tokens_cap
 
     def buffer(self, job_id: str, step: int, kind: str) -> TrajectoryBuffer:
-        """A buffer for the ended trajectories of one step, evaluation or round of matches; `kind`
-        is one of `TRAJECTORY_KINDS`."""
+        """Return a buffer for the ended trajectories of one step, evaluation or round of matches;
+        `kind` is one of `TRAJECTORY_KINDS`."""
         return TrajectoryBuffer(self, job_id, step, kind, self._cap)
 
     async def keep(
         self, job_id: str, kind: str, found: list[orchestrator_pb.GetTrajectoryResponse]
     ) -> None:
-        """Stores trajectories, oldest first, and drops the oldest ones beyond the cap."""
+        """Store trajectories, oldest first, and drop the oldest ones beyond the cap."""
         if not found:
             return
         # In a thread: compressing long ones takes a while.
@@ -117,7 +118,7 @@ class RecentTrajectories:
         await self._keep(job_id, "tokens", self._tokens_cap, kept)
 
     async def keep_trained(self, request: orchestrator_pb.ReportTrainedTokensRequest) -> None:
-        """Stores what a trainer computed of tokens, whether they have come or not."""
+        """Store a trainer's values per token, even if the tokens have not arrived."""
         kept = [
             (f"{one.trajectory_id}/{one.turn}", b"", zlib.compress(one.SerializeToString(), 1))
             for one in request.turns
@@ -135,7 +136,8 @@ class RecentTrajectories:
     async def page(
         self, job_id: str, size: int, token: str, wanted: TrajectoryFilter | None = None
     ) -> tuple[list[orchestrator_pb.TrajectorySummary], str]:
-        """Up to `size` summaries, newest first, after the trajectory `token`; the next token."""
+        """Return up to `size` summaries, newest first, after the trajectory `token`; the next
+        token."""
         listed: list[orchestrator_pb.TrajectorySummary] = []
         full: dict[str, str] = {}
         for kind in TRAJECTORY_KINDS:
@@ -177,7 +179,7 @@ class RecentTrajectories:
     async def find(
         self, job_id: str, trajectory_ids: Collection[str]
     ) -> list[orchestrator_pb.GetTrajectoryResponse]:
-        """Records of the training trajectories that are still kept, in no order."""
+        """Return the records of kept training trajectories, unordered."""
         if not trajectory_ids:
             return []
         full = JobKeys(job_id).trajectories("train")[2]
@@ -187,13 +189,14 @@ class RecentTrajectories:
     async def get(
         self, job_id: str, trajectory_id: str, *, tokens: bool = False
     ) -> orchestrator_pb.GetTrajectoryResponse:
-        """One trajectory with its turns; `tokens`: and theirs, if kept. Raises `NotFound`."""
+        """Return one trajectory with its turns, and with `tokens` their tokens if kept. Raises
+        `NotFound`."""
         for kind in TRAJECTORY_KINDS:
             full = JobKeys(job_id).trajectories(kind)[2]
             found = await self._redis.call("HGET", full, trajectory_id)
             if found:
                 kept = unpack(found)
-                # In a thread: prompts of many turns are long together.
+                # In a thread, since the prompts of many turns are long in total.
                 await asyncio.to_thread(repeat_shared, kept.turns)
                 if tokens and kept.summary.tokens_kept:
                     await self._add_tokens(job_id, kept)
@@ -203,7 +206,7 @@ class RecentTrajectories:
             "its conversation was not kept (`logging.trajectories`)",
             field="trajectory_id",
             value=trajectory_id,
-            remedy="`ListTrajectories` names those that are kept.",
+            remedy="`ListTrajectories` names the kept trajectories.",
         )
 
     async def _add_tokens(self, job_id: str, kept: orchestrator_pb.GetTrajectoryResponse) -> None:
@@ -225,7 +228,8 @@ class RecentTrajectories:
 
 
 def take_tokens(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
-    """The tokens of a trajectory as they are stored, taken out of it; empty where it has none."""
+    """Return the tokens of a trajectory as they are stored, taken out of it; empty where it has
+    none."""
     found = orchestrator_pb.GetTrajectoryResponse()
     for turn in full.turns:
         if turn.HasField("tokens"):
@@ -235,7 +239,7 @@ def take_tokens(full: orchestrator_pb.GetTrajectoryResponse) -> bytes:
 
 
 class TrajectoryFilter:
-    """Which of the kept trajectories a request is for."""
+    """Filter of kept trajectories for a request."""
 
     def __init__(self, request: orchestrator_pb.ListTrajectoriesRequest) -> None:
         self._request = request
@@ -246,11 +250,11 @@ class TrajectoryFilter:
             or request.HasField("min_reward")
             or request.HasField("max_reward")
         )
-        # Whether the turns have to be read, since the summary does not tell.
+        # Whether the turns must be read, because the summary is not sufficient.
         self.reads = bool(request.text or request.agent)
 
     def fits(self, one: orchestrator_pb.TrajectorySummary) -> bool:
-        """Whether a summary has what can be told from it."""
+        """Return whether a summary matches, as far as it can tell."""
         request = self._request
         if request.reason.casefold() not in one.reason.casefold():
             return False
@@ -266,7 +270,7 @@ class TrajectoryFilter:
         return (least is None or reward >= least) and (most is None or reward <= most)
 
     def reads_in(self, full: orchestrator_pb.GetTrajectoryResponse) -> bool:
-        """Whether a trajectory's turns have the text and the agent."""
+        """Return whether a trajectory's turns have the text and the agent."""
         agent, text = self._request.agent, self._text
         acts = {turn.agent for turn in full.turns}.union(full.summary.rewards)
         if agent and agent not in acts:
@@ -278,7 +282,7 @@ class TrajectoryFilter:
         )
 
     def _reward(self, rewards: Mapping[str, float]) -> float | None:
-        """The reward that bounds are for; None: there is none."""
+        """Return the reward that bounds are for; None: there is none."""
         if self._request.agent:
             return rewards.get(self._request.agent)
         if metric_names.TEAM in rewards:
@@ -287,7 +291,7 @@ class TrajectoryFilter:
 
 
 def as_event(kept: orchestrator_pb.GetTrajectoryResponse) -> rollout_pb.TrajectoryEvent:
-    """The event that ended a kept trajectory, without its metrics."""
+    """Return the event that ended a kept trajectory, without its metrics."""
     summary = kept.summary
     return rollout_pb.TrajectoryEvent(
         query_id=summary.query_id,
@@ -301,7 +305,7 @@ def as_event(kept: orchestrator_pb.GetTrajectoryResponse) -> rollout_pb.Trajecto
 
 
 class TrajectoryBuffer:
-    """Ended trajectories that are not written yet, at most as many as are kept."""
+    """Ended trajectories not written yet, at most as many as are kept."""
 
     def __init__(
         self, recent: RecentTrajectories, job_id: str, step: int, kind: str, cap: int
@@ -314,7 +318,7 @@ class TrajectoryBuffer:
         self._events: OrderedDict[str, rollout_pb.TrajectoryEvent] = OrderedDict()
 
     def add(self, event: rollout_pb.TrajectoryEvent) -> None:
-        """Adds an ended trajectory whose conversation is kept; others have nothing to show."""
+        """Add an ended trajectory if its conversation is kept; others have nothing to show."""
         if event.without_text:
             return
         self._events[event.trajectory_id] = event
@@ -322,7 +326,7 @@ class TrajectoryBuffer:
             self._events.popitem(last=False)
 
     async def flush(self) -> None:
-        """Writes what was added."""
+        """Write the added trajectories."""
         events, self._events = self._events, OrderedDict()
         found = [
             orchestrator_pb.GetTrajectoryResponse(

@@ -1,8 +1,8 @@
-"""The record of weight versions: which version each policy of a job has, and all it ever had.
+"""The record of weight versions: the present version of each policy of a job, and all earlier ones.
 
-Only here a policy's version moves: by the commit of its next step (`commit`), or back to its first
-weights under the next number (`restart`). There is one checksum per version, so the same number
-with other content is refused.
+A policy's version moves only here: by the commit of its next step (`commit`), or back to its first
+weights under the next number (`restart`). Each version has one checksum, so the same number with
+different content is refused.
 
 How a version is admitted: `pipeline.steps.StepRunner` commits it here, then
 `placement.engines.Engines.update` has the rollout workers load it. `Engines.ready` names the
@@ -36,46 +36,45 @@ class WeightVersions:
     """The weight versions of all jobs, in Redis."""
 
     def __init__(self, redis: RedisAccess, live: Mapping[str, LiveJob]) -> None:
-        """`live`: the jobs that this process runs, by id; their newest versions are kept there for
-        its metrics."""
+        """`live`: jobs of this process by id, where their newest versions are kept for its
+        metrics."""
         self._redis = redis
         self._live = live
 
     async def entries(self, job_id: str) -> dict[str, VersionEntry]:
-        """The newest entry of every policy that has one."""
+        """Return the newest entry of every policy that has one."""
         found = entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
         for policy, entry in found.items():
             self._show(job_id, policy, entry.weights.version)
         return found
 
     async def versions(self, job_id: str, policy: str = "") -> list[orchestrator_pb.PolicyVersion]:
-        """All versions so far, oldest first, of one policy or of all."""
+        """Return all versions so far, oldest first, of one policy or of all."""
         rows = await self._redis.call("LRANGE", JobKeys(job_id).versions, 0, -1)
         versions = [orchestrator_pb.PolicyVersion.FromString(row) for row in rows]
         return [one for one in versions if policy in ("", one.weights.policy)]
 
     async def open(self, job_id: str, weights: common_pb.WeightsRef) -> VersionEntry:
-        """Records a policy's weights before any step. Repeatable."""
+        """Record a policy's weights before any step. Repeatable."""
         return await self._move(job_id, 0, weights, store_pb.STEP_OUTCOME_UNSPECIFIED)
 
     async def commit(self, job_id: str, commit: store_pb.StepCommit) -> VersionEntry:
-        """Moves a policy by the commit of its next step. Repeating it, or an older commit, changes
-        nothing.
+        """Move a policy by the commit of its next step. Repeated and older commits change nothing.
 
-        Raises `FailedPrecondition` if a step is left out or the version has another checksum,
+        Raises `FailedPrecondition` if a step is skipped or the version has another checksum,
         `NotFound` for an unknown job.
         """
         weights = commit.weights
-        if not weights.policy:  # the commit of a step without an update may leave them out
+        if not weights.policy:  # the commit of a step without an update may omit them
             known = (await self.entries(job_id)).get(commit.policy)
             weights = common_pb.WeightsRef(policy=commit.policy) if known is None else known.weights
         return await self._move(job_id, commit.step + 1, weights, commit.outcome)
 
     async def restart(self, job_id: str, done: int, weights: common_pb.WeightsRef) -> VersionEntry:
-        """Moves a policy that has `done` steps to its next version without a step: `weights`, its
-        first ones again. Repeating it, or after a later step, changes nothing.
+        """Move a policy with `done` steps to its next version without a step: `weights`, its first
+        ones again. A repeated call, or one after a later step, changes nothing.
 
-        Raises as `commit`.
+        Raises like `commit`.
         """
         return await self._move(
             job_id, done, weights, store_pb.STEP_OUTCOME_UNSPECIFIED, restarted=True
@@ -143,13 +142,13 @@ class WeightVersions:
         return VersionEntry(done=newest.step, weights=newest.weights)
 
     def _show(self, job_id: str, policy: str, version: int) -> None:
-        """Has the metrics show the version; replies of Redis may arrive out of order."""
+        """Show the version in the metrics; replies of Redis may arrive out of order."""
         if (job := self._live.get(job_id)) is not None:
             job.versions[policy] = max(version, job.versions.get(policy, 0))
 
 
 def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:
-    """The newest entry of every policy, from the Redis hash of a job's versions."""
+    """Return the newest entry of every policy, from the Redis hash of a job's versions."""
     found: dict[str, VersionEntry] = {}
     for name, value in fields.items():
         policy, _, kind = name.decode().rpartition(":")

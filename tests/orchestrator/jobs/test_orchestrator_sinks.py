@@ -119,7 +119,7 @@ async def test_one_that_hangs_is_told_once_and_gets_its_rows_later(
 ) -> None:
     tool.on_init = tool.released.wait
     sinks = make(tmp_path)
-    late = ["Weights & Biases does not answer: the job goes on, its rows wait"]
+    late = ["Weights & Biases does not answer: the job continues, and its rows wait"]
     assert await sinks.open([row(0)]) == late
     assert await sinks.write(row(1)) == []
     assert lines(tmp_path) == [0, 1]

@@ -303,7 +303,7 @@ async def test_the_ledger_begins_again_without_a_step(desk: Desk) -> None:
     ]  # fmt: skip
     assert contradictions([], versions) == []
     versions[2].weights.checksum = "another"
-    assert "not the first weights" in contradictions([], versions)[0]
+    assert "without the first weights" in contradictions([], versions)[0]
 
 
 async def test_directories_follow_the_data_directory(desk: Desk, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
--- Makes a job unless its id is taken. 1: made; 0: it exists.
+-- Creates a job unless its id is taken. 1: created; 0: it exists.
 -- KEYS record, events. ARGV event, field, value, field, value, ...
 if redis.call('EXISTS', KEYS[1]) == 1 then
   return 0

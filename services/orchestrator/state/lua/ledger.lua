@@ -1,4 +1,4 @@
--- Advances one policy in the version ledger by exactly one step, or changes nothing.
+-- Advances the recorded version of one policy by exactly one step, or changes nothing.
 -- KEYS record, ledger, versions, checksums. ARGV policy, steps done, version, checksum, entry, and whether it
 -- is a restart (0/1): the next version without a step.
 -- Returns {outcome, entry}: moved | same | older | gap | conflict | missing.
@@ -9,12 +9,12 @@ local policy, done = ARGV[1], tonumber(ARGV[2])
 local entry = redis.call('HGET', KEYS[2], policy .. ':entry') or ''
 local now = redis.call('HGET', KEYS[2], policy .. ':done')
 local known = redis.call('HGET', KEYS[4], policy .. ':v' .. ARGV[3])
--- A version has one content: the same one again is a repeat, another one is a conflict.
+-- A version has one content: the same content is a repeat, different content a conflict.
 if known and known ~= ARGV[4] then
   return {'conflict', entry}
 end
 if ARGV[6] == '1' then
-  -- Versions have no gaps, so that the newest is the one whose next is not known.
+  -- Versions have no gaps, so the newest is the one without a successor.
   local left = redis.call('HGET', KEYS[4], policy .. ':v' .. string.format('%d', ARGV[3] - 1))
   if known then
     return {'same', entry}
