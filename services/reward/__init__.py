@@ -1,1 +1,1 @@
-"""Function runtime: rewards and tools run in worker processes, one outcome per invocation."""
+"""Function runtime: runs rewards and tools in worker processes, with one outcome per invocation."""

@@ -17,8 +17,8 @@ from troupe.outcomes import finite_number, parse_json
 from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as reward_pb
 
-# A call that waits for a quota fails with the reason this long before its caller's deadline, and at
-# most this share of the caller's time before.
+# A call that waits for a quota fails with the reason this long before its caller's deadline, but at
+# most this share of the caller's time before it.
 _NOTICE_SECONDS: Final = 1.0
 _NOTICE_SHARE: Final = 0.1
 _ERROR_KINDS: Final = {
@@ -29,24 +29,24 @@ _ERROR_KINDS: Final = {
     worker.BAD_ARGUMENTS: reward_pb.InvocationError.KIND_BAD_ARGUMENTS,
 }
 _MAX_REWARD_BYTES: Final = 1 << 20
-# What a response takes in the message of its batch beside its own bytes.
+# Overhead of a response in the message of its batch.
 _FRAME_BYTES: Final = 6
-# Room for the error that replaces a result that does not fit.
+# Space for the error that replaces an oversized result.
 _REFUSAL_BYTES: Final = 256
 
 
 @dataclass(frozen=True)
 class CallDeadline:
-    """The time limits of one invocation, made where it is accepted and carried with the call
-    through the queue and the host to the slot that runs it.
+    """The time limits of one invocation, made when it is accepted and carried with the call through
+    the queue and the host to its slot.
 
     `run_seconds` is the function's `timeout_seconds`. It bounds one attempt, and counts only while
-    the function's code runs: not in the queue, nor while a worker starts or imports. The slot
+    the function's code runs, not in the queue or while a worker starts or imports. The slot
     enforces it and reports `timed_out`.
 
-    `caller_seconds` is how long the caller waits in all, from acceptance, every attempt included;
-    None without a deadline. gRPC ends the caller's wait. A call that has not begun is dropped then;
-    one that runs goes on, for a caller that repeats the invocation id.
+    `caller_seconds` is the caller's total waiting time from acceptance, over all attempts; None
+    without a deadline. gRPC ends the caller's wait. A call that has not begun is then dropped; a
+    running call continues, for a caller that repeats the invocation id.
     """
 
     run_seconds: float = math.inf
@@ -63,7 +63,7 @@ class CallDeadline:
         return self.accepted + self.caller_seconds - notice - time.perf_counter()
 
     def timed_out(self, output: str = "") -> reward_pb.InvocationError:
-        """The error of a call whose code ran for longer than `run_seconds`."""
+        """Return the error of a call whose code ran for longer than `run_seconds`."""
         return reward_pb.InvocationError(
             kind=reward_pb.InvocationError.KIND_TIMEOUT,
             message=f"did not end within {self.run_seconds:g} s",
@@ -79,21 +79,21 @@ class FunctionCall:
     job_id: str = ""
     trajectory_id: str = ""
     query_id: str = ""
-    # Called with each part of what the function prints, as it comes.
+    # Called with each part of the function's output as it arrives.
     printed: Callable[[bytes], None] | None = None
     # Ids of stateful sandboxes that the trajectory has had.
     sandboxes: Sequence[str] = ()
     # Variables that the worker process has while the call runs.
     environment: Mapping[str, str] = field(default_factory=dict)
-    # How many trajectories cannot go on without the result.
+    # Number of trajectories that wait for the result.
     waiters: int = 1
-    # The highest first; and the share of its job beside other jobs.
+    # Priority (highest first), and the job's share relative to other jobs.
     priority: int = 0
     weight: float = 1.0
     deadline: CallDeadline = field(default_factory=CallDeadline)
     # Run time with the fewest cores, as the caller or the function declares it; 0: not declared.
     expected_seconds: float = 0.0
-    # The same, estimated from calls like this one; 0: as the function's other calls.
+    # The same, estimated from similar calls; 0: as for the function's other calls.
     estimated_seconds: float = 0.0
     # Withdrawn: if it has not begun, it is skipped.
     dropped: bool = False
@@ -130,7 +130,7 @@ class CallOutcome:
         *,
         cold_seconds: float = 0.0,
     ) -> CallOutcome:
-        """The outcome of a call that failed without any output of its own."""
+        """Return the outcome of a call that failed without any output of its own."""
         error = reward_pb.InvocationError(kind=kind, message=message)
         return cls(error=error, cold_seconds=cold_seconds)
 
@@ -138,14 +138,15 @@ class CallOutcome:
 def outcome_of(
     answer: worker.CallAnswer, seconds: float = 0.0, output: str = "", cold_seconds: float = 0.0
 ) -> CallOutcome:
-    """The outcome of a call that a worker answered after `seconds`; `output` is what it printed."""
+    """Return the outcome of a call that a worker answered after `seconds`; `output` is what it
+    printed."""
     if answer.kind == worker.OK:
         return CallOutcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
     text, retry_after = sendable(answer.text), 0.0
     if answer.kind == worker.REFUSED:
         number, _, text = answer.text.partition(" ")
         with contextlib.suppress(ValueError):
-            # A forged answer may name any number; one that is not plausible counts as none.
+            # A forged answer may contain any number; an implausible one counts as none.
             given = float(number)
             retry_after = given if 0 < given <= worker.MOST_SECONDS else -1.0
     return CallOutcome(
@@ -162,12 +163,14 @@ def outcome_of(
 
 
 def sendable(text: str) -> str:
-    """`text` as protobuf takes it: file names that are not UTF-8 hold halves of surrogate pairs."""
+    """Convert `text` for protobuf: file names that are not UTF-8 contain halves of surrogate
+    pairs."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def as_reward(outcome: CallOutcome) -> CallOutcome:
-    """`outcome`; KIND_BAD_RESULT if its result is neither a number nor numbers by agent."""
+    """Return `outcome`, or KIND_BAD_RESULT if its result is neither a number nor numbers by
+    agent."""
     if outcome.error is not None or _is_reward(outcome.result_json):
         return outcome
     shown = outcome.result_json
@@ -198,10 +201,10 @@ def _is_reward(text: str) -> bool:
 def fitted(
     responses: Iterable[reward_pb.InvokeResponse], most_bytes: int
 ) -> list[reward_pb.InvokeResponse]:
-    """`responses`, for one message of at most `most_bytes`.
+    """Fit `responses` into one message of at most `most_bytes`.
 
-    In order, each that does not fit beside those before it is replaced by KIND_RESULT_TOO_LARGE;
-    the others are kept.
+    In order, each response that does not fit together with the earlier ones becomes
+    KIND_RESULT_TOO_LARGE; the others are kept.
     """
     given = list(responses)
     left = most_bytes

@@ -1,9 +1,9 @@
 """Cores, memory and process limits of worker processes: control groups, and core leases.
 
-There is one control group per worker process, with every controller that this host lets us write.
-It holds the process and all that it starts, and lives as long as the process, so that memory and
-files stay between calls while nothing of it runs. With cgroup v2 a process is in one group, which
-limits of all kinds must share; with v1 each controller has its own tree.
+There is one control group per worker process, with every controller that is writable on this host.
+It holds the process and its descendants and lives as long as the process, so memory and files stay
+between calls while nothing runs. With cgroup v2 a process is in one group, which limits of all
+kinds must share; with v1 each controller has its own tree.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _IDLE_QUOTA_US: Final = 1_000
 # CPU weights: of calls that hold cores, and of those that use what is left.
 _SHARES: Final = {"v1": (1024, 20), "v2": (100, 2)}
 _FREEZE_SECONDS: Final = 1.0
-# Memory of the interpreter and of imported packages, beside what a call takes.
+# Memory of the interpreter and imported packages, in addition to a call's memory.
 BASE_MIB: Final = 256
 
 _parents = itertools.count()
 
 
 def own_parent() -> str:
-    """A name for the groups of this process that is unique over the containers of the host."""
+    """Return a name for the groups of this process that is unique over the containers of the
+    host."""
     space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
     return f"troupe-reward-{space}-{os.getpid()}.{next(_parents)}"
 
@@ -51,10 +52,9 @@ class ControlGroups:
     """The control groups of one service, below `{root}/{parent}` (v2) or
     `{root}/{controller}/{parent}` (v1).
 
-    Groups go by the name of their slot or sandbox. When its process is replaced, the name gets a
-    new group, so that what is left of the old process does not count against the new one. All
-    methods may raise OSError: where the kernel refuses, or the process has ended or was never
-    adopted.
+    Groups are named after their slot or sandbox. When its process is replaced, the name gets a new
+    group, so that leftovers of the old process do not count against the new one. All methods may
+    raise OSError: if the kernel refuses, or if the process has ended or was never adopted.
     """
 
     def __init__(self, root: Path, parent: str) -> None:
@@ -120,8 +120,8 @@ class ControlGroups:
             log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
 
     def grant(self, name: str, cores: Sequence[int]) -> None:
-        """Bind the group to `cores`, with their full quota; without cores it gets what others
-        leave."""
+        """Bind the group to `cores`, with their full quota; without cores, give it the unused
+        time."""
         if not cores:
             self.share(name)
             return
@@ -130,7 +130,7 @@ class ControlGroups:
         self._quota(name, _PERIOD_US * len(cores))
 
     def share(self, name: str) -> None:
-        """Let the group use what others leave of any core: no quota, the least weight."""
+        """Let the group use the unused time of any core: no quota, the lowest weight."""
         if "cpuset" in self._trees:
             everything = "" if self._unified else _read(self._trees["cpuset"] / "cpuset.cpus")
             write(self._file(name, "cpuset", "cpuset.cpus"), everything + "\n")
@@ -159,8 +159,8 @@ class ControlGroups:
             )
 
     def memory_kills(self, name: str) -> int:
-        """Processes that the kernel killed because the group's memory was used up; 0 where it does
-        not count them."""
+        """Return the processes that the kernel killed because the group's memory was used up; 0
+        where it does not count them."""
         file = "memory.events" if self._unified else "memory.oom_control"
         try:
             counts = _read(self._file(name, "memory", file)).splitlines()
@@ -181,13 +181,13 @@ class ControlGroups:
             time.sleep(0.0005)
 
     def frozen(self, name: str) -> bool:
-        """Whether all processes of the group are stopped."""
+        """Return whether all processes of the group are stopped."""
         if self._unified:
             return "frozen 1" in _read(self._file(name, "freezer", "cgroup.events"))
         return _read(self._file(name, "freezer", "freezer.state")) == "FROZEN"
 
     def thaw(self, name: str) -> None:
-        """Let the processes of the group go on."""
+        """Resume the processes of the group."""
         if self._unified:
             write(self._file(name, "freezer", "cgroup.freeze"), "0")
         else:
@@ -238,7 +238,8 @@ class ControlGroups:
 
 
 def open_groups(root: Path = CGROUPS, parent: str = "") -> ControlGroups | None:
-    """The control groups that are writable here; None, and a log line, where there are none."""
+    """Return the control groups that are writable here; None, and a log line, where there are
+    none."""
     try:
         groups = ControlGroups(root, parent or own_parent())
     except OSError as error:
@@ -280,7 +281,7 @@ def _unified(root: Path, parent: str) -> dict[str, Path]:
 
 
 def _enable(root: Path, controller: str, parent: str) -> None:
-    """Hand a controller down from `root`, which must have no processes of its own for that."""
+    """Delegate a controller from `root`, which must not have processes of its own for that."""
     try:
         write(root / "cgroup.subtree_control", f"+{controller}")
     except OSError as error:
@@ -340,7 +341,7 @@ def _sweep(tree: Path, parent: str) -> None:
 
 
 def _end_all(group: Path) -> None:
-    """Kill all processes of a group that a killed service left, also frozen ones."""
+    """Kill all processes of a group left by a killed service, including frozen ones."""
     with contextlib.suppress(OSError):
         for pid in map(int, _read(group / "cgroup.procs").split()):
             if pid > 0:  # 0: of another container
@@ -350,7 +351,7 @@ def _end_all(group: Path) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and its `descendants`; empty when it has ended."""
+    """Return `pid` and its `descendants`; empty after it has ended."""
     below = descendants(pid)
     return [pid, *below] if psutil.pid_exists(pid) else []
 
@@ -362,8 +363,8 @@ _SHARE_NICE = 10
 
 
 class Affinity:
-    """Gives cores by CPU affinity and nice values, where there are no control groups: of a process
-    and the children that it has at that moment, from which later ones inherit them."""
+    """The backend without control groups, which gives cores by CPU affinity and nice values: to a
+    process and its present children, from which later ones inherit them."""
 
     name = "affinity"
 
@@ -385,7 +386,7 @@ class Affinity:
                     process.nice(0 if cores else _SHARE_NICE)
 
     def revoke(self, group: str) -> None:
-        """Let the processes run behind everything else."""
+        """Let the processes run at the lowest priority."""
         if not self._may_renice:
             return
         for process in self._members(group):
@@ -393,11 +394,11 @@ class Affinity:
                 process.nice(_IDLE_NICE)
 
     def forget(self, group: str) -> None:
-        """The processes of `group` have ended."""
+        """Handle the end of the processes of `group`."""
         self._pids.pop(group, None)
 
     def close(self) -> None:
-        """All processes have ended."""
+        """Handle the end of all processes."""
         self._pids.clear()
 
     def _members(self, group: str) -> list[psutil.Process]:
@@ -424,7 +425,8 @@ class CoreLease:
 
 
 class CoreManager:
-    """Hands out whole cores of this host, of one NUMA node if possible. Not thread-safe."""
+    """A manager of whole cores of this host, leased from one NUMA node if possible. Not
+    thread-safe."""
 
     def __init__(
         self, nodes: Mapping[int, Sequence[int]], backend: Affinity | ControlGroups
@@ -443,13 +445,13 @@ class CoreManager:
 
     @property
     def free(self) -> int:
-        """Cores that are not held."""
+        """Cores not leased."""
         return sum(map(len, self._free.values()))
 
     def take(self, group: str, count: int) -> CoreLease:
         """Lease `count` cores to `group`. Raises ValueError when they are not free.
 
-        They are of the fullest node that has them all, else of as few nodes as possible.
+        They come from the fullest node that has them all, else from as few nodes as possible.
         """
         if count > self.free:
             raise ValueError(f"{count} cores wanted, {self.free} are free")
@@ -514,17 +516,17 @@ class CoreManager:
             log.warning("cores of a worker", what=what, group=group, error=str(error))
 
     def forget(self, group: str) -> None:
-        """The worker process of `group` has ended for good."""
+        """Handle the permanent end of the worker process of `group`."""
         self._adopted.discard(group)
         self._backend.forget(group)
 
     def close(self) -> None:
-        """All workers have ended."""
+        """Handle the end of all workers."""
         self._backend.close()
 
 
 class CoreCount:
-    """A number of cores of another host, which chooses by itself which ones a call gets."""
+    """A count of another host's cores; that host itself chooses the cores of a call."""
 
     def __init__(self, count: int) -> None:
         self.free = self.total = count
@@ -542,7 +544,7 @@ class CoreCount:
 
 
 def usable_cores(count: int) -> dict[int, list[int]]:
-    """`count` of the cores that this process may use, by NUMA node. Raises ValueError."""
+    """Return `count` of the cores that this process may use, by NUMA node. Raises ValueError."""
     allowed = sorted(os.sched_getaffinity(0))
     if count > len(allowed):
         raise ValueError(f"{count} cores wanted, this process may use {len(allowed)}")
@@ -553,9 +555,9 @@ def usable_cores(count: int) -> dict[int, list[int]]:
 
 
 def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity | ControlGroups:
-    """The strongest backend that works here: control groups, else affinity and nice values.
+    """Return the strongest backend that works here: control groups, else affinity and nice values.
 
-    With a `name` only that one; raises OSError where it does not work.
+    With a `name` only that one; raise OSError where it does not work.
     """
     if name == "affinity":
         return Affinity()
@@ -569,7 +571,7 @@ def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity
     except OSError as error:
         if name != "auto":
             raise
-        log.info("cores are not given through control groups", reason=str(error))
+        log.info("cores are not assigned through control groups", reason=str(error))
         return Affinity()
     return groups
 

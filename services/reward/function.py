@@ -59,7 +59,7 @@ _AHEAD: Final = 1000
 
 
 class LineSplitter:
-    """Cuts printed output, which comes in parts, into lines."""
+    """A splitter of printed output, which arrives in parts, into lines."""
 
     def __init__(self, line: Callable[[str], None]) -> None:
         """`line` is called with each line, without its end."""
@@ -67,10 +67,10 @@ class LineSplitter:
         self._rest = b""
 
     def add(self, part: bytes) -> None:
-        """`part` was printed."""
+        """Handle the printed `part`."""
         *whole, self._rest = (self._rest + part).split(b"\n")
         if len(whole) > _LINES:
-            # Other calls wait for the event loop meanwhile.
+            # Meanwhile other calls wait for the event loop.
             self._emit(f"({len(whole) - _LINES:,} lines left out)")
         for line in whole[-_LINES:]:
             self._cut(line)
@@ -79,7 +79,7 @@ class LineSplitter:
             self._rest = self._rest[_LINE_BYTES:]
 
     def end(self) -> None:
-        """The output has ended: what is left is the last line."""
+        """End the output: the rest is the last line."""
         if self._rest:
             self._emit(_text(self._rest))
             self._rest = b""
@@ -91,7 +91,7 @@ class LineSplitter:
 
 @dataclass
 class Logs:
-    """The last lines that calls of one function printed, and those who follow them."""
+    """The last lines printed by one function's calls, and their listeners."""
 
     kept: deque[reward_pb.LogLine] = field(default_factory=deque)
     size: int = 0
@@ -120,7 +120,7 @@ class Logs:
 def listening(
     functions: Iterable[RegisteredFunction],
 ) -> Iterator[asyncio.Queue[reward_pb.LogLine | None]]:
-    """A queue of all lines of `functions` from now on; None marks the end."""
+    """Open a queue of all lines of `functions` from now on; None marks the end."""
     queue: asyncio.Queue[reward_pb.LogLine | None] = asyncio.Queue(_AHEAD)
     listened = [function.logs for function in functions]
     for logs in listened:
@@ -235,8 +235,8 @@ class RegisteredFunction:
     def status(
         self, *, running: int, behind: int, warm_workers: int, confinement: Sequence[str]
     ) -> reward_pb.FunctionStatus:
-        """Counts and estimates as a message. `running`: slots that run its calls, `behind`: calls
-        that wait behind these."""
+        """Return counts and estimates as a message. `running`: slots that run its calls; `behind`:
+        calls that wait behind these."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
         return reward_pb.FunctionStatus(
             function=self.spec,
@@ -258,7 +258,7 @@ class RegisteredFunction:
 
 
 def quantile(values: Sequence[float] | deque[float], share: float) -> float:
-    """The quantile `share` of `values` by nearest rank; 0 if there are none."""
+    """Return the quantile `share` of `values` by nearest rank; 0 if there are none."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -306,7 +306,8 @@ class FunctionRegistry:
         return known
 
     def find(self, name: str, version: str) -> RegisteredFunction:
-        """The function; raises `NotFound` (kind "function_not_found") to be registered again."""
+        """Return the function; raise `NotFound` (kind "function_not_found") to be registered
+        again."""
         function = self._functions.get((name, version))
         if function is None:
             raise NotFound(
@@ -314,7 +315,7 @@ class FunctionRegistry:
                 kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
-                remedy="Register it (again: this service forgets its functions in a restart).",
+                remedy="Register it. (This service forgets its functions in a restart.)",
             )
         return function
 
@@ -323,7 +324,7 @@ class FunctionRegistry:
         return self._functions.pop((name, version), None)
 
     def versions(self, name: str, version: str = "") -> list[RegisteredFunction]:
-        """All functions of that name, or the one of that version. Raises `NotFound`."""
+        """Return all functions of that name, or the one of that version. Raises `NotFound`."""
         if version:
             return [self.find(name, version)]
         found = [f for f in self if f.spec.name == name]
@@ -333,13 +334,13 @@ class FunctionRegistry:
                 kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
-                remedy="ListFunctions tells which there are.",
+                remedy="ListFunctions lists the functions.",
             )
         return found
 
 
 def check(spec: reward_pb.FunctionSpec) -> None:
-    """Raises `InvalidArgument` or `FailedPrecondition` for a declaration that cannot work on this
+    """Raise `InvalidArgument` or `FailedPrecondition` for a declaration that cannot work on this
     host."""
 
     def refuse(field: str, value: object, message: str, remedy: str) -> None:
@@ -367,16 +368,18 @@ def check(spec: reward_pb.FunctionSpec) -> None:
         refuse("parameters_json", None, f"is not JSON: {error}", "Give a JSON schema, or nothing.")
     else:
         if not isinstance(schema, dict):
-            refuse("parameters_json", None, "is no JSON object", "Give a JSON schema, or nothing.")
+            refuse(
+                "parameters_json", None, "is not a JSON object", "Give a JSON schema, or nothing."
+            )
     check_costs({"timeout_seconds": spec.timeout_seconds, **costs_of(spec)}, refuse)
     _check_sandbox(spec, refuse)
     if spec.kind not in _KINDS:
-        refuse("kind", spec.kind, "is no kind of function", 'Known: "reward" and "tool".')
+        refuse("kind", spec.kind, "is not a kind of function", 'Known: "reward" and "tool".')
     if spec.source_sha256 and not _SHA256.fullmatch(spec.source_sha256):
         refuse(
             "source_sha256",
             spec.source_sha256,
-            "is no SHA-256 in hexadecimal",
+            "is not a hexadecimal SHA-256",
             "Use what UploadSource returned.",
         )
 
@@ -388,13 +391,13 @@ def _check_sandbox(spec: reward_pb.FunctionSpec, refuse: Refuse) -> None:
         unprivileged_user()
     if level == CONTAINER:
         if not spec.image:
-            refuse("image", "", "is empty", "Name the image that its containers are made of.")
+            refuse("image", "", "is empty", "Name the image of its containers.")
         find_engine()
     if spec.stateful and level == PROCESS:
         refuse(
             "stateful",
             True,
-            "is for sandboxes",
+            "is only for sandboxes",
             f"Declare `sandbox: {BUBBLEWRAP}`, or `sandbox: {CONTAINER}` with an image.",
         )
     if not spec.reads and not spec.writes:
@@ -438,7 +441,7 @@ def learn(
     cores: int,
     discipline: Discipline,
 ) -> SpeedUp:
-    """Learn from a call that took `seconds` with `cores`; returns the function's new curve."""
+    """Learn from a call that took `seconds` with `cores`; return the function's new curve."""
     lowest = max(1, function.cores)
     alone, given = function.curve.seconds((lowest, cores))
     took = seconds * alone / given
@@ -447,9 +450,10 @@ def learn(
 
 
 def declared_seconds(spec: reward_pb.FunctionSpec, arguments_json: str) -> float:
-    """Seconds that the function declares for a call with these arguments (`expected_seconds` and
-    `seconds_per`), at most its timeout. An argument that is missing, or has no size, adds none, and
-    so does each of more than 4 MiB of arguments, which would take too long to parse."""
+    """Return the seconds that the function declares for a call with these arguments
+    (`expected_seconds` and `seconds_per`), at most its timeout. An argument that is missing, or has
+    no size, adds none, and so does each of more than 4 MiB of arguments, which would take too long
+    to parse."""
     if len(arguments_json) > _MEASURED_CHARACTERS:
         return spec.expected_seconds
     try:
@@ -462,7 +466,7 @@ def declared_seconds(spec: reward_pb.FunctionSpec, arguments_json: str) -> float
 
 
 def _size(arguments: Any, path: str) -> float:
-    """The argument at `path` if it is a number, else its number of items or characters."""
+    """Return the argument at `path` if it is a number, else its number of items or characters."""
     value = arguments
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

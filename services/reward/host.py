@@ -1,7 +1,7 @@
-"""One host's slots, cores, models and other resources, and how it gives them to calls.
+"""Slots, cores, models and other resources of one host, and their assignment to calls.
 
-`FunctionHost` is a host as the dispatcher sees it, this one or another that is attached;
-`LocalHost` assembles this one from the settings.
+`FunctionHost` is a host as the dispatcher sees it, either this one or an attached one. `LocalHost`
+assembles this one from the settings.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ MODEL_URL: Final = "TROUPE_MODEL_URL"
 
 
 class FunctionHost:
-    """The slots of one host, as many as calls that may run at once.
+    """The slots of one host, one per call that may run at once.
 
-    The process of a slot that was idle for `idle_seconds` (or for what its last function says) is
-    ended, except for `min_workers` and for those that functions want kept.
+    A slot that was idle for `idle_seconds` (or for its last function's time) loses its process,
+    except for `min_workers` and for processes that functions want kept.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FunctionHost:
         self._models = models
         # Slot -> the model that its calls use.
         self._users: dict[WorkerSlot, str] = {}
-        # Slot -> set when its calls are to end, also before the slot has begun them.
+        # Slot -> event that ends its calls, even before the slot has begun them.
         self._cancels: dict[WorkerSlot, asyncio.Event] = {}
         self.cores = cores
         # First invocation of a chunk -> what it holds, as the scheduler knows it.
@@ -87,7 +87,7 @@ class FunctionHost:
         self._slots = tuple(slots)
         # The longest idle first.
         self._idle = list(slots)
-        # Busy slots of stateful sandboxes: not among `slots`, but each counts as one.
+        # Busy slots of stateful sandboxes. They are not in `slots`, but each counts as one.
         self._sandbox_slots: set[WorkerSlot] = set()
         # Moves of models to devices.
         self._loading: set[asyncio.Task[str]] = set()
@@ -106,7 +106,7 @@ class FunctionHost:
 
     @property
     def total_cores(self) -> int:
-        """Cores that it hands out, free or not; 0: it hands out none."""
+        """Cores that it leases, free or not; 0: it does not lease cores."""
         return 0 if self.cores is None else self.cores.total
 
     @property
@@ -131,7 +131,7 @@ class FunctionHost:
 
     @property
     def restarts(self) -> int:
-        """Processes that had to be replaced so far."""
+        """Processes replaced so far."""
         return sum(slot.restarts for slot in self._slots)
 
     @property
@@ -163,8 +163,8 @@ class FunctionHost:
     def view(
         self, startable: int, functions: Iterable[RegisteredFunction], *, plenty: bool
     ) -> elastic.Host:
-        """The host as the scheduler sees it, when `startable` processes may be started and calls of
-        `functions` are queued; `plenty`: other hosts hand out cores."""
+        """Return the host as the scheduler sees it, when `startable` processes may be started and
+        calls of `functions` are queued; `plenty`: other hosts hand out cores."""
         free = {WORKERS: min(self.free, len(self._idle) - self.cold + startable)}
         if self.cores is not None:
             free[CORES] = self.cores.free
@@ -177,7 +177,7 @@ class FunctionHost:
         return elastic.Host(self.name, free, running, warm)
 
     def room(self, function: RegisteredFunction) -> int:
-        """How many calls of `function` there is room for when no call of another runs."""
+        """Return how many calls of `function` fit when no other function's call runs."""
         few = self.cores is not None and self.cores.total < function.cores
         if few or (function.own_sandbox and self.name != OWN_HOST):
             return 0
@@ -186,8 +186,9 @@ class FunctionHost:
     def take(
         self, function: RegisteredFunction, cores: int, sandbox_slot: WorkerSlot | None = None
     ) -> tuple[WorkerSlot, CoreLease | None]:
-        """A slot for calls of `function`, and `cores` cores; `sandbox_slot` is one that the call
-        brings along. Raises ValueError where there are no devices for the model that it needs."""
+        """Return a slot for calls of `function`, and `cores` cores; `sandbox_slot` is one that the
+        call brings along. Raises ValueError where there are no devices for the model that it
+        needs."""
         model = function.spec.model_service
         placement = self.resources.placement
         if model and placement is not None:
@@ -240,7 +241,7 @@ class FunctionHost:
         calls: Sequence[FunctionCall],
         lease: CoreLease | None,
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """`slot.run_many`, once the model that the calls need is on devices."""
+        """Run `slot.run_many` once the calls' model is on devices."""
         began, cancelled = self._clock(), self._cancels[slot]
         if self._models is not None and (model := function.spec.model_service):
             try:
@@ -261,8 +262,9 @@ class FunctionHost:
                 yield found
 
     async def _ready(self, models: ModelManager, name: str, cancelled: asyncio.Event) -> str:
-        """URL of a model once it is on devices; "" once `cancelled`. Raises ModelUnavailable."""
-        # A move is never cancelled: later calls rely on the placement.
+        """Return the URL of a model once it is on devices; "" once `cancelled`. Raises
+        ModelUnavailable."""
+        # A move is never cancelled, since later calls rely on the placement.
         loading = asyncio.create_task(models.ready(name))
         self._loading.add(loading)
         loading.add_done_callback(self._loaded)
@@ -279,7 +281,7 @@ class FunctionHost:
             loading.exception()  # marks it as seen: its callers may have left
 
     def warm_for(self, function: RegisteredFunction) -> int:
-        """Idle slots that have imported `function`."""
+        """Return the number of idle slots that have imported `function`."""
         return sum(slot.holds(function) for slot in self._idle)
 
     async def warm_up(self, function: RegisteredFunction) -> None:
@@ -296,7 +298,7 @@ class FunctionHost:
                 self.give_back(slot, None)
 
     def idle_seconds(self, function: RegisteredFunction) -> float:
-        """How long a process that ran `function` last waits for another call."""
+        """Return how long a process that ran `function` last waits for another call."""
         own = function.spec.HasField("idle_seconds")
         return function.spec.idle_seconds if own else self._idle_seconds
 
@@ -322,8 +324,8 @@ class FunctionHost:
         return next_look
 
     def _choose(self, function: RegisteredFunction) -> WorkerSlot:
-        """An idle slot: that has imported the function, else whose process could, else without a
-        process, else the longest idle."""
+        """Return an idle slot, in order of preference: one that has imported the function, one
+        whose process could, one without a process, the longest idle."""
         latest = self._idle[::-1]
         ways = (
             (slot for slot in latest if slot.holds(function)),
@@ -381,7 +383,8 @@ class LocalHost:
         )
 
     def confinement(self, profile: SandboxProfile) -> list[str]:
-        """Mechanisms that confine this profile on this host: "namespaces", "seccomp", ..."""
+        """Return the mechanisms that confine this profile on this host: "namespaces", "seccomp",
+        ..."""
         return layers(profile, self._groups)
 
     def close(self) -> None:
@@ -392,7 +395,7 @@ class LocalHost:
 
 
 def layers(profile: SandboxProfile, groups: ControlGroups | None) -> list[str]:
-    """Names of the mechanisms that confine calls of `profile`."""
+    """Return the names of the mechanisms that confine calls of `profile`."""
     if profile.level == CONTAINER:
         try:
             return [f"container:{Path(find_engine()).name}"]

@@ -1,10 +1,10 @@
-"""Restores a worker process after each call, or reports why it cannot serve another one.
+"""Restoring of a worker process after each call, or the reason why it cannot serve another one.
 
-`sandbox: process` runs calls of several functions in one process. What one call changed there must
-not reach the next. The environment, the working directory, the umask, signal handlers, timers and
-the recursion limit are cheap to restore. After any other change (a closed descriptor, a replaced
-function of a module, a thread or a process that goes on) the process must be replaced. What modules
-do when they are imported stays.
+`sandbox: process` runs calls of several functions in one process, and changes by one call must not
+reach the next. The environment, the working directory, the umask, signal handlers, timers and the
+recursion limit are cheap to restore. After any other change (a closed descriptor, a replaced
+function of a module, a thread or process that continues) the process must be replaced. Effects of
+imports stay.
 
 Standard library only. worker.py loads it before any user's code, and like that file it refers to
 functions of modules by names of its own and has builtins of its own.
@@ -57,7 +57,7 @@ from typing import Any, Final
 globals()["__builtins__"] = {**vars(builtins)}
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-# How long killed children may take to end.
+# Time limit for killed children to end.
 _END_SECONDS: Final = 5.0
 
 # Two short cuts into the library save 60 of 120 us per call: `os.environ` decodes every variable to
@@ -89,7 +89,8 @@ class HeldModule:
         self._values = [*vars(module).values()]
 
     def replaced(self) -> str:
-        """The name of a function or class that is another one now, or has gone; "": none is."""
+        """Return the name of a function or class that is another one now, or has gone; "": none
+        is."""
         now = vars(self.module)
         values = [*now.values()]
         if values == self._values:
@@ -102,7 +103,7 @@ class HeldModule:
 
 
 class StateKeeper:
-    """The state of this process that no call changes for the next one."""
+    """The state of this process that no call may change for the next one."""
 
     def __init__(
         self, is_users: Callable[[str], bool], file_of: Callable[[int], tuple[int, int]]
@@ -110,7 +111,9 @@ class StateKeeper:
         """`is_users`: whether a file with code is the user's. `file_of`: what is open under the
         number of a descriptor."""
         self._is_users, self._file_of = is_users, file_of
-        for name in _MODULES:  # a call could replace a function of a module that it imports first
+        for (
+            name
+        ) in _MODULES:  # a call could replace a function of a module that it is the first to import
             import_module(name)
 
     def begin(self, channels: Sequence[int]) -> None:
@@ -147,7 +150,7 @@ class StateKeeper:
         self._take_running()
 
     def restore(self, keeps_running: bool) -> str:
-        """Restore the state after a call; returns why the process cannot serve another, or "".
+        """Restore the state after a call; return why the process cannot serve another, or "".
 
         `keeps_running`: threads and processes that the call started serve later calls. Else they
         end with it; so do all children of a process that is to be replaced.
@@ -186,7 +189,7 @@ class StateKeeper:
         return ""
 
     def _restored(self) -> str:
-        """Restore what can be; returns what could not."""
+        """Restore what can be; return what could not."""
         for timer in _TIMERS:
             setitimer(timer, 0)
         handlers = [*map(_handler_of, _SIGNALS)]
@@ -241,8 +244,8 @@ class StateKeeper:
         return ""
 
     def _is_at_work(self, thread: threading.Thread, frame: FrameType | None) -> bool:
-        """Whether a thread was made for a function of the user's, or runs one at present: idle
-        threads of a pool, and helpers of libraries, do neither."""
+        """Return whether a thread was made for a function of the user's, or runs one at present:
+        idle threads of a pool, and helpers of libraries, do neither."""
         for name in ("_target", "function", "run"):  # of a thread, a timer, a class of the user's
             function = getattr(thread, name, None)
             code = getattr(function, "__code__", None)  # a method has its function's
@@ -259,7 +262,8 @@ class StateKeeper:
 
 
 def children() -> set[int]:
-    """Ids of the children of this process, also of ended ones that were not waited for."""
+    """Return the ids of the children of this process, also of ended ones that were not waited
+    for."""
     try:
         waitid(P_ALL, 0, WEXITED | WNOHANG | WNOWAIT)
     except ChildProcessError:  # by far the cheapest way to know that there are none

@@ -1,7 +1,7 @@
 """Quotas: units that calls hold while they run, fetched before a call and given back after it.
 
 The scheduler decides at once and cannot wait for Redis. So units are fetched in the background for
-what is queued, and those *in hand* are what the scheduler sees as free.
+queued calls, and the scheduler sees the units *in hand* as free.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ log = structlog.get_logger("troupe.reward")
 
 # Prefix of the resource names of quotas.
 QUOTA: Final = "quota:"
-# A service that is silent for so long counts as dead, with its calls.
+# A service that is silent for so long counts as dead, as do its calls.
 _PATIENCE_SECONDS: Final = 15.0
-# How often a bucket is asked again: other services give units back without notice.
+# Interval of repeated requests to a bucket: other services return units without notice.
 _LOOK_SECONDS: Final = 0.1
 _LEAST_SECONDS: Final = 0.001
 # Surplus units in hand are given back after so long.
 _KEEP_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.5
-# The pause of an interface that refuses without saying for how long.
+# Pause after a refusal without a duration.
 DEFAULT_RETRY_SECONDS: Final = 1.0
-# The longest pause after one refusal; then a call tries again.
+# Maximum pause after one refusal; then a call tries again.
 MAX_RETRY_SECONDS: Final = 300.0
 # Keys in Redis, and how long a command may take.
 _PREFIX: Final = "troupe:quota"
@@ -60,8 +60,8 @@ def open_quotas(
     holder: str,
     changed: Callable[[], None],
 ) -> QuotaManager | None:
-    """The manager of the declared quotas, None where there are none. Without `redis_url` they are
-    counted in this process alone."""
+    """Return the manager of the declared quotas, None where there are none. Without `redis_url`
+    they are counted in this process alone."""
     if not declared:
         return None
     limits = {name: QuotaLimits(q.rate, q.burst, q.concurrency) for name, q in declared.items()}
@@ -112,7 +112,7 @@ class QuotaManager:
             )
 
     def free(self) -> dict[str, int]:
-        """Units in hand, by resource."""
+        """Return the units in hand, by resource."""
         return {QUOTA + name: feed.hand for name, feed in self._feeds.items()}
 
     def wish(self, wishes: Mapping[str, Sequence[int]]) -> None:
@@ -121,12 +121,12 @@ class QuotaManager:
             feed.wish(wishes.get(QUOTA + name, ()))
 
     def take(self, holds: Mapping[str, int]) -> None:
-        """A call begins; `holds` are its resources, quotas among them."""
+        """Begin a call; `holds` are its resources, including quotas."""
         for name, units in self._of(holds):
             self._feeds[name].take(units)
 
     def give_back(self, holds: Mapping[str, int]) -> None:
-        """A call has ended."""
+        """End a call."""
         for name, units in self._of(holds):
             self._feeds[name].give_back(units)
 
@@ -138,7 +138,7 @@ class QuotaManager:
             self._feeds[name].shut(min(seconds, MAX_RETRY_SECONDS))
 
     def why(self, holds: Mapping[str, int]) -> str:
-        """Why units of `holds` are missing, by quota."""
+        """Return why units of `holds` are missing, by quota."""
         return "; ".join(filter(None, (self._feeds[name].why for name, _ in self._of(holds))))
 
     async def start(self) -> None:
@@ -159,7 +159,7 @@ class QuotaManager:
 
 
 class _QuotaFeed:
-    """The units of one quota: a task fetches what is wished and gives back what is not needed."""
+    """The units of one quota: a task fetches requested units and returns surplus ones."""
 
     def __init__(self, name: str, buckets: Buckets, changed: Callable[[], None]) -> None:
         self._name, self._buckets, self._changed = name, buckets, changed
@@ -182,7 +182,7 @@ class _QuotaFeed:
     def why(self) -> str:
         left = self._shut_until - time.monotonic()
         if left > 0:
-            return f"{self._name} takes no calls for {left:.1f} s more (it said so)"
+            return f"{self._name} announced that it takes no calls for {left:.1f} s more"
         return self._away or f"the quota {self._name} is used up"
 
     def wish(self, wishes: Sequence[int]) -> None:
@@ -226,7 +226,7 @@ class _QuotaFeed:
         self._unused += units
 
     def _reached(self) -> int:
-        """How many of the wishes, in their order, the units in hand suffice for."""
+        """Return how many of the wishes, in their order, the units in hand suffice for."""
         left = self.hand
         for place, units in enumerate(self._wishes):
             if units > left:
@@ -259,7 +259,7 @@ class _QuotaFeed:
             self._to_shut = 0.0 if self._to_shut <= seconds else self._to_shut
         reached = self._reached()
         if reached < len(self._wishes):
-            # Never keep part of what a call needs: two services could wait for each other.
+            # Never keep a part of a call's units: two services could wait for each other.
             self._drop(self.hand - sum(self._wishes[:reached]))
         if self._back:
             back, unused = self._back, self._unused
@@ -278,7 +278,8 @@ class _QuotaFeed:
         return min(max(answer.wait, _LEAST_SECONDS), _LOOK_SECONDS)
 
     async def _rest(self) -> float | None:
-        """All wishes are in hand: give back a surplus that lasts, and stay alive in the bucket."""
+        """Handle the state with all wishes in hand: return a lasting surplus, and stay alive in the
+        bucket."""
         pause = _PATIENCE_SECONDS / 3
         now = time.monotonic()
         held = bool(self.hand or self._used)
@@ -306,8 +307,8 @@ class _QuotaFeed:
 
 
 class Budget:
-    """Admits queued calls as long as there are units; after a call that a quota lacks units for, no
-    other call of that quota is admitted.
+    """The admission of queued calls while there are units. After a call that a quota lacks units
+    for, no other call of that quota is admitted.
 
     `lacking`: resource -> units of each call that was not admitted, at most `most` calls.
     """
@@ -318,7 +319,8 @@ class Budget:
         self.lacking: dict[str, list[int]] = {}
 
     def admits(self, needs: Mapping[str, int], alike: int = 1) -> bool:
-        """Whether a call with `needs` can begin now; `alike - 1` calls behind it need the same."""
+        """Return whether a call with `needs` can begin now; `alike - 1` calls behind it need the
+        same."""
         short = False
         for resource, units in needs.items():
             if not resource.startswith(QUOTA):
@@ -345,7 +347,7 @@ class LocalBuckets:
         self._buckets = {name: TokenBucket(limits, now) for name, limits in quotas.items()}
 
     async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
-        """`TokenBucket.ask`; this process is the only holder, and never counts as dead."""
+        """Run `TokenBucket.ask`. This process is the only holder, and never counts as dead."""
         return self._buckets[name].ask("", wishes, time.monotonic(), float("inf"))
 
     async def give_back(self, name: str, units: int, unused: int = 0) -> None:
@@ -353,15 +355,15 @@ class LocalBuckets:
         self._buckets[name].give_back("", units, time.monotonic(), unused=unused)
 
     async def shut(self, name: str, seconds: float) -> None:
-        """`TokenBucket.shut`, for `seconds`."""
+        """Run `TokenBucket.shut` for `seconds`."""
         now = time.monotonic()
         self._buckets[name].shut(now + seconds, now)
 
     async def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing: there is nothing to check."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class RedisBuckets:
@@ -385,7 +387,7 @@ class RedisBuckets:
     async def check(self) -> None:
         """Raise `FailedPrecondition` if Redis may delete buckets, which would raise the limits.
 
-        A Redis that is away is not waited for: only functions with quotas need it.
+        Does not wait for an unreachable Redis, since only functions with quotas need it.
         """
         try:
             warnings = await self._redis.risks()
@@ -395,7 +397,7 @@ class RedisBuckets:
             log.warning("quotas in Redis", reason=warning)
 
     async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
-        """`TokenBucket.ask`, by Redis' clock."""
+        """Run `TokenBucket.ask` by the Redis clock."""
         granted, wait = await self._run(name, "ask", patience, *wishes)
         seconds = float(wait)
         return QuotaGrant(int(granted), seconds if seconds >= 0 else float("inf"))

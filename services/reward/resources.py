@@ -1,4 +1,4 @@
-"""Amounts of resources: what a call needs, and what a host has, beside workers and cores.
+"""Amounts of resources that a call needs and a host has, apart from workers and cores.
 
 Resources are memory, sandboxes by level, models on devices, and quotas of outside interfaces.
 """
@@ -15,17 +15,18 @@ from troupe.scheduling.elastic import Running
 from troupe.v1 import reward_pb2 as reward_pb
 
 WORKERS: Final = "workers"
-# Only on hosts that hand cores out.
+# Only on hosts that lease cores.
 CORES: Final = "cores"
 MEMORY: Final = "memory_mib"
 # Followed by the level of the sandbox.
 SANDBOX: Final = "sandbox:"
-# The amount of a resource that is not counted: more than any call takes.
+# Amount of an uncounted resource: more than any call takes.
 PLENTY: Final = 1 << 20
 
 
 def needs_of(spec: reward_pb.FunctionSpec, level: str) -> dict[str, int]:
-    """Resource -> amount that a call takes in a sandbox of `level`, beside a worker and cores."""
+    """Return the amounts, by resource, that a call takes in a sandbox of `level` in addition to a
+    worker and cores."""
     needs: dict[str, int] = {}
     if spec.memory_mib:
         needs[MEMORY] = spec.memory_mib
@@ -39,8 +40,8 @@ def needs_of(spec: reward_pb.FunctionSpec, level: str) -> dict[str, int]:
 
 
 class HostResources:
-    """Resource -> amount that one host has. Of a resource that is not named it has none, unless
-    the name begins as one of `plenty`: then the resource is not counted."""
+    """Amounts of one host, by resource. It has no other resources, except uncounted ones whose
+    names begin with an item of `plenty`."""
 
     def __init__(
         self,
@@ -57,12 +58,13 @@ class HostResources:
             self._amounts |= placement.capacity()
 
     def capacity(self, resource: str) -> int:
-        """The amount of `resource`, free or not."""
+        """Return the amount of `resource`, free or not."""
         missing = PLENTY if resource.startswith(self._plenty) else 0
         return self._amounts.get(resource, missing)
 
     def room(self, needs: Mapping[str, int], running: Iterable[Running]) -> int:
-        """Calls with `needs` that fit when nothing else runs; of a model, beside those running."""
+        """Return how many calls with `needs` fit when nothing else runs; of a model, in addition to
+        running ones."""
         room = PLENTY
         for resource, amount in needs.items():
             if not resource.startswith(QUOTA):

@@ -1,4 +1,5 @@
-"""Invocations from acceptance to outcome: each id runs once, and listeners hear of its progress."""
+"""Invocations from acceptance to outcome: each id runs once, and listeners learn of its
+progress."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _RETRIED: Final = (Kind.KIND_WORKER_DIED, Kind.KIND_TIMEOUT)
 # The least and the largest `retry_after_ms` where a queue is full.
 _MIN_RETRY_MS: Final = 100
 _MAX_RETRY_MS: Final = 5000
-# Outcomes remembered at once; rewards are small, so that bytes are not what bounds them.
+# Outcomes remembered at once. Rewards are small, so bytes alone would not bound them.
 _RESULTS: Final = 100_000
 # Of a job's share; the shares of two jobs may differ by its square.
 _MAX_WEIGHT: Final = 1e6
@@ -54,10 +55,11 @@ _CANCELLED: Final = "cancelled before it ran"
 
 
 class Invocations:
-    """Runs each invocation id once, however often it is asked for, and remembers the outcome.
+    """The invocations by id: each id runs once, however often it is requested, and its outcome is
+    remembered.
 
-    The calls of functions that have sandboxes of their own wait for their sandbox first, and hold
-    no worker meanwhile; then they are queued like the others.
+    Calls of functions with their own sandboxes first wait for a sandbox, without holding a worker;
+    then they are queued like the others.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Invocations:
     async def invoke(
         self, request: reward_pb.InvokeRequest, seconds: float | None
     ) -> reward_pb.InvokeResponse:
-        """The outcome of one call, whose caller waits for `seconds` (None: without a deadline).
+        """Return the outcome of one call, whose caller waits for `seconds` (None: without a
+        deadline).
 
         Raises `NotFound` for the function, `InvalidArgument`, `ResourceExhausted`.
         """
@@ -111,9 +114,9 @@ class Invocations:
     async def batch(
         self, request: reward_pb.InvokeBatchRequest, seconds: float | None
     ) -> list[reward_pb.InvokeResponse]:
-        """The outcomes of several calls of a function, in order; all are queued, or none.
+        """Return the outcomes of several calls of a function, in order; all are queued, or none.
 
-        Raises as `invoke` does.
+        Raises like `invoke`.
         """
         function = self._registry.find(request.name, request.version)
         _check_ids(call.invocation_id for call in request.calls)
@@ -191,8 +194,8 @@ class Invocations:
     async def _invoke_in_sandbox(
         self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
     ) -> reward_pb.InvokeResponse:
-        """Raises what `SandboxManager.slot` and `Runtime.submit` raise, but for SandboxGone, which
-        is an outcome."""
+        """Submit the call to its sandbox. Raises like `SandboxManager.slot` and `Runtime.submit`,
+        except SandboxGone, which is an outcome."""
         async with AsyncExitStack() as stack:
             entering = stack.enter_async_context(self._sandboxes.slot(function, call))
             opening = self._opening[invocation_id] = asyncio.create_task(entering)
@@ -228,7 +231,7 @@ def _check_ids(ids: Iterable[str]) -> None:
     for invocation_id in ids:
         if not invocation_id or invocation_id in seen:
             raise InvalidArgument(
-                "is there twice" if invocation_id else "is empty",
+                "occurs twice" if invocation_id else "is empty",
                 field="invocation_id",
                 value=invocation_id,
                 remedy="Make an id for each invocation, so that a repeated call runs once.",
@@ -242,7 +245,7 @@ def _weight(weight: float) -> float:
             f"is not a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}",
             field="weight",
             value=weight,
-            remedy="Say how large the job's share is beside others; 0 is one.",
+            remedy="Give the job's share relative to other jobs; 0 means 1.",
         )
     return weight or 1.0
 
@@ -253,13 +256,13 @@ def _expected(seconds: float) -> float:
             f"is not a number of seconds from 0 to {MAX_SECONDS:,}",
             field="expected_seconds",
             value=seconds,
-            remedy="Say how long the call takes with the fewest cores; 0 where that is not known.",
+            remedy="Give the duration of the call with the fewest cores; 0 if unknown.",
         )
     return seconds
 
 
 class Runtime:
-    """All invocations without an outcome: queues them, retries them, and ends them."""
+    """All invocations without an outcome, from queueing through retries to their end."""
 
     def __init__(
         self,
@@ -288,7 +291,7 @@ class Runtime:
         self.pool = PoolCounts(self.dispatcher, telemetry)
 
     async def stop(self) -> None:
-        """Kill the workers; what is queued or runs ends with UNAVAILABLE."""
+        """Kill the workers. Queued and running calls end with UNAVAILABLE."""
         self._stopped = True
         for invocation in list(self._open.values()):
             self._refuse(invocation, Unavailable("the reward service stops"))
@@ -333,7 +336,7 @@ class Runtime:
         return found
 
     def _rank(self, function: RegisteredFunction, call: FunctionCall, now: float) -> float:
-        """The call's rank among those of its job; the lowest runs first."""
+        """Return the call's rank among those of its job; the lowest runs first."""
         work, waiters = cost(function, call), max(1, call.waiters)
         last, job = function.spec.kind == REWARD, call.job_id
         return self.discipline.place(
@@ -341,7 +344,7 @@ class Runtime:
         )
 
     def watch(self, invocation_id: str, listener: Listener) -> AbstractContextManager[None]:
-        """Tell `listener` of everything but the outcome, also of what has yet to be invoked."""
+        """Tell `listener` about everything but the outcome, including a future invocation."""
         return self._listeners.watch(invocation_id, listener, self._open.get(invocation_id))
 
     def cancel(self, invocation_id: str) -> bool:
@@ -358,13 +361,13 @@ class Runtime:
         return True
 
     def abandon(self, invocation_id: str) -> None:
-        """Drop an invocation that its last caller has left, unless it runs already."""
+        """Drop an invocation whose last caller has left, unless it already runs."""
         invocation = self._open.get(invocation_id)
         if invocation is not None and not invocation.began:
             self._refuse(invocation, Unavailable("its callers left before it ran"))
 
     def _fail_for_quota(self, invocation: PendingInvocation) -> None:
-        """Shortly before its caller gives up: fail an invocation that still waits for a quota."""
+        """Fail an invocation that still waits for a quota shortly before its caller gives up."""
         short = "" if invocation.began else self.dispatcher.missing_quota(invocation.function)
         if self._open.get(invocation.invocation_id) is not invocation or not short:
             return
@@ -383,11 +386,11 @@ class Runtime:
     # The dispatcher's callbacks.
 
     def attempt_began(self, invocation: PendingInvocation) -> None:
-        """The invocation runs now."""
+        """Note that the invocation runs now."""
         self._listeners.notify(invocation, _started)
 
     def attempt_ended(self, invocation: PendingInvocation, outcome: CallOutcome) -> None:
-        """An attempt has ended: finish the invocation, or queue it for another attempt."""
+        """End an attempt: finish the invocation, or queue it for another attempt."""
         function = invocation.function
         if outcome.cold_seconds:
             invocation.cold_seconds += outcome.cold_seconds
@@ -418,21 +421,21 @@ class Runtime:
         limit = function.spec.max_queued
         if len(self._open) + calls > self._max_queued:
             raise ResourceExhausted(
-                f"{len(self._open)} invocations wait already",
+                f"{len(self._open)} invocations are already waiting",
                 field="TROUPE_REWARD_MAX_QUEUED",
                 value=self._max_queued,
                 retry_after_ms=self._retry_after_ms(self._queues.seconds(0.0)),
             )
         if limit and function.queued + calls > limit:
             raise ResourceExhausted(
-                f"{function.queued} invocations of {function.spec.name} wait already",
+                f"{function.queued} invocations of {function.spec.name} are already waiting",
                 field="function.max_queued",
                 value=limit,
                 retry_after_ms=self._retry_after_ms(function.queued * function.seconds),
             )
 
     def _retry_after_ms(self, backlog_seconds: float) -> int:
-        """In how many milliseconds half of what is queued should be done."""
+        """Return the milliseconds after which half of the queue should be done."""
         workers = max(1, sum(host.workers for host in self.dispatcher.hosts.values()))
         return min(_MAX_RETRY_MS, max(_MIN_RETRY_MS, int(1000 * backlog_seconds / workers / 2)))
 
@@ -471,7 +474,8 @@ class Runtime:
             self._learn(invocation, outcome.seconds)
 
     def _learn(self, invocation: PendingInvocation, seconds: float) -> None:
-        """Use the run time for estimates of later calls; a failure of that costs no outcome."""
+        """Use the run time for estimates of later calls. A failure here does not cost the
+        outcome."""
         function, call, cores = invocation.function, invocation.call, max(1, invocation.cores)
         try:
             function.curve = learn(function, call, seconds, cores, self.discipline)
@@ -491,7 +495,7 @@ class Runtime:
             self._take_out(invocation)
         if not invocation.done.done():
             invocation.done.set_exception(error)
-            # Asking marks the exception as seen: there may be no caller left.
+            # Reading it marks the exception as seen, since there may be no caller left.
             invocation.done.exception()
 
     def _take_out(self, invocation: PendingInvocation) -> None:
@@ -508,7 +512,7 @@ def _cancel_timer(timer: asyncio.TimerHandle, _: object) -> None:
 
 
 class InvocationListeners:
-    """Tells those who watch an invocation what happens, but for the outcome, and keeps its logs."""
+    """Listeners to an invocation's events other than the outcome, and its logs."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, list[Listener]] = {}
@@ -517,7 +521,7 @@ class InvocationListeners:
     def watch(
         self, invocation_id: str, listener: Listener, invocation: PendingInvocation | None
     ) -> Iterator[None]:
-        """Tell `listener` what happens from now on, first the state of an open `invocation`."""
+        """Tell `listener` about all events from now on, first the state of an open `invocation`."""
         self._listeners.setdefault(invocation_id, []).append(listener)
         if invocation is not None:
             listener(_started(invocation) if invocation.began else _queued(invocation))
@@ -533,18 +537,18 @@ class InvocationListeners:
         invocation: PendingInvocation,
         event: Callable[[PendingInvocation], reward_pb.InvocationEvent],
     ) -> None:
-        """Tell those who watch the invocation that `event` happened."""
+        """Tell the invocation's listeners about `event`."""
         for listener in self._listeners.get(invocation.invocation_id, ()):
             listener(event(invocation))
 
     def printed(self, invocation: PendingInvocation, part: bytes) -> None:
-        """The function printed `part`."""
+        """Handle the printed `part` of the function's output."""
         if invocation.lines is None:
             invocation.lines = LineSplitter(lambda line: self._line(invocation, line))
         invocation.lines.add(part)
 
     def ended(self, invocation: PendingInvocation) -> None:
-        """An attempt ended: what it printed last counts as a line."""
+        """End an attempt: its last output counts as a line."""
         if invocation.lines is not None:
             invocation.lines.end()
 
@@ -593,7 +597,7 @@ class Metrics:
         )
         self.cold = telemetry.histogram(
             "troupe_reward_cold_start_seconds",
-            "Start of a worker and import of the code, of calls that had to wait for it.",
+            "Start of a worker and import of the code, for calls that had to wait for it.",
             ["function"],
         )
         self.cores = telemetry.counter(
@@ -638,7 +642,7 @@ class PoolCounts:
     def function_status(
         self, function: RegisteredFunction, confinement: Sequence[str]
     ) -> reward_pb.FunctionStatus:
-        """The counts and estimates of `function` as a message."""
+        """Return the counts and estimates of `function` as a message."""
         return function.status(
             running=self._dispatcher.running(function),
             behind=self._dispatcher.behind(function),
@@ -647,7 +651,7 @@ class PoolCounts:
         )
 
     def status(self) -> reward_pb.PoolStatus:
-        """The counts as a message."""
+        """Return the counts as a message."""
         hosts = self._hosts.values()
         return reward_pb.PoolStatus(
             workers=self.workers,

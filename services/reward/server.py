@@ -116,7 +116,7 @@ class RewardService(reward_grpc.RewardServicer):
     async def ListFunctions(
         self, request: reward_pb.ListFunctionsRequest, context: Any
     ) -> reward_pb.ListFunctionsResponse:
-        """All functions with their counts."""
+        """Return all functions with their counts."""
         return reward_pb.ListFunctionsResponse(
             functions=[
                 self._runtime.pool.function_status(f, self._local.confinement(f.profile))
@@ -172,7 +172,7 @@ class RewardService(reward_grpc.RewardServicer):
     async def ListHosts(
         self, request: reward_pb.ListHostsRequest, context: Any
     ) -> reward_pb.ListHostsResponse:
-        """The hosts that are attached."""
+        """Return the hosts that are attached."""
         return reward_pb.ListHostsResponse(hosts=self._hosts.list())
 
     async def CancelInvocation(
@@ -193,7 +193,7 @@ class RewardService(reward_grpc.RewardServicer):
     async def ReadLogs(
         self, request: reward_pb.ReadLogsRequest, context: Any
     ) -> AsyncIterator[reward_pb.LogLine]:
-        """The last lines that a function's calls printed, and with `follow` those to come."""
+        """Yield the last lines that a function's calls printed, and with `follow` those to come."""
 
         def wanted(line: reward_pb.LogLine) -> bool:
             return request.job_id in ("", line.job_id) and request.invocation_id in (

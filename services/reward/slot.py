@@ -1,5 +1,5 @@
-"""The slots in which calls run, and the slot of a worker process on this host, which it starts and
-replaces.
+"""Slots in which calls run, including the slot of a worker process on this host, which it starts
+and replaces.
 
 A call's timeout is enforced here (`ProcessSlot._answer`), by killing the process.
 """
@@ -40,14 +40,14 @@ log = structlog.get_logger("troupe.reward")
 _Kind = reward_pb.InvocationError
 # An answer is a result of at most 16 MiB, or an error.
 _MAX_FRAME_BYTES: Final = 20 * 2**20
-# The last of what functions print that is kept.
+# Bytes kept of the end of functions' output.
 _OUTPUT_BYTES: Final = 16 * 2**10
 # Output is read in such parts, at most so many before the event loop runs others: together more
 # than a pipe holds, so that all that was printed before an answer is read with it.
 _PART_BYTES: Final = 32 * 2**10
 _PARTS: Final = 4
 _END_SECONDS: Final = 5.0
-# Calls, and bytes of arguments, that a worker is sent before it has answered the first of them.
+# Calls, and bytes of arguments, sent to a worker before it has answered the first of them.
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 * 2**10
 
@@ -87,11 +87,11 @@ class WorkerSlot:
         """Have a process that has imported `function`, if that works."""
 
     def holds(self, function: RegisteredFunction) -> bool:
-        """Whether the process has imported `function` since its last registration."""
+        """Return whether the process has imported `function` since its last registration."""
         return True
 
     def confined_for(self, function: RegisteredFunction) -> bool:
-        """Whether the process is confined as `function` wants it."""
+        """Return whether the process is confined as `function` wants it."""
         return True
 
     def cancel(self) -> None:
@@ -121,7 +121,7 @@ class WorkerLost(Exception):
 
 
 class ProcessSlot(WorkerSlot):
-    """Runs calls in one worker process; when that is lost, in its successor."""
+    """A slot with one worker process, or its successor after a loss."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class ProcessSlot(WorkerSlot):
         following: int,
         sent: deque[int],
     ) -> int:
-        """Send the worker its next calls, of which `following` is the first; returns the index of
+        """Send the worker its next calls, of which `following` is the first; return the index of
         the first that it has not been sent.
 
         Several calls of a function that may run twice are sent ahead, so that the worker never
@@ -387,7 +387,8 @@ class ProcessSlot(WorkerSlot):
         return outcome_of(answer)
 
     def _why_replace(self, answer: worker.CallAnswer, function: RegisteredFunction) -> str:
-        """Why a new process may import what this one did not; empty: it would not, either."""
+        """Return why a new process may import what this one did not; empty: it would not,
+        either."""
         if answer.kind == worker.STALE:
             return "modules were edited"
         # What ran here before may have changed what is imported, and from where.
@@ -399,8 +400,8 @@ class ProcessSlot(WorkerSlot):
     async def _answer(
         self, deadline: CallDeadline, request: dict[str, Any] | None = None
     ) -> worker.CallAnswer:
-        """The next answer: to `request`, or to what was sent before. Starts a process where there
-        is none.
+        """Return the next answer: to `request`, or to what was sent before. Starts a process where
+        there is none.
 
         Raises `WorkerLost`, and drops the process, if that ends or `deadline.run_seconds` are over.
         """
@@ -431,7 +432,7 @@ class ProcessSlot(WorkerSlot):
             raise
 
     def _replace(self) -> str:
-        """Drop the process because of a failure; returns what it printed last."""
+        """Drop the process because of a failure; return what it printed last."""
         self.restarts += 1
         output = self._process.output() if self._process is not None else ""
         self._drop()
@@ -502,7 +503,7 @@ class WorkerProcess:
             self._process.stdin.write(b"".join(frames))
 
     async def answer(self) -> worker.CallAnswer:
-        """The next answer; what was printed before it has been read. Raises `WorkerDied`."""
+        """Return the next answer; what was printed before it has been read. Raises `WorkerDied`."""
         try:
             body = await read_frame(self._answers, _MAX_FRAME_BYTES)
             answer = worker.CallAnswer.of_frame(json.loads(body))
@@ -510,7 +511,7 @@ class WorkerProcess:
             raise WorkerDied(await self._how_it_died()) from error
         except (ValueError, RecursionError) as error:
             self.kill()
-            raise WorkerDied(f"the worker's answer makes no sense: {error}") from error
+            raise WorkerDied(f"the worker's answer is invalid: {error}") from error
         self._pull()
         return answer
 
@@ -520,11 +521,11 @@ class WorkerProcess:
         return self._process.returncode is None
 
     def pids(self) -> list[int]:
-        """The process and all that descend from it, as this host counts them."""
+        """Return the process and all that descend from it, as this host counts them."""
         return family(self._process.pid)
 
     def output(self) -> str:
-        """The last of what was printed since the call before."""
+        """Return the last of what was printed since the call before."""
         self._pull()
         text = b"".join(self._printed).decode(errors="replace")
         self._printed.clear()
@@ -587,7 +588,8 @@ class WorkerProcess:
 
 
 class AnswerReader:
-    """Reads from an answer channel the bytes of the worker process, and of no process it started.
+    """A reader of the worker process's bytes on an answer channel, ignoring processes that it
+    started.
 
     The worker is the first process that writes into it: its answer to `ready` precedes all code of
     the user's. Reads on demand: bytes that no caller waits for stay in the kernel.
@@ -601,7 +603,8 @@ class AnswerReader:
         self._foreign = 0
 
     async def readexactly(self, size: int) -> bytes:
-        """The next `size` bytes. Raises EOFError, and ValueError if others write too much."""
+        """Return the next `size` bytes. Raises EOFError, and ValueError if others write too
+        much."""
         while len(self._received) < size:
             try:
                 part, sender = received(self._channel)
@@ -639,9 +642,9 @@ class AnswerReader:
 
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
-    """`asyncio.create_subprocess_exec` in a session of its own, which leaves no process behind when
-    it is cancelled. (asyncio would kill the process, not its group: bubblewrap's second half, which
-    waits for its first, would wait for ever.) Raises OSError."""
+    """Start a process in its own session, leaving none behind on cancellation. (asyncio would kill
+    the process but not its group: bubblewrap's second process would wait for the first forever.)
+    Raises OSError."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
     )

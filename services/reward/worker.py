@@ -73,7 +73,7 @@ class CallAnswer(NamedTuple):
 
     @classmethod
     def of_frame(cls, fields: object) -> CallAnswer:
-        """The answer that a frame holds. Raises ValueError."""
+        """Return the answer that a frame holds. Raises ValueError."""
         if not isinstance(fields, list) or [type(f) for f in fields] != [str] * len(cls._fields):
             raise ValueError("that is not an answer")
         return cls(*fields)
@@ -113,8 +113,8 @@ def confine(limits: list[str]) -> None:
 
 
 def load_file(path: str) -> ModuleType:
-    """A module of the service by its path from here: uploaded source, which comes first on the
-    import path, may have modules of any name."""
+    """Return a module of the service by its path from here: uploaded source, which comes first on
+    the import path, may have modules of any name."""
     file = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     spec = importlib.util.spec_from_file_location(f"troupe_{os.path.basename(path)[:-3]}", file)
     assert spec is not None
@@ -125,7 +125,8 @@ def load_file(path: str) -> ModuleType:
 
 
 def private_copy(package: str) -> ModuleType:
-    """The imported package, for its importer alone: from now on `import` finds another copy."""
+    """Return the imported package, for its importer alone: from now on `import` finds another
+    copy."""
     ours = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)
@@ -190,7 +191,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def file_of(descriptor: int) -> tuple[int, int]:
-    """Device and inode of an open file, pipe or socket; zeros: it is closed."""
+    """Return the device and inode of an open file, pipe or socket; zeros: it is closed."""
     with suppress(OSError):
         found = fstat(descriptor)
         return found.st_dev, found.st_ino
@@ -198,7 +199,8 @@ def file_of(descriptor: int) -> tuple[int, int]:
 
 
 def _keeps_running(request: dict[str, Any]) -> bool:
-    """Whether a function declares that what its calls start serves later ones (an MCP server)."""
+    """Return whether a function declares that what its calls start serves later ones (an MCP
+    server)."""
     function = _functions.get(request["entrypoint"])
     return getattr(function, "keeps_running", False) is True
 
@@ -268,9 +270,9 @@ MOST_SECONDS = 86_400.0
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """In how many seconds an interface outside takes calls again, -1 if not known, None if `error`
-    is not about that: by an attribute `retry_after`, or by a response with status 429 (503 with a
-    Retry-After) that httpx, requests and OpenAI's client keep in their errors."""
+    """Return the seconds until an external interface takes calls again, -1 if unknown, None if
+    `error` is not about that: by an attribute `retry_after`, or by a response with status 429 (503
+    with a Retry-After) that httpx, requests and OpenAI's client keep in their errors."""
     with suppress(BaseException):  # attributes of a user's error may raise, too
         seconds = getattr(error, "retry_after", None)
         if isinstance(seconds, (int, float)) and seconds >= 0:
@@ -285,7 +287,8 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 def _seconds_until(value: str | None) -> float:
-    """Seconds of a Retry-After header, a number or a date (RFC 9110, 10.2.3); -1 if not known."""
+    """Return the seconds of a Retry-After header, a number or a date (RFC 9110, 10.2.3); -1 if not
+    known."""
     if not value:
         return -1.0
     try:
@@ -340,7 +343,7 @@ def _shown(result: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy and torch scalars and arrays as numbers."""
+    """Convert numpy and torch scalars and arrays to numbers."""
     for name in ("tolist", "item"):
         method = getattr(value, name, None)
         if callable(method):
@@ -372,7 +375,7 @@ def _memory_limit(mib: int) -> Iterator[None]:
 
 
 def _message(error: BaseException) -> str:
-    """Type and message of an exception, which may itself raise when it is asked."""
+    """Return the type and message of an exception, which may itself raise when it is asked."""
     try:
         return f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
     except BaseException:
@@ -380,7 +383,7 @@ def _message(error: BaseException) -> str:
 
 
 def _author_view(error: BaseException) -> str:
-    """The last lines of the traceback, without frames of this file."""
+    """Return the last lines of the traceback, without frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -393,7 +396,8 @@ def _author_view(error: BaseException) -> str:
 
 
 def _user_files() -> Iterator[tuple[str, int]]:
-    """Path and mtime of imported modules' files, without the interpreter's and installed ones."""
+    """Yield the path and mtime of imported modules' files, without the interpreter's and installed
+    ones."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if path and is_users(path):
@@ -402,7 +406,8 @@ def _user_files() -> Iterator[tuple[str, int]]:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file with code belongs neither to the interpreter nor to an installed package."""
+    """Return whether a file with code belongs neither to the interpreter nor to an installed
+    package."""
     return not ("site-packages" in path or path.startswith((_STDLIB, "<frozen ")))
 
 

@@ -1,4 +1,4 @@
-"""Gives queued invocations to the slots of hosts.
+"""Dispatch of queued invocations to the slots of hosts.
 
 `troupe.scheduling.elastic` decides what runs where, whenever an invocation arrives or ends.
 """
@@ -34,7 +34,7 @@ from troupe.v1 import reward_pb2 as reward_pb
 log = structlog.get_logger("troupe.reward")
 
 _BOUNDS: Final = DecisionBounds()
-# A start of a worker is expected to take the median of the last ones; at first this long.
+# Expected time of a worker's first starts; later, the median of the last ones.
 _COLD_SECONDS: Final = 0.15
 _COLD_STARTS: Final = 100
 # Timers are not exact: a look a little later finds what is due.
@@ -47,7 +47,7 @@ _CHUNK_BYTES: Final = 4 << 20
 
 
 class Dispatcher:
-    """Takes invocations from the queues to the hosts, and reports how they go."""
+    """The dispatcher of invocations from the queues to the hosts, which reports their progress."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Dispatcher:
         self.hosts = {host.name: host for host in hosts}
         self._began, self._ended, self._held_cores = began, ended, held_cores
         self._chunks: dict[RegisteredFunction, set[InvocationChunk]] = {}
-        # By function: the invocation that explores a number of cores that no call had yet. The
-        # entry goes with the invocation.
+        # Invocation of each function that explores a new number of cores. The entry disappears with
+        # the invocation.
         self._exploring: WeakValueDictionary[RegisteredFunction, PendingInvocation]
         self._exploring = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,7 +95,7 @@ class Dispatcher:
         self.dispatch()
 
     def detach(self, name: str) -> None:
-        """Begin nothing more on a host; its slots still report the outcomes of what runs there."""
+        """Begin no more calls on a host; its slots still report the outcomes of running calls."""
         self.hosts.pop(name, None)
 
     def warm_up(self, function: RegisteredFunction) -> None:
@@ -106,7 +106,7 @@ class Dispatcher:
 
     async def _warm_up(self, host: FunctionHost, function: RegisteredFunction) -> None:
         await host.warm_up(function)
-        # What came meanwhile found its slots taken.
+        # Invocations that arrived meanwhile found the slots taken.
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -116,12 +116,12 @@ class Dispatcher:
         while self._decide():
             pass
         if len(self.queues) and self.autoscaler.cold and self._timer is None:
-            # What waits for a busy worker may be worth another worker by then.
+            # Invocations that wait for a busy worker may justify another worker by then.
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.autoscaler.cold_seconds, self._dispatch_late)
 
     def running(self, function: RegisteredFunction) -> int:
-        """Slots that run calls of `function`."""
+        """Return the number of slots that run calls of `function`."""
         return len(self._chunks.get(function, ()))
 
     def behind(self, function: RegisteredFunction) -> int:
@@ -129,7 +129,7 @@ class Dispatcher:
         return sum(chunk.behind for chunk in self._chunks.get(function, ()))
 
     def action(self, invocation: PendingInvocation, most_cores: int) -> Action:
-        """`PendingInvocation.action`; one invocation of each function explores at a time."""
+        """Return `PendingInvocation.action`; one invocation of each function explores at a time."""
         function = invocation.function
         first = self._exploring.get(function)
         explore = first is None or first is invocation or first.done.done()
@@ -139,7 +139,7 @@ class Dispatcher:
         return action
 
     def _room(self, hosts: Sequence[FunctionHost], function: RegisteredFunction) -> int:
-        """How many more calls of `function` may begin on `hosts`."""
+        """Return how many more calls of `function` may begin on `hosts`."""
         room = sum(host.room(function) for host in hosts)
         limit = function.spec.max_concurrency
         return min(room, max(0, limit - self.running(function))) if limit > 0 else room
@@ -193,7 +193,7 @@ class Dispatcher:
         return begun < len(grants)
 
     def _most_cores(self, names: Iterable[str]) -> int:
-        """Cores of the largest of these hosts."""
+        """Return the cores of the largest of these hosts."""
         hosts = (self.hosts[name] for name in names if name in self.hosts)
         return max((PLENTY if one.cores is None else one.total_cores for one in hosts), default=1)
 
@@ -203,7 +203,7 @@ class Dispatcher:
             self._quotas.shut(function.needs, seconds)
 
     def missing_quota(self, function: RegisteredFunction) -> str:
-        """Which quota has no units for a call of `function`, and why; empty: none is missing."""
+        """Explain which quota lacks units for a call of `function`; empty: none."""
         if self._quotas is None:
             return ""
         units = self._quotas.free()
@@ -251,8 +251,8 @@ class Dispatcher:
         self._spawn(self._run(invocation.invocation_id, function, chunk, host, lease))
 
     def _followers(self, invocation: PendingInvocation) -> list[PendingInvocation]:
-        """Queued invocations that go to the same worker in one chunk: short calls of the function,
-        no more than the worker's share of them."""
+        """Return the queued invocations that go to the same worker in one chunk: short calls of the
+        function, no more than the worker's share of them."""
         function = invocation.function
         # Cores, devices and quota units are handed out call by call.
         alone = invocation.sandbox_slot is not None or function.elastic
@@ -341,9 +341,10 @@ class Dispatcher:
         try:
             self._ended(invocation, outcome)
         except Exception as error:
-            # An outcome that cannot be handled is an outcome too: its caller must not wait forever.
+            # An outcome that cannot be handled still counts as one, since its caller must not wait
+            # forever.
             log.exception("invocation", function=invocation.function.key)
-            # Of a kind without a retry: the worker goes on with the rest of the chunk.
+            # A kind without a retry: the worker continues with the rest of the chunk.
             bad = _failed(error, reward_pb.InvocationError.KIND_BAD_RESULT)
             self._ended(invocation, bad)
 
@@ -371,7 +372,7 @@ def _failed(
 
 
 class WorkerAutoscaler:
-    """Decides how many worker processes to start, and ends those that were idle for too long."""
+    """The autoscaler of worker processes, which also ends processes that were idle for too long."""
 
     def __init__(self, hosts: Mapping[str, FunctionHost]) -> None:
         """`hosts`: by name; the mapping changes as hosts attach and detach."""
@@ -399,7 +400,8 @@ class WorkerAutoscaler:
         self._cold_starts.append(seconds)
 
     def startable(self, queues: Queues, head: PendingInvocation, now: float) -> int:
-        """How many processes may be started for what is queued; `head` is the first of it."""
+        """Return how many processes may be started for what is queued; `head` is the first of
+        it."""
         cold = self.cold
         if not cold:
             return 0
@@ -413,7 +415,7 @@ class WorkerAutoscaler:
         return workers_to_start(backlog, now - head.since, self.alive, cold, seconds)
 
     def idle(self, host: FunctionHost, function: RegisteredFunction) -> None:
-        """A worker of `host`, which ran `function` last, has nothing to do since now."""
+        """Note that a worker of `host`, which ran `function` last, is idle from now on."""
         self._reap_in(host.idle_seconds(function))
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from services.reward.slot import WorkerSlot
 from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.v1 import reward_pb2 as reward_pb
 
-# Calls behind one that takes longer than this are taken back, to run elsewhere.
+# Calls queued behind one that takes longer than this are taken back, to run elsewhere.
 _RECALL_SECONDS: Final = 0.2
 
 
@@ -61,10 +61,10 @@ class PendingInvocation:
         return cost(self.function, self.call)
 
     def action(self, most_cores: int, *, explore: bool = True) -> Action:
-        """The invocation as the scheduler sees it, by what is known of its function so far.
+        """Return the invocation as the scheduler sees it, by what is known of its function so far.
 
-        `most_cores`: of the largest host that it may run on; 0: no host hands out cores. `explore`:
-        it may get a number of cores that no call of the function had yet.
+        `most_cores`: cores of the largest eligible host; 0: no host leases cores. `explore`: it may
+        get a number of cores that is new for the function.
         """
         function, cached = self.function, self._cached
         if cached is not None and cached[0] is function.curve and cached[1] == most_cores:

@@ -58,7 +58,7 @@ class Queues:
     def first(
         self, count: int, budget: Budget, room_for: Callable[[RegisteredFunction], int]
     ) -> list[PendingInvocation]:
-        """The next `count` invocations, of each function at most `room_for` it.
+        """Return the next `count` invocations, of each function at most `room_for` it.
 
         One that waits only for that, or for units of a quota that `budget` lacks, does not hold up
         those behind it.
@@ -77,7 +77,8 @@ class Queues:
         return found
 
     def following(self, invocation: PendingInvocation, count: int) -> list[PendingInvocation]:
-        """Up to `count` queued invocations that are next of its function, job and priority."""
+        """Return up to `count` queued invocations that are next of its function, job and
+        priority."""
         queue = (
             self._levels.get(invocation.call.priority, {})
             .get(invocation.job, {})
@@ -86,8 +87,8 @@ class Queues:
         return queue[: -count - 1 : -1] if count > 0 else []
 
     def seconds(self, cold_seconds: float) -> float:
-        """Seconds that one worker would need for all that is queued; calls that need a new process
-        take `cold_seconds` more."""
+        """Return the seconds that one worker would need for all that is queued; calls that need a
+        new process take `cold_seconds` more."""
         return sum(
             count * (function.seconds + (0.0 if function.stays_warm else cold_seconds))
             for function, count in self._functions.values()
@@ -106,7 +107,8 @@ class Queues:
 def _startable(
     queues: list[_Queue], room: dict[str, int], budget: Budget
 ) -> Iterator[PendingInvocation]:
-    """The invocations of one job by rank; each takes one of `room` (by function) when reached."""
+    """Yield the invocations of one job by rank; each takes one of `room` (by function) when
+    reached."""
     heads = [(queue[-1].rank, len(queue) - 1, queue) for queue in queues]
     heapq.heapify(heads)
     while heads:

@@ -1,7 +1,7 @@
-"""Model services of this host: which of them are on devices, and their processes.
+"""Model services of this host: their processes, and the devices that they occupy.
 
-A call finds its model on devices; others that are idle make room for it ("evict on execution",
-ARL-Tangram, section 3).
+A call finds its model on devices; idle models make room for it ("evict on execution", ARL-Tangram,
+section 3).
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class ModelSettings(BaseModel):
         if self.url and (not self.devices or self.devices[0] % self.gpus):
             raise ValueError("with url, name its devices: a cell of `gpus` neighbours")
         if tuple(expected) != self.devices:
-            raise ValueError(f"devices = {self.devices} is no cell of {self.gpus} neighbours")
+            raise ValueError(f"devices = {self.devices} is not a cell of {self.gpus} neighbours")
         return self
 
 
 class ModelUnavailable(Exception):
-    """The model cannot be used; the text says what failed."""
+    """The model is unusable; the text names the failure."""
 
 
 class ModelManager:
@@ -117,7 +117,7 @@ class ModelManager:
             self._export(telemetry)
 
     async def ready(self, name: str) -> str:
-        """The URL of a model once it is on the devices where it was placed. Raises
+        """Return the URL of a model once it is on the devices where it was placed. Raises
         `ModelUnavailable`.
 
         For a call that has begun: its model stays in place until the call ends.
@@ -126,7 +126,7 @@ class ModelManager:
         async with self._moving:
             cell = self.placement.models[name].cell
             if cell is None:
-                raise ModelUnavailable(f"{name} lost its devices: it failed a moment ago")
+                raise ModelUnavailable(f"{name} lost its devices because it has just failed")
             if service.cell == cell and service.running:
                 return service.url
             began = time.perf_counter()
@@ -189,7 +189,7 @@ def check_models(models: Mapping[str, ModelSettings], gpus: int) -> None:
                 f"takes {model.gpus} devices, and no cell of the {gpus} of this host is that large",
                 field=f"TROUPE_REWARD_MODELS.{name}.gpus",
                 value=model.gpus,
-                remedy="Set TROUPE_REWARD_GPUS to the devices that there are, or start the model "
+                remedy="Set TROUPE_REWARD_GPUS to the number of devices, or start the model "
                 "with fewer.",
             )
 
@@ -206,7 +206,8 @@ class ModelPlacement:
         self._plan = CellPlan({}, {}, frozenset())
 
     def room(self, wanted: Sequence[str]) -> dict[str, int]:
-        """Calls that could begin now, by resource, when calls wait for `wanted` in that order.
+        """Return how many calls could begin now, by resource, when calls wait for `wanted` in that
+        order.
 
         `begin` carries out the plan that was made here last.
         """
@@ -215,19 +216,19 @@ class ModelPlacement:
         return {MODEL + name: self._plan.room.get(name, 0) for name in self.models}
 
     def capacity(self) -> dict[str, int]:
-        """Calls that may run at once, by resource."""
+        """Return how many calls may run at once, by resource."""
         return {MODEL + model.name: model.concurrency for model in self.models.values()}
 
     def begin(self, name: str) -> DeviceCell:
-        """A call begins: place its model if need be; the devices that it is on. Raises ValueError
-        where there are none."""
+        """Begin a call: place its model if necessary, and return its devices. Raises ValueError if
+        there are none."""
         model = self.models[name]
         if model.cell is None:
             if name not in self._plan.cells:
                 self.room([name])
             cell = self._plan.cells.get(name)
             if cell is None:
-                raise ValueError(f"no cell for {name}: everything is in use")
+                raise ValueError(f"no cell for {name}: all cells are in use")
             for other in list(self.models.values()):
                 if meet(other.cell, cell):
                     if other.running:
@@ -239,7 +240,7 @@ class ModelPlacement:
         return model.cell
 
     def end(self, name: str) -> None:
-        """A call of the model has ended."""
+        """End a call of the model."""
         model = self.models[name]
         self.models[name] = replace(model, running=model.running - 1, last=self._clock())
 
@@ -360,7 +361,7 @@ class ModelService:
             environment[_DEVICES] = ",".join(devices_of(cell, environment.get(_DEVICES)))
         try:
             self._process = await asyncio.create_subprocess_exec(
-                # An orphaned model would hold its devices for ever.
+                # An orphaned model would hold its devices forever.
                 *tethered(command),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -404,7 +405,7 @@ class ModelService:
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
             timeout = httpx.Timeout(self.settings.restore_seconds, connect=_CONNECT_SECONDS)
-            # A proxy meant for the outside world must not get between us and our models.
+            # A proxy for the outside world must not sit between this service and its models.
             self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False)
         return self._http
 
@@ -418,7 +419,7 @@ def devices_of(cell: DeviceCell, visible: str | None) -> list[str]:
     if cell.devices[-1] >= len(names):
         raise ModelUnavailable(
             f"device {cell.devices[-1]} is wanted, and {_DEVICES} is {visible}: "
-            "TROUPE_REWARD_GPUS says more than there are"
+            "TROUPE_REWARD_GPUS is larger than that"
         )
     return [names[device] for device in cell.devices]
 

@@ -51,7 +51,8 @@ class ResidentModel:
         return self._copy.stat().st_size
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """The result of a public method. Raises RuntimeError while the weights are off devices."""
+        """Return the result of a public method. Raises RuntimeError while the weights are off
+        devices."""
         function = None if method.startswith("_") else getattr(self._made, method, None)
         if not callable(function):
             raise AttributeError(f"{type(self._made).__name__} has no method {method!r}")
@@ -118,7 +119,7 @@ class ResidentModel:
 
 
 def _tensors_of(made: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; shared ones once."""
+    """Return the parameters and buffers by name; shared ones once."""
     import torch
 
     modules = {"": made} if isinstance(made, torch.nn.Module) else getattr(made, "__dict__", {})
@@ -135,7 +136,7 @@ def _tensors_of(made: Any) -> dict[str, torch.Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """`value`; a tensor as numbers."""
+    """Return `value`, with a tensor converted to numbers."""
     for name in ("tolist", "item"):
         method = getattr(value, name, None)
         if callable(method):
@@ -147,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
     resident: ResidentModel
 
     def do_GET(self) -> None:
-        """Health and size."""
+        """Answer with health and size."""
         if self.path in ("/health", "/health_generate"):
             self._answer(200, {"status": "ok"})
         elif self.path == "/model_info":
@@ -156,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": f"nothing at {self.path}"})
 
     def do_POST(self) -> None:
-        """Release, resume and method calls."""
+        """Answer release, resume and method calls."""
         try:
             size = int(self.headers.get("content-length") or 0)
             if not 0 <= size <= _MAX_BODY:
@@ -187,11 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No access log: the manager logs moves."""
+        """Do nothing: the manager logs moves."""
 
 
 def load(entrypoint: str) -> Callable[[], Any]:
-    """The object that "package.module:attribute" names. Raises ImportError, AttributeError."""
+    """Return the object that "package.module:attribute" names. Raises ImportError,
+    AttributeError."""
     module, _, path = entrypoint.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):

@@ -215,8 +215,8 @@ class HostAgent:
     async def _take(
         self, function: RegisteredFunction, cores: int
     ) -> tuple[WorkerSlot, CoreLease | None]:
-        """A slot and cores, once there is room on devices for the model. The service saw both free,
-        but may have had an old report of where models are."""
+        """Return a slot and cores, once there is room on devices for the model. The service saw
+        both free, but may have had an old report of where models are."""
         placement = self._host.resources.placement
         async with asyncio.timeout(function.spec.timeout_seconds):
             while True:
@@ -229,7 +229,7 @@ class HostAgent:
                     await asyncio.sleep(_LOOK_SECONDS)
 
     def _function(self, request: reward_pb.HostRun) -> RegisteredFunction:
-        """The function as the service knows it now. Raises `NotFound` without its source."""
+        """Return the function as the service knows it now. Raises `NotFound` without its source."""
         spec = request.function
         key = f"{spec.name}@{spec.version}"
         known = self._functions.get(key)
@@ -304,7 +304,7 @@ class RewardHost(HostAgent):
 
 
 def offer_of(settings: RewardSettings) -> reward_pb.HostOffer:
-    """The resources of this process, as it offers them."""
+    """Return the resources of this process, as it offers them."""
     sandboxes = [PROCESS]
     with contextlib.suppress(TroupeError):
         find_bubblewrap()

@@ -1,4 +1,4 @@
-"""Attached hosts as the service sees them: the stream to each, its slots, and what it offers.
+"""Attached hosts as the service sees them: the stream to each, its slots, and its offer.
 
 `HostFleet` decides whether a function can run on any of the hosts.
 """
@@ -47,7 +47,7 @@ log = structlog.get_logger("troupe.reward")
 _DIED: Final = reward_pb.InvocationError.KIND_WORKER_DIED
 # A host that attaches must send its offer within this time.
 _OFFER_SECONDS: Final = 10.0
-# A host whose last so many beats are missing is given up.
+# A host that misses so many heartbeats in a row is given up.
 _BEATS_MISSED: Final = 5
 _HOST_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _MOST_WORKERS: Final = 4096
@@ -111,11 +111,12 @@ class HostLink:
         return len(self._runs)
 
     async def commands(self, patience: float) -> AsyncIterator[reward_pb.HostCommand]:
-        """Commands to send to the host, until it is lost or was silent for `patience` seconds."""
+        """Yield the commands to send to the host, until it is lost or was silent for `patience`
+        seconds."""
         while not self._lost:
             left = self.last_message + patience - time.monotonic()
             if left <= 0:
-                self.lose(f"was not heard of for {patience:g} s")
+                self.lose(f"was silent for {patience:g} s")
                 return
             try:
                 async with asyncio.timeout(left):
@@ -211,7 +212,7 @@ class HostLink:
     def _answered(self, run: RemoteRun, outcome: reward_pb.HostOutcome) -> None:
         index = outcome.index
         if not 0 <= index < len(run.calls) or index in run.answered:
-            log.warning("an outcome of nothing that was asked for", host=self.name, index=index)
+            log.warning("an outcome without a request", host=self.name, index=index)
             return
         run.answered.add(index)
         self.invocations += 1
@@ -240,8 +241,8 @@ class HostLink:
 
 
 class RemoteSlot(WorkerSlot):
-    """A slot on another host. That host starts its processes by itself and chooses which of them a
-    run gets: all its slots are alike, and always count as warm."""
+    """A slot on another host. That host starts its processes and assigns them to runs, so all its
+    slots are alike and always count as warm."""
 
     def __init__(self, link: HostLink, index: int) -> None:
         super().__init__(f"{link.name}/{index}")
@@ -255,7 +256,7 @@ class RemoteSlot(WorkerSlot):
         return time.monotonic() - self._since
 
     def holds(self, function: RegisteredFunction) -> bool:
-        """Whether the function ran on that host since its last registration."""
+        """Return whether the function ran on that host since its last registration."""
         return self._link.functions.get(function.key) == function.registrations
 
     def cancel(self) -> None:
@@ -323,7 +324,7 @@ class AttachedHosts:
     async def serve(
         self, messages: AsyncIterator[reward_pb.HostMessage]
     ) -> AsyncGenerator[reward_pb.HostCommand]:
-        """The commands for one host, which sends `messages`, for as long as it is attached.
+        """Yield the commands for one host, which sends `messages`, for as long as it is attached.
 
         Raises `InvalidArgument` for an offer that makes no sense, and `Unavailable` when the host
         falls silent.
@@ -345,13 +346,13 @@ class AttachedHosts:
             async for command in link.commands(patience):
                 yield command
             if time.monotonic() - link.last_message >= patience:
-                raise Unavailable(f"host {name} was not heard of for {patience:g} s")
+                raise Unavailable(f"host {name} was silent for {patience:g} s")
         finally:
             reader.cancel()
             self._gone(link)
 
     def list(self) -> list[reward_pb.HostStatus]:
-        """The status of each host."""
+        """Return the status of each host."""
         now = time.monotonic()
         return [
             reward_pb.HostStatus(
@@ -391,14 +392,17 @@ class AttachedHosts:
                 first = await anext(messages)
         except (TimeoutError, StopAsyncIteration) as error:
             raise InvalidArgument(
-                "a host says first what it offers",
+                "the first message of a host must be its offer",
                 field="offer",
                 remedy=f"Send HostMessage.offer within {_OFFER_SECONDS:g} s.",
             ) from error
         offer = first.offer
         if not _HOST_ID.fullmatch(offer.host_id):
             raise InvalidArgument(
-                "is no id", field="offer.host_id", value=offer.host_id, remedy="Letters and digits."
+                "is not an id",
+                field="offer.host_id",
+                value=offer.host_id,
+                remedy="Letters and digits.",
             )
         if not 1 <= offer.workers <= _MOST_WORKERS:
             raise InvalidArgument(
@@ -465,7 +469,7 @@ class HostFleet:
             self._quotas.check(spec.quota, spec.quota_units or 1)
         if spec.gpus and not spec.model_service:
             raise InvalidArgument(
-                "devices are given to models, and calls find those",
+                "only models get devices, and calls use the models",
                 field="function.gpus",
                 value=spec.gpus,
                 remedy="Name the model that it calls as `model_service`, declared in "
@@ -487,7 +491,7 @@ class HostFleet:
             # Sandboxes that outlive a call are on the service's own host.
             if not self._own.workers:
                 raise InvalidArgument(
-                    "such sandboxes are on the service's own host, and it runs no calls",
+                    "such sandboxes are on the service's own host, which does not run calls",
                     kind="no_host",
                     field="function.stateful" if spec.stateful else "function.sandbox",
                     value=spec.stateful or spec.sandbox,
@@ -513,7 +517,7 @@ class HostFleet:
             field, setting = "sandbox", f"a host where {level} works"
         raise InvalidArgument(
             f"takes {needs[missing]} of {missing}, and of {len(hosts)} hosts none has more than "
-            f"{most} beside what else it takes: no call could ever run",
+            f"{most} with its other needs: no call could ever run",
             kind="no_host",
             field=f"function.{field}",
             value=getattr(spec, field, None),
@@ -539,7 +543,7 @@ class HostFleet:
 
 
 def resources_of(offer: reward_pb.HostOffer, link: HostLink | None = None) -> HostResources:
-    """The resources that a host offers, beside workers and cores."""
+    """Return the resources that a host offers, beside workers and cores."""
     amounts = {SANDBOX + level: PLENTY for level in offer.sandboxes}
     if offer.memory_mib:
         amounts[MEMORY] = offer.memory_mib

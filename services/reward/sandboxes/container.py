@@ -1,6 +1,6 @@
 """The backend of a sandbox in a container of the team's own image, run by docker or podman.
 
-The engine may be on another machine and see none of our files: what runs inside is sent to it.
+The engine may be on another machine without our files, so the code to run is sent to it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ContainerBackend(SandboxBackend):
 
 
 def _first_input(limits: Mapping[str, int], source: str) -> bytes:
-    """The input of `_BOOT`: the texts of supervisor and worker, and the uploaded source."""
+    """Return the input of `_BOOT`: the texts of supervisor and worker, and the uploaded source."""
     files = [path for path in Path(source).rglob("*") if path.is_file()] if source else []
     body = json.dumps(
         {

@@ -41,7 +41,7 @@ DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/ur
 
 @functools.cache
 def version() -> int:
-    """The version of the kernel's interface; 0: none, or not allowed."""
+    """Return the version of the kernel's interface; 0: none, or not allowed."""
     found = _call(_CREATE, None, 0, _VERSION)
     return max(0, found)
 
@@ -67,7 +67,7 @@ def restrict(reads: Iterable[str], writes: Iterable[str], lists: Iterable[str] =
 
 
 def confine(reads: Sequence[str], writes: Sequence[str], lists: Sequence[str]) -> None:
-    """`restrict`; the first of `writes` is where temporary files go."""
+    """Call `restrict`; temporary files go to the first of `writes`."""
     if writes:
         os.environ["TMPDIR"] = writes[0]
     restrict([*reads, *writes], writes, lists)

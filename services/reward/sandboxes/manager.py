@@ -1,4 +1,4 @@
-"""Opens sandboxes that outlive a call, bounds how many there are, and ends them.
+"""Opening, limiting and ending of sandboxes that outlive a call.
 
 A function with `stateful: true` runs in the sandbox of the call's trajectory; functions that
 declare the same sandbox, image and limits share it. Containers are opened for a single call, too.
@@ -54,7 +54,7 @@ class SandboxGone(Exception):
         self.sandbox_id = sandbox_id
 
     def error(self) -> reward_pb.InvocationError:
-        """The invocation's error."""
+        """Return the invocation's error."""
         return reward_pb.InvocationError(kind=_Kind.KIND_SANDBOX_GONE, message=_gone(str(self)))
 
 
@@ -137,13 +137,13 @@ class SandboxManager:
         self._memory = 0
 
     def check(self, spec: reward_pb.FunctionSpec) -> None:
-        """Raises InvalidArgument for a function whose sandbox is larger than the limit."""
+        """Raise InvalidArgument for a function whose sandbox is larger than the limit."""
         if not spec.stateful and spec.sandbox != CONTAINER:
             return
         profile = SandboxProfile.of(spec)
         if _memory_of(profile) > self._limits.memory:
             raise InvalidArgument(
-                f"with {BASE_MIB} MiB of its own more than the {self._limits.memory} MiB that all "
+                f"with {BASE_MIB} MiB of its own exceeds the {self._limits.memory} MiB that all "
                 "sandboxes may take: no call could ever run",
                 field="function.memory_mib",
                 value=profile.memory_mib,
@@ -154,9 +154,10 @@ class SandboxManager:
     async def slot(
         self, function: RegisteredFunction, call: FunctionCall
     ) -> AsyncIterator[SandboxSlot]:
-        """The slot that runs a call in its sandbox, from before it is queued until it has ended.
+        """Hold the slot that runs a call in its sandbox, from before queueing until the call has
+        ended.
 
-        The calls of one sandbox run one after another; one that waits holds no worker. Raises
+        The calls of one sandbox run one after another; a waiting call holds no worker. Raises
         InvalidArgument where no trajectory is named, SandboxGone when the call names a sandbox that
         has ended, ResourceExhausted (with retry_after_ms) when there is no room for another sandbox
         for too long.
@@ -205,8 +206,8 @@ class SandboxManager:
     async def _find(
         self, function: RegisteredFunction, owner: SandboxOwner, had: Sequence[str]
     ) -> OpenSandbox:
-        """The owner's sandbox of the function's profile, opened if need be; `had` are the ids of
-        those that the trajectory has had."""
+        """Return the owner's sandbox of the function's profile, opened if need be; `had` are the
+        ids of those that the trajectory has had."""
         key = owner, function.profile
         found = self._sandboxes.get(key)
         prefix = f"{_profile_hash(function.profile)}-"
@@ -315,7 +316,7 @@ class SandboxManager:
 
 
 class SandboxSlot(WorkerSlot):
-    """Runs one call, which has the sandbox to itself."""
+    """A slot for one call, which has the sandbox to itself."""
 
     def __init__(self, found: OpenSandbox) -> None:
         super().__init__(found.name)
@@ -343,7 +344,7 @@ class SandboxSlot(WorkerSlot):
     async def run(
         self, function: RegisteredFunction, call: FunctionCall, lease: CoreLease | None = None
     ) -> CallOutcome:
-        """The outcome of one call."""
+        """Return the outcome of one call."""
         self._task = asyncio.create_task(self._run(function, call, lease))
         if self._cancelled:
             self._task.cancel()
@@ -412,5 +413,5 @@ def _memory_of(profile: SandboxProfile) -> int:
 
 
 def _profile_hash(profile: SandboxProfile) -> str:
-    """The first part of a sandbox's id: tells a trajectory's sandboxes apart."""
+    """Return the first part of a sandbox's id: tells a trajectory's sandboxes apart."""
     return hashlib.sha256(repr(profile).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The files and kernel interfaces of the host that confined code sees, as arguments of bubblewrap.
+"""Files and kernel interfaces of the host visible to confined code, as arguments of bubblewrap.
 
 Of a folder on the import path only what can be imported is shown: a project's folder also holds
 secrets and a cluster's data (`runs/`). The services' own files are hidden wherever they are: Redis'
@@ -59,8 +59,8 @@ _COVERED: Final = frozenset(
 
 
 def kept() -> list[str]:
-    """Files and folders of the services that confined code must not read, by this process's
-    settings; absolute, links followed, whether they exist or not."""
+    """Return the files and folders of the services that confined code must not read, by this
+    process's settings; absolute, links followed, whether they exist or not."""
     named = [value for name in _KEPT if (value := os.environ.get(name))]
     if not os.environ.get("TROUPE_DATA_DIR"):
         named.append(_DEFAULT_DATA_DIR)
@@ -68,8 +68,8 @@ def kept() -> list[str]:
 
 
 def imports() -> list[str]:
-    """The import path of this process, without entries that would cover private mounts: /tmp or the
-    root, if the service was started there."""
+    """Return the import path of this process, without entries that would cover private mounts: /tmp
+    or the root, if the service was started there."""
     private = [f"{place}/" for entry in PRIVATE for place in _spellings(entry)]
 
     def covers(path: str) -> bool:
@@ -80,7 +80,8 @@ def imports() -> list[str]:
 
 
 def shown(entries: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Files and folders to show of `entries` of the import path, and those below to cover."""
+    """Return the files and folders to show of `entries` of the import path, and those below to
+    cover."""
     show: list[str] = []
     cover: list[str] = []
     whole = [sys.base_prefix, sys.prefix]
@@ -98,7 +99,7 @@ def shown(entries: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def root(paths: Sequence[str], entries: Sequence[str]) -> list[str]:
-    """bwrap's arguments for a read-only root with what a Python program needs and nothing else: the
+    """Return bwrap's arguments for a read-only root with only the needs of a Python program: the
     interpreter, the system's programs, `paths`, and `entries` of the import path."""
     show, cover = shown(entries)
     binds: dict[str, list[str]] = {}
@@ -131,21 +132,22 @@ def root(paths: Sequence[str], entries: Sequence[str]) -> list[str]:
 
 
 def _above(path: str) -> list[str]:
-    """The folders that contain a path, the nearest first."""
+    """Return the folders that contain a path, the nearest first."""
     return [str(folder) for folder in PurePath(path).parents]
 
 
 def _folders_above(binds: Iterable[str]) -> list[str]:
-    """bwrap's arguments for the folders above `binds`, open to the sandbox's user: bubblewrap would
-    give them the host's modes, and root's home is closed."""
+    """Return bwrap's arguments for the folders above `binds`, open to the sandbox's user:
+    bubblewrap would give them the host's modes, and root's home is closed."""
     above = {folder for path in binds for folder in _above(path)}
     made = sorted(folder for folder in above if folder not in ("/", *PRIVATE))
     return [word for folder in made for word in ("--perms", "0755", "--dir", folder)]
 
 
 def without(paths: Iterable[str], hidden: Sequence[str], *, declared: bool = False) -> list[str]:
-    """`paths`, each that contains something of `hidden` replaced by what else it contains, for
-    mechanisms that can only allow. `declared`: paths inside `hidden` were named, and stay."""
+    """Return `paths`, with each path that contains something of `hidden` replaced by its other
+    contents, for mechanisms that can only allow. `declared`: paths inside `hidden` were named, and
+    stay."""
     found: list[str] = []
     ahead = [(path, declared) for path in paths]
     while ahead:
@@ -163,7 +165,7 @@ def without(paths: Iterable[str], hidden: Sequence[str], *, declared: bool = Fal
 
 
 def kernel() -> list[str]:
-    """bwrap's arguments after `--proc /proc` that cover the machine's entries or make them
+    """Return bwrap's arguments after `--proc /proc` that cover the machine's entries or make them
     read-only."""
     words: list[str] = []
     for name, what in _machine().items():
@@ -177,7 +179,8 @@ def kernel() -> list[str]:
 
 @functools.cache
 def _machine() -> Mapping[str, str]:
-    """Name of each entry of /proc to cover or to make read-only -> "file" or "folder"."""
+    """Return the type ("file" or "folder") of each entry of /proc to cover or make read-only, by
+    name."""
     found: dict[str, str] = {}
     with os.scandir("/proc") as entries:
         for entry in entries:
@@ -195,7 +198,8 @@ def _machine() -> Mapping[str, str]:
 
 
 def _contents(folder: str) -> tuple[list[str], list[str]]:
-    """Modules that can be imported from a folder, and its other files; empty if unreadable."""
+    """Return the modules that can be imported from a folder, and its other files; empty if
+    unreadable."""
     modules: list[str] = []
     others: list[str] = []
     try:
@@ -226,7 +230,7 @@ def _is_kept(path: str) -> bool:
 
 
 def _holds_modules(folder: str) -> bool:
-    """Whether a folder contains modules, down to a limited depth."""
+    """Return whether a folder contains modules, down to a limited depth."""
     left = _MOST_SEARCHED
     ahead = [(folder, 0)]
     while ahead:
@@ -248,7 +252,7 @@ def _holds_modules(folder: str) -> bool:
 
 
 def _installed(entry: str, whole: Sequence[str]) -> bool:
-    """Whether an entry of the import path is a folder of installed packages."""
+    """Return whether an entry of the import path is a folder of installed packages."""
     if os.path.basename(entry.rstrip("/")) in _INSTALLED:
         return True
     real = os.path.realpath(entry)
@@ -257,7 +261,8 @@ def _installed(entry: str, whole: Sequence[str]) -> bool:
 
 
 def _seen_through(binds: Iterable[str], hidden: Sequence[str]) -> Iterator[str]:
-    """The paths in a sandbox with these binds at which something of `hidden` would be visible."""
+    """Yield the paths in a sandbox with these binds at which something of `hidden` would be
+    visible."""
     for bound in binds:
         real = os.path.realpath(bound)
         for one in hidden:
@@ -266,7 +271,7 @@ def _seen_through(binds: Iterable[str], hidden: Sequence[str]) -> Iterator[str]:
 
 
 def _covered(path: str) -> list[str]:
-    """bwrap's arguments that cover a folder by an empty one, or a file by an empty one."""
+    """Return bwrap's arguments that cover a folder by an empty one, or a file by an empty one."""
     if os.path.isdir(path):
         return ["--tmpfs", path]
     return _blind(path) if os.path.exists(path) else []
@@ -281,5 +286,5 @@ def _within(path: str, folder: str) -> bool:
 
 
 def _spellings(path: str) -> set[str]:
-    """The absolute path, and that with links followed, each with a single leading slash."""
+    """Return the absolute path, and that with links followed, each with a single leading slash."""
     return {"/" + place(path).lstrip("/") for place in (os.path.abspath, os.path.realpath)}

@@ -59,8 +59,8 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 def environment_of_functions(
     imports: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The variables of `environment` (by default the service's own) that functions of the level
-    `process` see, and `imports` as their import path."""
+    """Return the variables of `environment` (by default the service's own) that functions of the
+    level `process` see, and `imports` as their import path."""
     whole = os.environ if environment is None else environment
     named = [name.strip() for name in whole.get(ALLOWED, "").split(",")]
     patterns = [*_PASSED, *(name for name in named if name)]
@@ -114,7 +114,7 @@ class SandboxProfile:
 
     @classmethod
     def of(cls, spec: reward_pb.FunctionSpec) -> SandboxProfile:
-        """The profile that a function declares."""
+        """Return the profile that a function declares."""
         if spec.sandbox in ("", PROCESS):
             return cls(reads=tuple(spec.reads), writes=tuple(spec.writes))
         return cls(
@@ -122,7 +122,8 @@ class SandboxProfile:
         )
 
     def launch(self) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
+        """Return the command and environment of a worker. Raises FailedPrecondition
+        ("no_sandbox")."""
         if self.level == PROCESS:
             environment = environment_of_functions([entry for entry in sys.path if entry])
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
@@ -136,8 +137,9 @@ class SandboxProfile:
     def wrap(
         self, program: Sequence[str], *, first: bool = False
     ) -> tuple[list[str], dict[str, str]]:
-        """Command and environment to start one of our Python programs (a file and its arguments)
-        in bubblewrap, with its limits as further arguments; `first`: as the first process.
+        """Return the command and environment to start one of our Python programs (a file and its
+        arguments) in bubblewrap, with its limits as further arguments; `first`: as the first
+        process.
 
         Raises FailedPrecondition ("no_sandbox").
         """
@@ -186,8 +188,9 @@ class SandboxProfile:
         return command, environment
 
     def _files(self) -> list[list[str]]:
-        """Paths that landlock lets a process read, write, and list: those declared, and those that
-        a Python program needs; files of the services only if they were declared by name."""
+        """Return the paths that landlock lets a process read, write, and list: those declared, and
+        those that a Python program needs; files of the services only if they were declared by
+        name."""
         hidden = mounts.kept()
         imports = [*([self.source] if self.source else []), *mounts.imports()]
         modules, _ = mounts.shown(imports)
@@ -230,8 +233,9 @@ class SandboxUser:
 
 
 def unprivileged_user() -> SandboxUser:
-    """The user of the next sandbox. Where the service is root each has another one: root outside
-    owns the kernel's files, whatever its id inside. Raises FailedPrecondition ("no_sandbox")."""
+    """Return the user of the next sandbox. Where the service is root each has another one: root
+    outside owns the kernel's files, whatever its id inside. Raises FailedPrecondition
+    ("no_sandbox")."""
     own = (
         *("--unshare-user", "--unshare-all", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
         *(("--disable-userns",) if _disables_users() else ()),
@@ -268,7 +272,7 @@ def unprivileged_user() -> SandboxUser:
 
 
 def find_bubblewrap() -> str:
-    """Path of bubblewrap. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Return the path of bubblewrap. Raises FailedPrecondition of kind "no_sandbox"."""
     if found := shutil.which("bwrap"):
         return found
     raise _no_sandbox(
@@ -278,7 +282,8 @@ def find_bubblewrap() -> str:
 
 
 def find_setpriv() -> str:
-    """Path of setpriv, which changes users. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Return the path of setpriv, which changes users. Raises FailedPrecondition of kind
+    "no_sandbox"."""
     if found := shutil.which("setpriv"):
         return found
     raise _no_sandbox(
@@ -288,7 +293,7 @@ def find_setpriv() -> str:
 
 
 def find_engine() -> str:
-    """Path of docker or podman. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Return the path of docker or podman. Raises FailedPrecondition of kind "no_sandbox"."""
     for name in _ENGINES:
         if found := shutil.which(name):
             return found
@@ -309,7 +314,7 @@ def _no_sandbox(message: str, remedy: str) -> FailedPrecondition:
 
 
 def _capabilities() -> int:
-    """The effective capabilities of this process, as bits."""
+    """Return the effective capabilities of this process, as bits."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next((int(line.split()[1], 16) for line in status if line[:7] == "CapEff:"), 0)
 
@@ -318,8 +323,8 @@ _users: Final = itertools.count(secrets.randbelow(_USERS))
 
 
 def _next_user() -> int | None:
-    """A user id that no recent sandbox of this service has had; 65534 where the service's container
-    maps only few ids, None where it does not map that one either."""
+    """Return a user id that no recent sandbox of this service has had; 65534 where the service's
+    container maps only few ids, None where it does not map that one either."""
     user = _FIRST_USER + next(_users) % _USERS
     for one in (user, _NOBODY):
         if all(_mapped(one, f"/proc/self/{kind}_map") for kind in ("uid", "gid")):
@@ -335,7 +340,7 @@ def _mapped(number: int, file: str) -> bool:
 
 @functools.cache
 def _disables_users() -> bool:
-    """Whether bubblewrap (0.8 on) can forbid further user namespaces."""
+    """Return whether bubblewrap (0.8 on) can forbid further user namespaces."""
     help_text = subprocess.run([find_bubblewrap(), "--help"], capture_output=True, timeout=30)
     return b"--disable-userns" in help_text.stdout + help_text.stderr
 

@@ -1,7 +1,7 @@
-"""One sandbox that outlives its calls: its process, and the frames to the supervisor inside.
+"""A sandbox that outlives its calls: its process, and the frames to the supervisor inside.
 
-What comes out of a sandbox is hostile input: it is bounded and parsed, and nothing more. Backends
-start one: `BubblewrapBackend` on this host, `container.py` in a container.
+The output of a sandbox is hostile input, which is only bounded and parsed. Backends start
+sandboxes: `BubblewrapBackend` on this host, `container.py` in a container.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class SandboxBackend:
     """
 
     def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
-        """Command and environment (None: the service's) of the process with the supervisor, and
-        its first input. Raises FailedPrecondition ("no_sandbox")."""
+        """Return the command and environment (None: the service's) of the process with the
+        supervisor, and its first input. Raises FailedPrecondition ("no_sandbox")."""
         raise NotImplementedError
 
     async def entered(self, pids: Sequence[int]) -> None:
-        """The supervisor answers, and no other code has run. `pids`: the process that was started,
-        and its descendants, as this host counts them."""
+        """Handle the first answer of the supervisor, before any other code runs. `pids`: the
+        started process and its descendants, as this host counts them."""
 
     async def grant(self, lease: CoreLease) -> None:
         """Let the next call use these cores, besides those of calls that run."""
@@ -82,7 +82,8 @@ class SandboxBackend:
         """Take the cores of a call that has ended."""
 
     def memory_kills(self) -> int:
-        """Processes that the kernel ended because the sandbox's memory was used up; 0: unknown."""
+        """Return the processes that the kernel ended because the sandbox's memory was used up; 0:
+        unknown."""
         return 0
 
     async def freeze(self) -> None:
@@ -99,7 +100,7 @@ class SandboxBackend:
 
 
 class Sandbox:
-    """Starts with its first call, is frozen whenever none runs, and never restarts."""
+    """A sandbox, which starts with its first call, is frozen between calls, and never restarts."""
 
     def __init__(
         self, backend: SandboxBackend, import_seconds: float, ended: Callable[[str], None]
@@ -277,7 +278,7 @@ class Sandbox:
     async def _kill(
         self, call_id: int, answer: asyncio.Future[tuple[worker.CallAnswer, str]]
     ) -> str:
-        """End a call, but not the sandbox; returns what it printed last."""
+        """End a call, but not the sandbox; return what it printed last."""
         self._send({"id": call_id, "call": "kill"})
         try:
             async with asyncio.timeout(_KILL_SECONDS):
@@ -313,7 +314,7 @@ class Sandbox:
                     if printed and not how.startswith("was killed"):
                         why += f": {printed}"
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            why = f"its answer makes no sense: {error}"
+            why = f"its answer is invalid: {error}"
         self._fail(why)
 
     def _receive(self, found: Any) -> None:

@@ -81,8 +81,8 @@ class _Comparison(ctypes.Structure):
 
 @functools.cache
 def filter_path() -> str | None:
-    """Path of a file with the filter, which lives as long as this process; None without libseccomp,
-    which is logged."""
+    """Return the path of a file with the filter, which lives as long as this process; None without
+    libseccomp, which is logged."""
     try:
         program = compile_filter()
     except OSError as error:
@@ -94,7 +94,7 @@ def filter_path() -> str | None:
 
 
 def compile_filter() -> bytes:
-    """The filter as the kernel takes it (BPF). Raises OSError."""
+    """Return the filter as the kernel takes it (BPF). Raises OSError."""
     library = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_init.argtypes = (ctypes.c_uint32,)

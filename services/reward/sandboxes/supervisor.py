@@ -380,7 +380,7 @@ class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module that is among the texts."""
+        """Return the spec of a module that is among the texts."""
         place = fullname.replace(".", "/")
         for file in (f"{place}/__init__.py", f"{place}.py"):
             if file in self._texts:
@@ -399,7 +399,7 @@ class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return None
 
     def get_source(self, fullname: str) -> str:
-        """The module's text."""
+        """Return the module's text."""
         spec = self.find_spec(fullname)
         if spec is None or spec.loader is None:
             raise ImportError(fullname)

@@ -193,7 +193,7 @@ async def test_a_host_that_hangs_is_given_up_and_comes_back(service: Service) ->
         await service.until(lambda hosts: hosts["sleeper"].running == 1)
         process.send_signal(signal.SIGSTOP)
         error = (await lost).error
-        assert (error.kind, "not heard of" in error.message) == (Kind.KIND_WORKER_DIED, True)
+        assert (error.kind, "was silent" in error.message) == (Kind.KIND_WORKER_DIED, True)
         assert "sleeper" not in await service.hosts()
         process.send_signal(signal.SIGCONT)
         await service.until(lambda hosts: "sleeper" in hosts)
@@ -268,7 +268,7 @@ async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:
         ({"cores": 3}, r"function.cores = 3: takes 3 .* of 2 hosts none has more than 2"),
         ({"memory_mib": 4096}, r"takes 4096 of memory_mib, .* more than 1024"),
         ({"model_service": "judge"}, r"takes 1 of model:judge, .* none has more than 0"),
-        ({"gpus": 1}, "devices are given to models"),
+        ({"gpus": 1}, "only models get devices"),
         pytest.param(
             {"stateful": True, "sandbox": "bubblewrap"},
             "on the service's own host",
