@@ -42,11 +42,11 @@ async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Pa
     [
         ("devices=many", None, "query.devices", "many"),
         ("devices=2xL4-24GB", None, "devices", "does not fit"),
-        ("devices=8xNew-80GB", None, "devices", "nothing is known of device class"),
+        ("devices=8xNew-80GB", None, "devices", "is unknown"),
         ("devices=8xH100-80GB&hosts=3", None, "hosts", "spread evenly"),
         ("devices=8xH100-80GB&hosts=0", None, "query.hosts", ""),
         ("devices=8xH100-80GB&tflops=-1", None, "query.tflops", ""),
-        ("devices=8xH100-80GB&turns=-1", None, "turns", "is no number"),
+        ("devices=8xH100-80GB&turns=-1", None, "turns", "is not a number"),
         ("hosts=1", None, "query.devices", ""),
         ("devices=8xH100-80GB", {"name": "x"}, "", ""),
     ],

@@ -319,7 +319,7 @@ def test_colocated_engines_and_trainers_take_turns_on_the_same_devices() -> None
     (refusal,) = plan([_host("h0", 1)], [*requests[:2], large]).refusals
     assert refusal.reason == "shared"
     assert refusal.request.name == "solver"
-    assert "shares those of trainer" in str(refusal)
+    assert "shares the devices of trainer" in str(refusal)
     # Devices of a larger gang are shared out before any is used twice.
     several = [_gang("t", 4), *(_engine(f"e{n}", 2, shares_with="t") for n in range(2))]
     found = plan([_host("h0", 4)], several)
@@ -360,7 +360,7 @@ def test_refusals_say_why() -> None:
     for reason, request in cases.items():
         (refusal,) = plan(hosts, [request], held).refusals
         assert refusal.reason == reason
-    assert "asks for 2 x 1 any devices: there are 2, of which 2 suit and 1 are free" in str(refusal)
+    assert "asks for 2 x 1 any devices: there are 2; 2 suit and 1 of these are free" in str(refusal)
     assert "held by judge (1)" in str(refusal)
     (refusal,) = plan([], [_engine("a")]).refusals
     assert (refusal.reason, refusal.devices) == ("class", 0)

@@ -195,7 +195,7 @@ def test_balancing_that_trials_leave_out_is_listed_as_assumed(
         ("4xH100-80GB+4xA100-80GB", 1, {}, "2 classes"),
         ("8xH100-80GB", 3, {}, "spread evenly over 3 hosts"),
         ("8xH100-80GB", 0, {}, "spread evenly over 0 hosts"),
-        ("8xH100-80GB", 1, {"model": {"path": "some/thing"}}, "size of policy solver is not known"),
+        ("8xH100-80GB", 1, {"model": {"path": "some/thing"}}, "size of policy solver is unknown"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(
@@ -259,7 +259,7 @@ def test_the_command_prints_an_object_and_writes_a_job_that_is_valid(
 def test_a_known_class_has_its_usual_memory(text: str, count: int, gigabytes: int) -> None:
     devices = plan_devices(text, "--devices")
     assert [one.memory for one in devices] == [gigabytes << 30] * count
-    with pytest.raises(InvalidArgument, match="nothing is known of device class 'X9'") as refused:
+    with pytest.raises(InvalidArgument, match="device class 'X9' is unknown") as refused:
         plan_devices("8xX9", "--devices")
     assert refused.value.field == "--devices"
     assert "memory" in refused.value.remedy

@@ -177,7 +177,7 @@ def test_what_is_no_profile_is_refused_by_name() -> None:
     with pytest.raises(FailedPrecondition, match="no trajectory yet"):
         JobProfile.of_spec(spec).check(spec)
     for text in ("", "[]", "{}", '{"format": 99}', "null"):
-        with pytest.raises(InvalidArgument, match="no profile"):
+        with pytest.raises(InvalidArgument, match="not a profile"):
             JobProfile.of_json(text)
     for name, value in (("train_seconds", -1.0), ("rows", float("nan"))):
         values = json.loads(measured(spec, steps=1).to_json())

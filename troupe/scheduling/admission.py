@@ -1,8 +1,8 @@
-"""Admission: which queries a step consists of, and when a step, a query and a trajectory may start.
+"""Admission: the queries of a step, and when a step, a query and a trajectory may start.
 
-`holding_back` decides when a step may open, from the committed weight versions; `too_old` whether a
-query that was carried over still obeys the staleness bound. All functions are pure, so that a
-restarted orchestrator plans the same step again, and the simulator plans it alike.
+`holding_back` decides from the committed weight versions when a step may open; `too_old` decides
+whether a carried query still obeys the staleness bound. All functions are pure, so a restarted
+orchestrator and the simulator plan the same step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class RolloutWorker:
 def spread_queries(
     sizes: Sequence[int], workers: Sequence[RolloutWorker], *, turn: int = 0
 ) -> tuple[str, ...]:
-    """The worker of each group of trajectories, given the groups' sizes in order.
+    """Return the worker of each group of trajectories, given the groups' sizes in order.
 
-    A group goes whole to the worker with the fewest trajectories for its share, because its members
+    A whole group goes to the worker with the fewest trajectories for its share, because its members
     share a cached prompt. Ties are broken in an order rotated by `turn`, so that no worker is
     favoured over many calls. Raises ValueError without workers.
     """
@@ -53,8 +53,9 @@ def spread_queries(
 
 @dataclass(frozen=True)
 class QueryProgress:
-    """Progress of one query of a step. `complete`: its group is; `settled`: all its trajectories
-    have ended and none of its rows waits for a column; `kept`: rows that were not dropped."""
+    """Progress of one query of a step. `complete`: its group is complete. `settled`: all its
+    trajectories have ended and none of its rows waits for a column. `kept`: rows that were not
+    dropped."""
 
     query_id: str
     complete: bool
@@ -81,7 +82,7 @@ def next_move(
     may_close: bool = True,
     first_k: bool = False,
 ) -> RosterMove:
-    """The next change of a roster that now holds `queries`.
+    """Return the next change of a roster that now holds `queries`.
 
     The step wants `wanted` queries and runs `spare` more. With `first_k` it closes as soon as
     `wanted` are there, and the others leave. A query that is settled without a row is replaced by a
@@ -111,9 +112,8 @@ _SEED_BITS: Final = 63
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """One query with the trajectories to run on it. `index` counts over the split without end; the
-    loader of the tasks takes it modulo their number. `choice`: what it asks instead, of a
-    curriculum."""
+    """One query with its trajectories. `index` counts endlessly over the split; the loader of the
+    tasks takes it modulo their number. `choice`: its task from a curriculum, instead of `index`."""
 
     query_id: str
     index: int
@@ -125,7 +125,8 @@ class QueryPlan:
 def plan_queries(
     query_ids: Iterable[str], *, job_seed: int, group_size: int, step: int | None
 ) -> tuple[QueryPlan, ...]:
-    """The queries of the training split with these ids (`query_id_of`, `TaskChoice.query_id`).
+    """Return the queries of the training split with these ids (`query_id_of`,
+    `TaskChoice.query_id`).
 
     `step` is the step that they belong to; None if they may be carried from step to step: then the
     trajectory ids do not contain it. Raises ValueError for another id.
@@ -146,17 +147,18 @@ def plan_queries(
 
 
 def query_id_of(index: int) -> str:
-    """The id of query `index` of a job without a curriculum."""
+    """Return the id of query `index` of a job without a curriculum."""
     return f"q{index}"
 
 
 def plan_evaluation(
     *, job_seed: int, step: int, queries: int, samples: int = 1, name: str = ""
 ) -> tuple[QueryPlan, ...]:
-    """The first `queries` of the held-out split of evaluation `name`, `samples` trajectories each.
+    """Return the first `queries` of the held-out split of evaluation `name`, `samples` trajectories
+    each.
 
-    Queries and seeds are equal at every step, so that evaluations compare; trajectory ids are not,
-    so that each evaluation can be inspected.
+    Queries and seeds are equal at every step, so that evaluations are comparable. Trajectory ids
+    differ, so that each evaluation can be inspected.
     """
     _require(step >= 0, "step", step)
     _require(queries >= 0, "queries", queries)
@@ -184,11 +186,11 @@ _TRAJECTORY_ID: Final = re.compile(
 
 
 def keeps_tokens(trajectory_id: str, queries_per_step: int) -> bool:
-    """Whether the tokens of a trajectory are kept for people to look at.
+    """Return whether the tokens of a trajectory are kept for people to look at.
 
-    Of training one query in `queries_per_step`, which is about one a step, and of an evaluation the
-    first queries; of both the first trajectories. Rollout, trainer and orchestrator decide alike,
-    without telling each other. No tokens of trajectories that were planned elsewhere (matches).
+    In training this keeps one query in `queries_per_step`, about one a step; in an evaluation the
+    first queries. Both keep the first trajectories. Rollout, trainer and orchestrator decide alike
+    without communication. Keeps no tokens of trajectories planned elsewhere (matches).
     """
     found = _TRAJECTORY_ID.fullmatch(trajectory_id)
     if found is None or int(found[3]) >= _TOKEN_TRAJECTORIES:
@@ -199,11 +201,12 @@ def keeps_tokens(trajectory_id: str, queries_per_step: int) -> bool:
 
 
 def keeps_text(trajectory_id: str, *, wanted: int, of: int, samples: int) -> bool:
-    """Whether the texts of a trajectory are kept for people to read.
+    """Return whether the texts of a trajectory are kept for people to read.
 
-    Of training, and of matches, a share `wanted / of` that is drawn by the hash of the id, whatever
-    becomes of the trajectory; of an evaluation with `samples` trajectories per query the first
-    `wanted` ones, which are of the same queries each time. Always what evaluations are compared by.
+    In training and matches this keeps a share `wanted / of` drawn by the hash of the id, whatever
+    the outcome. In an evaluation with `samples` trajectories per query it keeps the first `wanted`
+    ones, which have the same queries each time. Trajectories for comparing evaluations are always
+    kept.
     """
     found = _TRAJECTORY_ID.fullmatch(trajectory_id)
     if found is not None and found[2] is not None:
@@ -214,7 +217,8 @@ def keeps_text(trajectory_id: str, *, wanted: int, of: int, samples: int) -> boo
 
 
 def seed_of(job_seed: int, split: str, index: int, trajectory: int) -> int:
-    """The seed of one trajectory, in [0, 2**63): distinct per (job, split, query, trajectory)."""
+    """Return the seed of one trajectory, in [0, 2**63): distinct per (job, split, query,
+    trajectory)."""
     text = f"{job_seed}/{split}/{index}/{trajectory}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % (1 << _SEED_BITS)
@@ -223,7 +227,7 @@ def seed_of(job_seed: int, split: str, index: int, trajectory: int) -> int:
 def holding_back(
     step: int, committed: Mapping[str, int], alpha: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The policies whose commits are missing before step `step` may open, sorted.
+    """Return the policies whose commits are missing before step `step` may open, sorted.
 
     `committed`: by trained policy the number of steps that are committed and whose weights the
     engines serve; `alpha`: its staleness bound (missing: 0, the on-policy modes). A trajectory of
@@ -244,8 +248,8 @@ def too_old(
     versions: Mapping[str, int],
     alpha: Mapping[str, int],
 ) -> bool:
-    """Whether a query's trajectories may be more than `alpha` versions old when step `step` trains
-    them.
+    """Return whether a query's trajectories may be more than `alpha` versions old when step `step`
+    trains them.
 
     `started`: the version that each policy began with; policies without a turn are missing.
     `versions` are those after the `committed` steps; every step in between may raise a version by
@@ -259,7 +263,7 @@ def too_old(
 
 
 def groups_that_fit(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
-    """How many of the waiting groups of trajectories, in order, may start now.
+    """Return how many of the waiting groups of trajectories, in order, may start now.
 
     `sizes`: trajectories per waiting group; `limit` bounds those in flight. A group starts as a
     whole, because its members share a cached prompt. A group larger than `limit` starts alone:
@@ -277,13 +281,14 @@ def groups_that_fit(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
     return count
 
 
-# Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
+# Another wave starts when a quarter of the window is free: one call per wave instead of per
+# trajectory.
 _WAVE_FRACTION: Final = 0.25
 
 
 def due_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
-    """How many of the waiting groups of trajectories start now: those of `groups_that_fit`, unless
-    a larger wave is worth waiting for."""
+    """Return how many of the waiting groups of trajectories start now: those of `groups_that_fit`,
+    unless a larger wave is worth waiting for."""
     count = groups_that_fit(sizes, in_flight=in_flight, limit=limit)
     if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * limit:
         return 0
@@ -291,7 +296,7 @@ def due_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
 
 
 def too_many_failed(failed: int, total: int, max_fraction: float) -> bool:
-    """Whether more than `max_fraction` of a step's `total` trajectories have failed."""
+    """Return whether more than `max_fraction` of a step's `total` trajectories have failed."""
     return failed > max_fraction * total
 
 

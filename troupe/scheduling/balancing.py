@@ -1,8 +1,9 @@
-"""Which engines move from idle policies to busy ones.
+"""Balancing: moves of engines from idle policies to busy ones.
 
 The pressure of a policy is its backlog per engine. Where the pressures of two policies differ by
 more than a threshold, engines of the one move to the other (FlexMARL, inter-agent load balancing;
-there: 5 turns per instance). The paper leaves open when, how many and which; these are our rules:
+there: 5 turns per instance). The paper does not say when, how many and which engines move; these
+are our rules:
 
 - A difference must last: a burst that is over when the engine arrives is not worth the move.
 - A move must lower the difference. It may reverse it only by so little that noise of the size of
@@ -90,14 +91,14 @@ class Memory:
 
 
 def pressure(backlog: float, engines: int) -> float:
-    """Backlog per engine; infinite when there is work and no engine."""
+    """Return the backlog per engine; infinite when there is work and no engine."""
     if engines:
         return backlog / engines
     return math.inf if backlog > 0 else 0.0
 
 
 def disparity(demands: Sequence[Demand], assignments: Sequence[EngineAssignment]) -> float:
-    """The greatest difference of two pressures; 0 for fewer than two policies."""
+    """Return the greatest difference of two pressures; 0 for fewer than two policies."""
     engines = _counts(demands, assignments)
     pressures = [pressure(one.backlog, engines[one.policy]) for one in demands]
     return max(pressures) - min(pressures) if len(pressures) > 1 else 0.0
@@ -112,7 +113,7 @@ def decide(
     *,
     barred: Collection[Pair] = (),
 ) -> tuple[list[Move], Memory]:
-    """The moves that are due now, and the memory for the next decision.
+    """Return the moves that are due now, and the memory for the next decision.
 
     `assignments`: engines that could serve any of the policies in `demands`; engines of other
     policies are ignored. `barred` pairs of source and target never move. An engine that moves
@@ -155,20 +156,20 @@ def decide(
 
 
 def succeeded(memory: Memory, source: str, target: str) -> Memory:
-    """The memory after a move that arrived."""
+    """Return the memory after a move that arrived."""
     failures = {pair: one for pair, one in memory.failures.items() if pair != (source, target)}
     return replace(memory, failures=failures)
 
 
 def failed(memory: Memory, source: str, target: str, now: float) -> Memory:
-    """The memory after a move that failed: the pair rests for one cool-down, then for two, four,
-    ..."""
+    """Return the memory after a move that failed: the pair rests for one cool-down, then for two,
+    four, ..."""
     count = memory.failures.get((source, target), (0, 0.0))[0] + 1
     return replace(memory, failures={**memory.failures, (source, target): (count, now)})
 
 
 def _counts(demands: Sequence[Demand], assignments: Sequence[EngineAssignment]) -> dict[str, int]:
-    """By policy: engines that serve it or are on their way to it."""
+    """Count the engines that serve each policy or move to it."""
     counts = {one.policy: 0 for one in demands}
     for engine in assignments:
         if engine.policy in counts and (engine.serving or engine.moving):
@@ -177,7 +178,7 @@ def _counts(demands: Sequence[Demand], assignments: Sequence[EngineAssignment]) 
 
 
 def _idle(demand: Demand, assignments: Sequence[EngineAssignment]) -> list[str]:
-    """Engines that the policy could give, least work first."""
+    """Return the engines that the policy could give, least work first."""
     here = [
         engine
         for engine in assignments
@@ -190,7 +191,7 @@ def _idle(demand: Demand, assignments: Sequence[EngineAssignment]) -> list[str]:
 def _gap(
     backlogs: Mapping[str, float], engines: Mapping[str, int], source: str, target: str
 ) -> float:
-    """Pressure of `target` minus pressure of `source`; NaN when both are infinite."""
+    """Return the pressure of `target` minus pressure of `source`; NaN when both are infinite."""
     return pressure(backlogs[target], engines[target]) - pressure(backlogs[source], engines[source])
 
 
@@ -201,7 +202,7 @@ def _judge(
     source: str,
     target: str,
 ) -> tuple[float, float] | None:
-    """The difference before and after a move that is worth it, else None."""
+    """Return the difference before and after a move that is worth it, else None."""
     before = _gap(backlogs, engines, source, target)
     worst = pressure(backlogs[target], engines[target])
     giver = pressure(backlogs[source], engines[source] - 1)

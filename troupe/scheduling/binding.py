@@ -1,9 +1,9 @@
-"""Which policies hold training devices: bound while they have work, suspended while others need the
-devices.
+"""Binding of policies to training devices: bound while they have work, suspended while others need
+the devices.
 
 FlexMARL, section 4 (arXiv 2602.09578), "agent-centric resource allocation". `decide` is a pure
-function of each policy's work and of the location of its training state; it returns the moves that
-are due, and is called again when something has changed. Its rules:
+function of each policy's work and the location of its training state. It returns the moves that are
+due, and is called again after a change. Its rules:
 
 * *Gang scheduling*: a policy gets all the devices that it needs at once, or none: of one worker, or
   of the fewest that have them together, each with as many ranks, on as few hosts as possible. The
@@ -50,12 +50,12 @@ class WorkerPlan:
     taken: list[Policy] = field(default_factory=list)
     # Policies bound in this plan.
     coming: list[Policy] = field(default_factory=list)
-    # Its likeness when who is here changed the last time.
+    # Its likeness at the last change of its policies.
     kind: Hashable = None
 
     def likeness(self) -> Hashable:
-        """What decides which policies may be bound here and at what price, but for what they say of
-        this very worker."""
+        """Return the properties that decide which policies may be bound here and at what price,
+        except the policies' statements about this very worker."""
         one, here = self.worker, self.worker.worker_id
         others = (
             (other.policy, other.bound[:1] == (here,), other.working.get(here))
@@ -65,8 +65,8 @@ class WorkerPlan:
         return (size, len(self.held), *others)
 
     def free(self, policy: Policy, gone: Container[str], group: Group) -> bool:
-        """Whether `policy`, bound to `group`, has a slot and memory here once the policies `gone`
-        have left."""
+        """Return whether `policy`, bound to `group`, has a slot and memory here once the policies
+        `gone` have left."""
         worker = self.worker
         others = [one for one in self.held if one.policy not in gone] + self.taken
         if worker.slots and len(others) >= worker.slots:
@@ -79,7 +79,7 @@ class WorkerPlan:
         return worker.has_room([*others, policy])
 
     def can_take_over(self, policy: Policy, gone: Container[str]) -> bool:
-        """Whether `policy` may be bound here alone while `gone` still leave: its state is
+        """Return whether `policy` may be bound here alone while `gone` still leave: its state is
         prefetched and has room."""
         here = self.worker.worker_id
         if here not in policy.prefetched or not self.free(policy, gone, (here,)):
@@ -87,8 +87,8 @@ class WorkerPlan:
         return self.room_beside(policy)
 
     def room_beside(self, policy: Policy) -> bool:
-        """Whether the policy's state has room beside all states that are here or come in this
-        plan."""
+        """Return whether the policy's state has room beside all states that are here or come in
+        this plan."""
         if not self.worker.memory:
             return True
         if not policy.size:  # never bound: its size is known when it is loaded
@@ -133,8 +133,8 @@ class RankWorker:
     """Whether it takes part in gangs over several workers."""
 
     def needed(self, policies: Iterable[Policy]) -> int:
-        """Bytes on each device that `policies` need together: their states, each base once, and
-        what one of them needs while it computes, since they take turns."""
+        """Return the bytes on each device that `policies` need together: their states, each base
+        once, and what one of them needs while it computes, since they take turns."""
         size = working = 0
         bases: dict[str, int] = {}
         for one in policies:
@@ -144,7 +144,7 @@ class RankWorker:
         return size + working + sum(bases.values())
 
     def has_room(self, policies: Iterable[Policy]) -> bool:
-        """Whether `policies` fit into the memory together."""
+        """Return whether `policies` fit into the memory together."""
         return not self.memory or self.needed(policies) <= self.memory
 
 
@@ -200,7 +200,7 @@ class Policy:
 
 
 def ready_micro_batches(samples: int, micro_batch: int, *, final: bool) -> int:
-    """Micro-batches of a policy that could be computed now: its `Policy.work`.
+    """Return the micro-batches of a policy that could be computed now: its `Policy.work`.
 
     `samples` can be claimed, or are claimed and not in the gradients yet. Once no further sample
     can come (`final`), the rest is a micro-batch, too, and the optimizer step counts as one more.
@@ -215,7 +215,7 @@ class ReadyOrder:
         self._times: deque[float] = deque()
 
     def note(self, ready: int, now: float) -> None:
-        """Sets how many wait now."""
+        """Set how many wait now."""
         while len(self._times) > ready:
             self._times.popleft()
         while len(self._times) < ready:
@@ -274,8 +274,8 @@ class BindingPlan:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """Why no gang can hold a policy: each device needs `needed` bytes, those of the largest worker
-    of its device class have `largest`."""
+    """A policy too large for any gang: it needs `needed` bytes on each device, and the largest
+    worker of its device class has `largest`."""
 
     policy: str
     needed: int
@@ -283,7 +283,7 @@ class TooLarge:
 
 
 def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
-    """The reason why `policy` can never be bound to these workers; None if it can."""
+    """Return the reason why `policy` can never be bound to these workers; None if it can."""
     fitting = []
     for worker in workers:
         if _suits(policy, worker):
@@ -298,8 +298,8 @@ def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
 
 @dataclass(frozen=True, slots=True)
 class TooManyRanks:
-    """Why no workers form a gang of a policy's size: it has `ranks` devices, the largest that they
-    form has `most`."""
+    """A gang that is too small for a policy: the policy needs `ranks` devices, and the largest gang
+    of the workers has `most`."""
 
     policy: str
     ranks: int
@@ -307,8 +307,8 @@ class TooManyRanks:
 
 
 def too_many_ranks(policy: Policy, workers: Iterable[RankWorker]) -> TooManyRanks | None:
-    """The reason why these workers cannot form a gang for `policy`; None if they can, or if there
-    are none that have memory for it (`too_large`)."""
+    """Return the reason why these workers cannot form a gang for `policy`; None if they can, or if
+    there are none that have memory for it (`too_large`)."""
     classes: dict[str, list[RankWorker]] = {}
     for worker in workers:
         if _suits(policy, worker) and worker.has_room([policy]):
@@ -327,7 +327,7 @@ def too_many_ranks(policy: Policy, workers: Iterable[RankWorker]) -> TooManyRank
 def decide(
     rules: BindingRules, policies: Sequence[Policy], workers: Sequence[RankWorker], now: float
 ) -> BindingPlan:
-    """The moves that are due. Independent of the order of the arguments.
+    """Return the moves that are due. Independent of the order of the arguments.
 
     A policy that is `too_large` is left out. Raises ValueError for two policies or workers of one
     name.
@@ -374,7 +374,7 @@ class _RankOption(NamedTuple):
         return self[:4]
 
     def order(self) -> tuple[tuple[float, ...], str]:
-        """The same, with the first worker's id."""
+        """Return the same, with the first worker's id."""
         return self.rank(), self.worker.worker_id
 
 
@@ -408,7 +408,7 @@ class _Table:
                     self._plans[worker_id].held.append(one)
         # Workers of each kind, in the order of their ids; empty until a policy waits.
         self._alike: dict[Hashable, list[WorkerPlan]] = {}
-        # Workers of which the policy to be placed says something that it does not say of most.
+        # Workers with special statements by the policy to be placed.
         self._named: frozenset[WorkerPlan] = frozenset()
         self.moves: list[Move] = []
         # Policies that are leaving, or were suspended in this plan.
@@ -476,7 +476,7 @@ class _Table:
                 self.moves.append(Release(policy.policy))
 
     def again(self) -> float:
-        """When time alone changes the plan: a quantum or an idle time ends."""
+        """Return when time alone changes the plan: at the end of a quantum or an idle time."""
         times = [self._released_at(one) for one in self._policies.values() if self._idle(one)]
         if self._going:
             bound = [one for one in self._policies.values() if one.bound and not one.leaving]
@@ -496,10 +496,10 @@ class _Table:
         return bool(resting) and not active and policy.policy not in self._gone
 
     def _best(self, policy: Policy, below: float = math.inf) -> _Way | None:
-        """The way of placing `policy` at the lowest price; None: there is none `below` a price (1:
-        free now). Of equals that of fewest workers; of as many the group that has its state, then
-        workers that no other policy computes on, then the group whose leader, which holds all that
-        the others hold, has least load."""
+        """Return the way of placing `policy` at the lowest price; None: there is none `below` a
+        price (1: free now). Of equals that of fewest workers; of as many the group that has its
+        state, then workers that no other policy computes on, then the group whose leader, which
+        holds all that the others hold, has least load."""
         if not self._alike:
             self._classify(self._plans.values())
         stays = {
@@ -549,7 +549,8 @@ class _Table:
     def _shared(
         self, policy: Policy, groups: Iterable[Group], count: int, below: float
     ) -> Iterator[_Way]:
-        """The ways (`_best`) of joining a group of `count` workers that other policies have."""
+        """Yield the ways (`_best`) of joining a group of `count` workers that other policies
+        have."""
         for group in (one for one in groups if len(one) == count):
             members = [self._plans[name] for name in group]
             if any(one.worker.devices * count < policy.ranks for one in members):
@@ -572,7 +573,8 @@ class _Table:
     def _split(
         self, policy: Policy, kinds: Iterable[list[WorkerPlan]]
     ) -> Iterator[list[WorkerPlan]]:
-        """Workers in sets, each of which is the same to `policy`, from those that are alike."""
+        """Yield the workers in sets, each of which is the same to `policy`, from those that are
+        alike."""
         for plans in kinds:
             if self._named.isdisjoint(plans):
                 yield plans
@@ -589,8 +591,8 @@ class _Table:
     def _option(
         self, policy: Policy, plans: list[WorkerPlan], group: Group, below: float
     ) -> _RankOption | None:
-        """Alike workers with the price (`_best`) of binding `policy` to one of them as one of
-        `group`; None: it cannot be bound there `below` a price."""
+        """Return the alike workers with the price (`_best`) of binding `policy` to one of them as
+        one of `group`; None: it cannot be bound there `below` a price."""
         plan, price, who = plans[0], 0.0, list[Policy]()
         if not _suits(policy, plan.worker):
             return None
@@ -603,7 +605,7 @@ class _Table:
         return _RankOption(price, self._harm(price, who), far, plan.load, plans)
 
     def _harm(self, price: float, who: Sequence[Policy]) -> float:
-        """Orders two ways to make room at the same price."""
+        """Return a sort key of ways to make room at the same price."""
         match price:
             case 2:
                 return sum(one.accumulating for one in who)
@@ -615,8 +617,8 @@ class _Table:
                 return 0.0
 
     def _leavers(self, policy: Policy, plan: WorkerPlan, group: Group) -> list[Policy] | None:
-        """Policies that must leave for `policy` besides those that leave already: as few as
-        possible, those without work first, then those with the youngest work. None: that is not
+        """Return the policies that must leave for `policy` besides those that leave already: as few
+        as possible, those without work first, then those with the youngest work. None: that is not
         enough."""
         gone = self._gone.intersection(one.policy for one in plan.held)
         if plan.free(policy, gone, group):
@@ -685,7 +687,7 @@ def _by_kind(plans: Iterable[WorkerPlan]) -> dict[Hashable, list[WorkerPlan]]:
 def _formed(
     policy: Policy, leaders: Sequence[_RankOption], lenders: Sequence[_RankOption], count: int
 ) -> Iterator[_Way]:
-    """The ways (`_Table._best`) of forming a new group of `count` workers."""
+    """Yield the ways (`_Table._best`) of forming a new group of `count` workers."""
     if count == 1:
         yield from ((one.price, partial(list, one.plans[:1])) for one in leaders[:1])
         return
@@ -693,7 +695,7 @@ def _formed(
     for device in sorted({one.worker.device for one in (*lenders, *leaders)}):
         options = [one for one in lenders if one.worker.device == device]
         yield _price(options, count), partial(_cheapest, policy, options, count)
-        # One that leads needs not be empty.
+        # A leader need not be empty.
         prices = {one.plans[0]: one.price for one in options}
         for one in leaders:
             leader = one.plans[0]
@@ -707,7 +709,8 @@ def _formed(
 
 
 def _price(options: Sequence[_RankOption], count: int) -> float:
-    """The lowest price of `count` workers: that of the most expensive one; inf: there are fewer."""
+    """Return the lowest price of `count` workers: that of the most expensive one; inf: there are
+    fewer."""
     for one in options:
         count -= len(one.plans)
         if count <= 0:
@@ -716,7 +719,7 @@ def _price(options: Sequence[_RankOption], count: int) -> float:
 
 
 def _without(leader: WorkerPlan, options: Iterable[_RankOption]) -> list[_RankOption]:
-    """All of `options` but one worker, which is the first of its kind."""
+    """Return all of `options` but one worker, which is the first of its kind."""
     rest = [one._replace(plans=one.plans[1:]) if one.plans[0] is leader else one for one in options]
     return sorted((one for one in rest if one.plans), key=_RankOption.order)
 
@@ -724,7 +727,8 @@ def _without(leader: WorkerPlan, options: Iterable[_RankOption]) -> list[_RankOp
 def _cheapest(
     policy: Policy, options: Sequence[_RankOption], count: int, *leader: WorkerPlan
 ) -> list[WorkerPlan]:
-    """The leader, if it is given, and `count` workers at the lowest price that so many have."""
+    """Return the leader, if it is given, and `count` workers at the lowest price that so many
+    have."""
     price, plans = _price(options, count), list[WorkerPlan]()
     for _, some in groupby((one for one in options if one.price <= price), _RankOption.rank):
         equals = [one.plans for one in some]
@@ -733,8 +737,8 @@ def _cheapest(
 
 
 def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[WorkerPlan]:
-    """`count` of `plans` (best first) on few hosts: those near the state, then hosts that are taken
-    whole, then the one that the rest fits best. Workers of a host are neighbours; the first leads.
+    """Choose `count` of `plans` (best first) on few hosts: hosts near the state, then whole hosts,
+    then the host where the rest fits best. Workers of a host are neighbours; the first leads.
     """
     near = [plan for plan in plans if plan.worker.worker_id in policy.near][:count]
     chosen, taken = list(near), set(near)

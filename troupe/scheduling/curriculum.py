@@ -1,4 +1,4 @@
-"""Curriculum: which tasks the queries of a step ask, by how often each was solved before.
+"""Curriculum: the choice of tasks for the queries of a step, by past success rates.
 
 Every task is in one pool of its source: never asked, solved too rarely, within the band of success
 rates that teach, or solved too often. The experience store keeps the pools, each in the order in
@@ -45,7 +45,7 @@ _ONE: Final = 1 << 64
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """What one query of a curriculum asks: item `item` of source `source`, from pool `pool`."""
+    """The task of one query of a curriculum: item `item` of source `source`, from pool `pool`."""
 
     number: int
     pool: TaskPool
@@ -60,14 +60,14 @@ class TaskChoice:
 
 @dataclass(frozen=True)
 class CurriculumShares:
-    """Shares of a step's queries by pool; those within the band have the rest."""
+    """Shares of a step's queries by pool; the pool within the band has the rest."""
 
     new: float
     failed: float
     solved: float
 
     def bounds(self) -> tuple[list[TaskPool], list[float]]:
-        """The pools, and the upper bound of each one's part of [0, 1)."""
+        """Return the pools, and the upper bound of each one's part of [0, 1)."""
         shares = {
             TaskPool.NEW: self.new,
             TaskPool.FAILED: self.failed,
@@ -85,12 +85,12 @@ class SourcePools:
     next_new: int = 0
     """Items from here on were never asked."""
     pools: Mapping[TaskPool, Sequence[int]] = field(default_factory=dict)
-    """Longest not asked first. NEW has only tasks whose queries left their step before any
+    """Least recently asked first. NEW has only tasks whose queries left their step before any
     trajectory had ended."""
 
 
 def sources_of(numbers: Iterable[int], weights: Sequence[float], *, seed: int) -> list[int]:
-    """The source that each query asks, in proportion to the weights."""
+    """Return the source that each query asks, in proportion to the weights."""
     total = sum(weights)
     bounds = [bound / total for bound in accumulate(weights)]
     return [_place(_fraction(number, _GOLDEN, seed), bounds) for number in numbers]
@@ -104,7 +104,7 @@ def choose_tasks(
     shares: CurriculumShares,
     seed: int,
 ) -> tuple[TaskChoice, ...]:
-    """What the queries `numbers` ask, in their order.
+    """Choose the tasks of the queries `numbers`, in their order.
 
     A pool that is empty is replaced by the next one that is not: within the band, never asked,
     below, above. A task is chosen twice only when there is no other of its source. Raises
@@ -134,7 +134,7 @@ class _PoolHeads:
         self._next_new, self._size = source.next_new, source.size
 
     def take(self, wanted: TaskPool) -> tuple[TaskPool, int]:
-        """The first task of the pool, or of the next one that has any."""
+        """Return the first task of the pool, or of the next one that has any."""
         pool = next(one for one in (wanted, *_INSTEAD, TaskPool.ASKED) if self._has(one))
         if self._pools[pool]:
             item = self._pools[pool].popleft()
@@ -144,24 +144,25 @@ class _PoolHeads:
         return pool, item
 
     def _has(self, pool: TaskPool) -> bool:
-        # Where nothing is known of any task, one is asked again.
+        # If nothing is known of any task, one is asked again.
         new = pool is TaskPool.NEW and self._next_new < self._size
         return bool(self._pools[pool]) or new or pool is TaskPool.ASKED
 
 
 def wanted_of(numbers: Sequence[int], weights: Sequence[float], *, seed: int) -> list[int]:
-    """How many of the queries ask each source: so many tasks of each pool `choose_tasks` needs."""
+    """Return how many of the queries ask each source: so many tasks of each pool `choose_tasks`
+    needs."""
     counts = Counter(sources_of(numbers, weights, seed=seed))
     return [counts[source] for source in range(len(weights))]
 
 
 def number_of(query_id: str) -> int:
-    """The number of a query: how many the job had taken before it. Raises ValueError."""
+    """Return the number of a query: how many the job had taken before it. Raises ValueError."""
     return int(_parsed(query_id)[1])
 
 
 def choice_of(query_id: str) -> TaskChoice | None:
-    """What a query of a curriculum asks; None for the queries of a job without one."""
+    """Parse the task of a query; None for a job without a curriculum."""
     number, pool, source, item = _parsed(query_id).groups()
     if pool is None:
         return None
@@ -176,7 +177,7 @@ def _parsed(query_id: str) -> re.Match[str]:
 
 
 def _fraction(number: int, step: int, seed: int) -> float:
-    """A number in [0, 1): evenly distributed over any stretch of `number`."""
+    """Return a number in [0, 1): evenly distributed over any stretch of `number`."""
     return ((number + seed) * step % _ONE) / _ONE
 
 

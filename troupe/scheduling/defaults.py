@@ -15,8 +15,8 @@ _GIB: Final = 1 << 30
 LONGEST_CONTEXT: Final = 32_768
 # The embedded engine's context by default, where its cache has no room for longer ones.
 EMBEDDED_CONTEXT: Final = 2048
-# A CPU's default of `trainer.forward_tokens` is what it computes fastest, not what fits: sequences
-# up to this many times longer are a pass of their own, for cutting costs up to a third more.
+# A CPU's default of `trainer.forward_tokens` is the fastest size rather than the largest that fits.
+# Sequences up to this many times longer get their own pass, since cutting costs up to a third more.
 CPU_UNCUT: Final = 4
 # Hidden size from which half of a CPU's tokens are nearly as fast: steps of SmolLM2-135M (576) took
 # 4 % longer, with three quarters of the memory.
@@ -43,7 +43,7 @@ class DeviceDefaults:
     models of CPUs are small, and a third more computation hurts."""
 
     def tokens_of(self, hidden: int) -> int:
-        """`trainer.forward_tokens` of a model whose states have `hidden` numbers; 0: unknown."""
+        """Return `trainer.forward_tokens` for a model with hidden size `hidden`; 0: unknown."""
         return self.forward_tokens // (2 if self == CPU and hidden >= _WIDE else 1)
 
 
@@ -58,14 +58,14 @@ _GPUS: Final = (
 
 
 def defaults_of(memory: int | None) -> DeviceDefaults:
-    """The defaults on a GPU with `memory` bytes, 0 if that is unknown; None: on a CPU."""
+    """Return the defaults on a GPU with `memory` bytes, 0 if that is unknown; None: on a CPU."""
     if memory is None:
         return CPU
     return next(own for least, own in reversed(_GPUS) if memory >= least)
 
 
 def described_device(memory: int | None) -> str:
-    """The class of devices that `defaults_of` means, for people."""
+    """Return the class of devices that `defaults_of` means, for people."""
     if memory is None:
         return "CPU"
     least = next(least for least, _ in reversed(_GPUS) if memory >= least)
@@ -73,7 +73,8 @@ def described_device(memory: int | None) -> str:
 
 
 def floating_type(checkpoint: str) -> Literal["float32", "bfloat16"]:
-    """The type of weights that are published for a checkpoint whose own type is `checkpoint`.
+    """Return the type of weights that are published for a checkpoint whose own type is
+    `checkpoint`.
 
     Half precision is bfloat16: gradients in float16 would need their loss scaled. Types that are
     unknown or not given count as float32, as in transformers.
@@ -83,7 +84,7 @@ def floating_type(checkpoint: str) -> Literal["float32", "bfloat16"]:
 
 
 def context_of(asked: int | None, positions: int, room: int = LONGEST_CONTEXT) -> int:
-    """Tokens of prompt and response that an engine serves.
+    """Return the tokens of prompt and response that an engine serves.
 
     `asked`: `engine.max_context`; None: `positions`, at most `room`. `positions`: those that the
     model has, which bound what is asked, too; 0: unknown.

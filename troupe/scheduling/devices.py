@@ -1,10 +1,10 @@
-"""Which devices of which hosts each engine replica and trainer rank computes on.
+"""Placement of engine replicas and trainer ranks on devices of hosts.
 
 `plan` places requests: a request is the replicas of an engine or the ranks of a gang, and each of
 its members takes a number of devices of one host. Rules:
 
-* *All or none*: a request gets devices for all its members, or a `DeviceRefusal` that says what was
-  asked, what there is and who holds it.
+* *All or none*: a request gets devices for all its members, or a `DeviceRefusal` that states the
+  request, the available devices and their holders.
 * *What runs stays*: a member that holds devices keeps them. It is placed anew only if its host or a
   device of it is gone, its request asks for another number, or another member has it without
   sharing it.
@@ -48,8 +48,8 @@ _REMEDY: Final[dict[Reason, str]] = {
     "memory": "Spread a member over more devices (engine.tensor_parallel, trainer.gang), or use "
     "devices with more memory.",
     "size": "Ask for fewer replicas or ranks, for fewer devices per member, or add hosts.",
-    "held": "Wait for or cancel what holds them, ask for fewer, or add hosts.",
-    "shared": "Ask for no more than what it shares devices with.",
+    "held": "Wait for their holders or cancel them, ask for fewer, or add hosts.",
+    "shared": "Ask for at most as many as the request whose devices it shares.",
 }
 
 
@@ -105,18 +105,18 @@ class DeviceRefusal:
     request: DeviceRequest
     reason: Reason
     """`class`: no device is of that class; `memory`: none of these has enough; `size`: it would not
-    fit if all were free; `held`: others hold them; `shared`: what it shares devices with has too
-    few, or none."""
+    fit even if all were free; `held`: others hold them; `shared`: the request whose devices it
+    shares has too few, or none."""
     devices: int
     """Devices that there are on all hosts."""
     suitable: int
-    """Those of the right class with enough memory."""
+    """Devices of the right class with enough memory."""
     free: int
-    """Those of them that nobody holds."""
+    """Suitable devices that are free."""
     largest: int
     """Bytes of the largest device of the right class."""
     holders: tuple[tuple[str, int], ...]
-    """Who holds suitable devices, and how many; those with most first."""
+    """Holders of suitable devices with their numbers, largest first."""
     leader: str = ""
     """The request whose devices it shares, or its own name."""
 
@@ -128,11 +128,11 @@ class DeviceRefusal:
     def __str__(self) -> str:
         asked = self.request
         size = f" with {asked.memory / GIB:.1f} GiB each" if asked.memory else ""
-        there = f"there are {self.devices}, of which {self.suitable} suit and {self.free} are free"
+        there = f"there are {self.devices}; {self.suitable} suit and {self.free} of these are free"
         if self.reason == "memory":
             there += f"; the largest has {self.largest / GIB:.1f} GiB"
         if self.reason == "shared":
-            there += f"; it shares those of {self.leader}"
+            there += f"; it shares the devices of {self.leader}"
         if self.holders:
             there += "; held by " + ", ".join(f"{name} ({count})" for name, count in self.holders)
         return (
@@ -155,7 +155,8 @@ def plan(
     requests: Sequence[DeviceRequest],
     held: Mapping[str, Sequence[MemberDevices]] | None = None,
 ) -> DevicePlan:
-    """Devices for all members of all requests. Independent of the order of the arguments.
+    """Return the devices for all members of all requests. Independent of the order of the
+    arguments.
 
     `held`: what runs already, by request; other names there hold their devices too, and are placed
     no further. Raises ValueError for two hosts or requests of one name, two devices of one index,
@@ -200,11 +201,11 @@ def split(
     *,
     colocate: bool = False,
 ) -> DeviceSplit | SplitRefusal:
-    """How a node divides its devices: without a word half each, engines get the odd one; both
-    share a single device, and all of them with `colocate`.
+    """Divide a node's devices. By default engines and trainers get half each, and engines the odd
+    one. They share a single device, and with `colocate` all devices.
 
-    `engine`, `trainer`: numbers that the user asks for; one alone leaves the rest to the other.
-    Engines get the block of linked devices that leaves the trainers the largest blocks.
+    `engine`, `trainer`: requested numbers; a single one leaves the rest to the other. Engines get
+    the block of linked devices that leaves the trainers the largest blocks.
     """
     count = len(devices)
     if colocate:
@@ -300,7 +301,7 @@ class _Shape:
         return tuple(parts.values())
 
     def suitable(self, wish: _Wish) -> int:
-        """Devices of the class with enough memory, or of unknown memory."""
+        """Return the devices of the class with enough memory, or of unknown memory."""
         if (known := self._suitable.get(wish)) is None:
             known = self._suitable[wish] = sum(
                 1 << position
@@ -310,7 +311,7 @@ class _Shape:
         return known
 
     def group(self, free: int, count: int) -> _Group | None:
-        """The best `count` devices of `free`; None: there are not as many."""
+        """Return the best `count` devices of `free`; None: there are not as many."""
         if not 0 < count <= free.bit_count():
             return None
         wish = free, count
@@ -322,7 +323,7 @@ class _Shape:
         return self._groups[wish]
 
     def parts(self, block: int, count: int) -> list[int]:
-        """A set of devices in groups of `count`, the best one first."""
+        """Return a set of devices in groups of `count`, the best one first."""
         if (known := self._divided.get((block, count))) is None:
             known, left = [], block
             while (group := self.group(left, count)) is not None:
@@ -332,7 +333,7 @@ class _Shape:
         return known
 
     def _windows(self, level: int, free: int, count: int) -> list[_Group]:
-        """Each run of `count` neighbours among the free devices of each part."""
+        """List each run of `count` neighbours among the free devices of each part."""
         before, found = _worth(free, 0, self._size), []
         for part in self._levels[level]:
             bits = list(_bits(part & free))
@@ -345,19 +346,19 @@ class _Shape:
         return found
 
     def indices(self, mask: int) -> tuple[int, ...]:
-        """Indices of the devices of a set, ascending."""
+        """Return the indices of the devices of a set, ascending."""
         if (known := self._indices.get(mask)) is None:
             known = tuple(sorted(self.devices[position].index for position in _bits(mask)))
             self._indices[mask] = known
         return known
 
     def mask(self, indices: Iterable[int]) -> int:
-        """The set of devices of these indices; 0: one is not there."""
+        """Return the set of devices of these indices; 0: one is not there."""
         positions = [self._positions.get(index) for index in indices]
         return 0 if None in positions else sum(1 << one for one in positions if one is not None)
 
     def class_of(self, index: int) -> str:
-        """Class of a device."""
+        """Return the class of a device."""
         return self.devices[self._positions[index]].device_class
 
 
@@ -379,7 +380,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 @lru_cache(maxsize=1 << 16)
 def _worth(free: int, first: int, size: int) -> int:
-    """Sum of the squared sizes of the largest aligned blocks that are wholly free."""
+    """Return the sum of the squared sizes of the largest aligned blocks that are wholly free."""
     block = ((1 << size) - 1) << first
     if free & block == block:
         return size * size
@@ -389,7 +390,7 @@ def _worth(free: int, first: int, size: int) -> int:
     return _worth(free, first, half) + _worth(free, first + half, half)
 
 
-# What tells two devices of a host apart, but for their names.
+# Properties that distinguish two devices of a host, apart from their names.
 _traits_of: Final = attrgetter("index", "device_class", "memory", "links", "numa_node")
 
 
@@ -428,7 +429,7 @@ class _FreeDevices:
         return self._free[host]
 
     def room(self, wish: _Wish) -> int:
-        """How many members have room; every group that a host has devices for is found."""
+        """Return how many members have room; every group that a host has devices for is found."""
         return sum(
             len(names) * ((free & shape.suitable(wish)).bit_count() // wish.devices)
             for (shape, free), names in self._states.items()
@@ -481,7 +482,7 @@ class _FreeDevices:
         return taken
 
     def _best_for_gang(self, wish: _Wish, left: int) -> tuple[list[str], int]:
-        """The next hosts of a gang, and its devices on each of them."""
+        """Return the next hosts of a gang, and its devices on each of them."""
         best: tuple[Any, ...] = ()
         alike: list[tuple[set[str], int]] = []
         most = 0
@@ -540,8 +541,8 @@ class _ShareGroup:
         return one.kind != "trainer", not self.classes, -one.devices, -one.total, one.name
 
     def friends(self, request: DeviceRequest) -> set[str]:
-        """Names of requests whose members may be on a device of `request`: two ranks of a gang need
-        two devices, two replicas of an engine do not."""
+        """Return the names of requests whose members may be on a device of `request`: two ranks of
+        a gang need two devices, two replicas of an engine do not."""
         if not self.guests:
             return set()
         names = {one.name for one in self.requests}
@@ -602,7 +603,7 @@ class _DeviceDraft:
         self._classes = sorted(classes, key=lambda name: (named[name], name))
 
     def _kept(self, name: str, member: MemberDevices) -> int:
-        """Devices that a running member keeps; 0: it is placed anew."""
+        """Return the devices that a running member keeps; 0: it is placed anew."""
         shape = self._shapes.get(member.host)
         mask = shape.mask(member.devices) if shape is not None else 0
         if not mask or name not in self._groups:
@@ -640,7 +641,8 @@ class _DeviceDraft:
                 self._add(guest, found)
 
     def _take(self, group: _ShareGroup, count: int, *, pack: bool) -> list[tuple[str, int]]:
-        """Devices for `count` further members of the leader; none if there are too few."""
+        """Return the devices for `count` further members of the leader; none if there are too
+        few."""
         leader, wishes = group.leader, self._wishes(group)
         classes = self._classes_of(leader)
         single = (one for one in wishes if classes <= {one.device_class})
@@ -658,18 +660,18 @@ class _DeviceDraft:
         return found
 
     def _classes_of(self, request: DeviceRequest) -> set[str]:
-        """Classes of the devices of the members that have been placed."""
+        """Return the classes of the devices of the members that have been placed."""
         members = self._members[request.name].values()
         return {self._shapes[one.host].class_of(one.devices[0]) for one in members}
 
     def _wishes(self, group: _ShareGroup) -> list[_Wish]:
-        """Needs of a member of its leader, for each class of device that will do."""
+        """Return the needs of a member of its leader, for each class of device that will do."""
         classes = [one for one in self._classes if group.classes <= {one}]
         return [_Wish(group.leader.devices, one, group.memory) for one in classes]
 
     def _share(self, group: _ShareGroup, guest: DeviceRequest, count: int) -> list[tuple[str, int]]:
-        """Devices of the leader for `count` further members of a guest: those with fewest members
-        of its kind, and room for one more beside them."""
+        """Return the devices of the leader for `count` further members of a guest: those with
+        fewest members of its kind, and room for one more beside them."""
         loads: Counter[tuple[str, int]] = Counter()
         used: Counter[tuple[str, int]] = Counter()
 
@@ -720,14 +722,14 @@ class _DeviceDraft:
         return found
 
     def _add(self, request: DeviceRequest, found: Iterable[tuple[str, int]]) -> None:
-        """Number new members: the numbers that are missing, host by host."""
+        """Assign the missing numbers to new members, host by host."""
         missing = [n for n in range(request.members) if n not in self._members[request.name]]
         for number, (host, mask) in zip(missing, found, strict=True):
             devices = self._shapes[host].indices(mask)
             self._hold(request.name, MemberDevices(number, host, devices), mask)
 
     def plan(self) -> DevicePlan:
-        """The finished plan."""
+        """Return the finished plan."""
         members = {
             name: tuple(numbered[number] for number in sorted(numbered))
             for name, numbered in sorted(self._members.items())

@@ -1,8 +1,8 @@
-"""Decides how often training state becomes durable, from what writing it was measured to cost.
+"""Decision on how often training state becomes durable, from the measured cost of writing it.
 
-A state that is written before its step's commit costs the step the whole writing. One that is
-written behind the next steps costs them a copy to the host's memory, and, after a crash, the
-computation of the steps since. Pure: no clock, no I/O.
+A state that is written before its step's commit delays the step by the whole write. A state that is
+written behind the next steps costs them a copy to host memory and, after a crash, the recomputation
+of the steps since. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StatePlan:
 
 
 def plan_states(every: int | None, background: bool, costs: StateCosts) -> StatePlan:
-    """The plan for the next step; `every`, `background`: the job's `state` section."""
+    """Return the plan for the next step; `every`, `background`: the job's `state` section."""
     if every is not None or not background:
         return StatePlan(every or 1, background)
     writing, copying, step = costs.writing, costs.copying, costs.step
@@ -55,7 +55,7 @@ def plan_states(every: int | None, background: bool, costs: StateCosts) -> State
 
 
 def is_due(plan: StatePlan, behind: int, *, over_high_water: bool, writing: bool) -> bool:
-    """Whether the version just committed is copied and written now.
+    """Return whether the version just committed is copied and written now.
 
     `behind`: steps since the last version that is on disk or being written. `writing`: an earlier
     version is being written; then steps go on until twice as many are behind, and wait from there

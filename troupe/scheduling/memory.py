@@ -1,4 +1,4 @@
-"""What one rank of a trainer needs on its device, by part.
+"""Memory model of one trainer rank on its device, by part.
 
 `rank_memory` is the one memory model of trainers: `troupe job validate`, the binder of the
 orchestrator and the trainer's own check use it. Numbers follow what
@@ -44,9 +44,9 @@ class ModelShape:
     parameters: int
     """All distinct parameters."""
     embedding: int
-    """Those of the input embedding."""
+    """Parameters of the input embedding."""
     output: int
-    """Those of the output layer; 0 if it is tied to the embedding."""
+    """Parameters of the output layer; 0 if it is tied to the embedding."""
     layers: int
     layer: int
     """Parameters of the largest layer."""
@@ -75,7 +75,7 @@ class ModelShape:
         return not self.output
 
     def adapter(self, rank: int, targets: Collection[str] | None = None) -> int:
-        """Parameters of a LoRA adapter; `targets`: names of its layers, None: all."""
+        """Return the parameters of a LoRA adapter; `targets`: names of its layers, None: all."""
         return rank * sum(n for name, n in self.linears if targets is None or name in targets)
 
 
@@ -152,7 +152,7 @@ class RankMemory:
 
     @property
     def working(self) -> int:
-        """Bytes that it needs besides while it computes."""
+        """Additional bytes that it needs while it computes."""
         return self.gathered + self.activations + self.logits + self.overhead
 
     @property
@@ -168,7 +168,7 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
-    """Upper bound of the bytes that one rank needs, by part."""
+    """Return an upper bound of the bytes that one rank needs, by part."""
     ranks, adapter = setup.ranks, setup.adapter
     whole = shape.parameters
     # The base under an adapter is kept in the published type, other weights in float32.
@@ -216,7 +216,7 @@ _Parts = tuple[int, int, int]
 
 
 def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
-    """The last block of logits: what all layers keep is there."""
+    """Return the last block of logits: what all layers keep is there."""
     logits = _logits_bytes(shape, setup) + _head_gradient(shape, setup)
     casts = _cast_bytes(shape, setup, shape.layers * shape.layer)
     # The hidden states behind the last layer, their norm, and what the loss makes of them.
@@ -226,7 +226,8 @@ def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
-    """The last layer of the model in the backward pass: what it recomputes, its gradients."""
+    """Return the last layer of the model in the backward pass: what it recomputes, its
+    gradients."""
     busy = _gradient_bytes(shape, setup)
     if setup.checkpointing:  # the input of the layer is kept anyway
         busy += _layer_bytes(shape, setup) - _stream_bytes(shape, setup)
@@ -243,7 +244,7 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes that layers keep for the backward pass."""
+    """Return the bytes that layers keep for the backward pass."""
     keeps = _stream_bytes if setup.checkpointing else _layer_bytes
     layer = keeps(shape, setup)
     rotary = 2 * _FULL * shape.head_dim
@@ -259,18 +260,19 @@ def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _stream_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes per token of the residual stream: it has the type of the embedding, also where products
-    are in bfloat16."""
+    """Return the bytes per token of the residual stream: it has the type of the embedding, also
+    where products are in bfloat16."""
     return (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
 
 
 def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
-    """The weights outside of layers, a layer, the next one, and the buffer that it arrives in."""
+    """Return the weights outside of layers, a layer, the next one, and the buffer that it arrives
+    in."""
     return 0 if setup.ranks == 1 else _wide(setup) * (_root(shape) + 3 * shape.layer)
 
 
 def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: bool = True) -> int:
-    """Copies in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and, until
+    """Copy in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and, until
     the loss is computed, of the output layer (`head`)."""
     if not setup.half or setup.adapter or _wide(setup) == _HALF:
         return 0
@@ -280,12 +282,12 @@ def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: b
 
 
 def _head_gradient(shape: ModelShape, setup: TrainingSetup) -> int:
-    """The gradient of the output layer, which is made with the loss."""
+    """Return the gradient of the output layer, which is made with the loss."""
     return 0 if setup.adapter else _wide(setup) * shape.vocabulary * shape.hidden
 
 
 def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
-    """The gradients of embedding and output layer: no activations are left."""
+    """Return the gradients of embedding and output layer: no activations are left."""
     if setup.adapter:
         return 0, 0, 0
     wide, root = _wide(setup), _root(shape)
@@ -298,8 +300,8 @@ def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _update(shape: ModelShape, setup: TrainingSetup) -> _Parts:
-    """The optimizer step works in place; exact sums are divided in float64, a tensor at a time.
-    Moments in host memory come in parts, of which two are on the device."""
+    """Return the optimizer step works in place; exact sums are divided in float64, a tensor at a
+    time. Moments in host memory come in parts, of which two are on the device."""
     trained = -(-(setup.adapter or shape.parameters) // setup.ranks)
     moments = 2 * 2 * _FULL * min(OFFLOADED_PART, trained) if setup.offloaded else 0
     sums = 2 * 8 * -(-shape.embedding // setup.ranks)
@@ -307,17 +309,17 @@ def _update(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _wide(setup: TrainingSetup) -> int:
-    """Bytes per parameter of gathered layers: FSDP's mixed precision is for GPUs."""
+    """Return the bytes per parameter of gathered layers: FSDP's mixed precision is for GPUs."""
     return _HALF if setup.half and setup.ranks > 1 and setup.device == "cuda" else _FULL
 
 
 def _root(shape: ModelShape) -> int:
-    """Parameters that are in no layer."""
+    """Return the parameters that are in no layer."""
     return shape.embedding + shape.output + shape.hidden
 
 
 def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes per token that one layer keeps for its backward pass."""
+    """Return the bytes per token that one layer keeps for its backward pass."""
     d, full = shape.hidden, _FULL
     product = _HALF if setup.half else _FULL
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -355,7 +357,7 @@ def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes per token that the backward pass of a layer adds to what the layer keeps."""
+    """Return the bytes per token that the backward pass of a layer adds to what the layer keeps."""
     product = _HALF if setup.half else _FULL
     stream = 2 * _FULL * shape.hidden
     attention = 2 * _FULL * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -370,14 +372,14 @@ def _gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def _expert_type(setup: TrainingSetup) -> int:
-    """Bytes per element of what experts compute: autocast does not change it."""
+    """Return the bytes per element of what experts compute: autocast does not change it."""
     product = _HALF if setup.half else _FULL
     return product if setup.adapter else _wide(setup)
 
 
 def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes of one block of logits, of its products and scratch, and of the layer's bfloat16
-    copy."""
+    """Return the bytes of one block of logits, of its products and scratch, and of the layer's
+    bfloat16 copy."""
     block = _BLOCK_BYTES.get(setup.device, _BLOCK_BYTES["cpu"])
     block = min(block, _FULL * max(16, setup.tokens) * shape.vocabulary)
     head = shape.vocabulary * shape.hidden

@@ -1,5 +1,5 @@
-"""Which engine of a policy serves a turn, which waiting turn goes first, how many turns an engine
-runs at once, and which engines load new weights at once.
+"""Routing: the engine of a policy that serves a turn, the order of waiting turns, the number of
+turns that an engine runs at once, and the engines that load new weights at the same time.
 
 `least_work` routes a conversation to the engine that served it before, because that engine holds
 its prefix, and lets a long one wait there while that engine is full; otherwise to the engine with
@@ -52,7 +52,7 @@ class Rates:
     decode: float
 
     def seconds(self, work: Work) -> float:
-        """Engine time of `work` in seconds."""
+        """Return the engine time of `work` in seconds."""
         return work.prompt_tokens / self.prefill + work.response_tokens / self.decode
 
 
@@ -148,7 +148,7 @@ class Fleet:
             self._changed(member)
 
     def has_room(self, engine_id: str) -> bool:
-        """Whether the engine may get another turn."""
+        """Return whether the engine may get another turn."""
         return self._members[engine_id].has_room
 
     def look_again(self) -> None:
@@ -166,7 +166,8 @@ class Fleet:
         classes: Sequence[str] = (),
         key: str = "",
     ) -> str | None:
-        """The engine for a turn; None if none that serves has room, so that the turn must wait.
+        """Return the engine for a turn; None if none that serves has room, so that the turn must
+        wait.
 
         `previous` is the engine that served the conversation before, `classes` are fitting device
         classes, best first, `key` names the conversation. The chosen engine may be full:
@@ -202,7 +203,7 @@ class Fleet:
         return (best if self._leaves(sticky, best, work) else sticky).engine_id
 
     def give(self, engine_id: str, work: Work) -> float:
-        """Assign a turn to the engine; returns the cost that it adds to the outstanding work."""
+        """Assign a turn to the engine; return the cost that it adds to the outstanding work."""
         member = self._members[engine_id]
         cost = self._cost(member, work)
         member.in_flight += 1
@@ -219,7 +220,7 @@ class Fleet:
         self._changed(member)
 
     def wait(self, engine_id: str, work: Work) -> float:
-        """Count a turn that waits for this engine alone; returns its cost. Raises `KeyError`."""
+        """Count a turn that waits for this engine alone; return its cost. Raises `KeyError`."""
         member = self._members[engine_id]
         cost = self._cost(member, work)
         member.waiters += 1
@@ -246,7 +247,7 @@ class Fleet:
         return None
 
     def _open(self, serves: Callable[[str], bool]) -> dict[str, _Member]:
-        """Of each device class the engine with the least work, where one has room."""
+        """Find the engine with the least work in each device class, if one has room."""
         found = {}
         for name in self._heaps:
             if (member := self._least(name, serves)) is not None:
@@ -296,8 +297,8 @@ class Fleet:
 
 
 def overloaded(tokens: float, least_tokens: float) -> bool:
-    """Whether an engine has so much more work than the least loaded one that conversations move
-    away."""
+    """Return whether an engine has so much more work than the least loaded one that conversations
+    move away."""
     return tokens > STAY_RATIO * least_tokens + STAY_SLACK_TOKENS
 
 
@@ -337,15 +338,16 @@ class Profiles:
         self._all.add(read_tokens, response_tokens)
 
     def expected(self, kind: tuple[str, str], prompt_tokens: int, max_new_tokens: int) -> Work:
-        """Expected cost of a turn: its response is as long as the average of its kind."""
+        """Return the expected cost of a turn: its response is as long as the average of its
+        kind."""
         profile = self._kinds.get(kind)
         if profile is None or profile.seen < SEEN:
             return Work(prompt_tokens, max_new_tokens)
         return Work(prompt_tokens, min(profile.response, max_new_tokens))
 
     def fitting(self, kind: tuple[str, str], rates: Mapping[str, Rates]) -> str | None:
-        """The device class on which this kind of turn gains most over the average turn; None when
-        too little is known or the gain is below `LEAST_AFFINITY_GAIN`.
+        """Return the device class on which this kind of turn gains most over the average turn; None
+        when too little is known or the gain is below `LEAST_AFFINITY_GAIN`.
 
         Not the class on which it is fastest: if one class were faster at everything, every kind
         would want it and the other would idle (comparative advantage).
@@ -369,8 +371,8 @@ def classes_for(
     default: str,
     inferred: str | None,
 ) -> tuple[str, ...]:
-    """Device classes for a turn, best first: declared for its domain, for its agent, or inferred;
-    then the default class."""
+    """Return the device classes for a turn, best first: declared for its domain, for its agent, or
+    inferred; then the default class."""
     if not (by_domain or by_agent or default or inferred):
         return ()
     declared = by_domain.get(domain) if domain else None
@@ -415,7 +417,7 @@ class TurnQueue(Generic[T]):
         return self._waiting
 
     def __iter__(self) -> Iterator[T]:
-        """The waiting turns, in no order."""
+        """Return the waiting turns, in no order."""
         return (entry.item for key, _, entry in self._heap if entry.waits and key == entry.key)
 
     def push(
@@ -445,7 +447,7 @@ class TurnQueue(Generic[T]):
                 self._put(entry)
 
     def peek(self) -> T | None:
-        """The turn that is served next; None when the queue is empty."""
+        """Return the turn that is served next; None when the queue is empty."""
         while self._heap:
             key, _, entry = self._heap[0]
             if entry.waits and key == entry.key:
@@ -540,8 +542,8 @@ class AdaptiveLimit:
             self._sums = [MEMORY * value for value in self._sums]
 
     def best(self) -> float | None:
-        """Number of turns beyond which throughput hardly grows; infinite when no such point is in
-        sight, 0 when throughput falls already, None when too little is known."""
+        """Return the number of turns beyond which throughput hardly grows; infinite when no such
+        point is in sight, 0 when throughput falls already, None when too little is known."""
         weight, n, t, nn, nt = self._sums
         if not weight:
             return None
@@ -582,8 +584,8 @@ class UpdatingEngine:
 
 
 def next_wave(engines: Sequence[UpdatingEngine], *, overlapping: bool = True) -> tuple[str, ...]:
-    """Ids of the waiting engines that load next; empty when none waits. `overlapping`: turns may
-    come at any time, as where a step's trajectories run while the step before is trained.
+    """Return the ids of the waiting engines that load next; empty when none waits. `overlapping`:
+    turns may come at any time, as where a step's trajectories run while the step before is trained.
 
     All `engines` of the policy count, also those that have loaded: what they serve is what goes on.
     Of S serving ones at least S // 2 go on, a single one excepted; none where no turn runs and, as

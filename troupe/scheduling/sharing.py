@@ -1,5 +1,5 @@
-"""How rollout workers share a job: its window of trajectories, by what each has been measured to
-do, and the attached servers, each of which one worker keeps and all of them use.
+"""Sharing of a job between rollout workers: its window of trajectories, by each worker's measured
+speed, and the attached servers; one worker keeps each server, and all use it.
 
 Pure, so that a restarted orchestrator decides alike.
 """
@@ -27,12 +27,12 @@ MOST_SHARE: Final = 8.0
 
 
 class CapacityShares:
-    """The parts of a window of trajectories that rollout workers should have, learned from how long
-    trajectories take on each.
+    """Rollout workers' shares of a window of trajectories, learned from the durations on each
+    worker.
 
-    What is made equal is the time of a trajectory: a worker whose trajectories take longer than the
-    average has too many for its engines or its processor, and gets a smaller share. Shares are
-    relative to each other; a worker of which nothing is known has 1.
+    The shares equalize the time of a trajectory: a worker with above-average times has too many for
+    its engines or its processor, and gets a smaller share. Shares are relative to each other; an
+    unknown worker has 1.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class CapacityShares:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def share(self, worker_id: str) -> float:
-        """The worker's share, 1 on average."""
+        """Return the worker's share, 1 on average."""
         return self._shares.get(worker_id, 1.0)
 
     def ended(self, worker_id: str, seconds: float) -> None:
@@ -56,7 +56,7 @@ class CapacityShares:
             self._sums = {}
 
     def forget(self, worker_id: str) -> None:
-        """Forget a worker that is lost. Repeatable."""
+        """Forget a lost worker. Idempotent."""
         self._shares.pop(worker_id, None)
         self._sums.pop(worker_id, None)
 
@@ -73,7 +73,8 @@ class CapacityShares:
 def keepers(
     servers: Sequence[S], workers: Collection[str], former: Mapping[S, str]
 ) -> dict[S, str]:
-    """The worker that keeps each attached server: brings it to new weights, and looks after it.
+    """Return the worker that keeps each attached server: brings it to new weights, and looks after
+    it.
 
     A server stays with its former keeper while that is among `workers`: a change costs a load of
     the weights. The others go to the workers that keep the fewest, in the order of their ids. Empty
@@ -94,7 +95,7 @@ def keepers(
 
 
 def split_limit(limit: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """How many turns each worker may run at once on a server that runs `limit` in all.
+    """Return how many turns each worker may run at once on a server that runs `limit` in all.
 
     In proportion to the workers' shares, whole turns, by largest remainder; every worker may run
     one, even if that are more than `limit` in all: else its trajectories would wait for ever.

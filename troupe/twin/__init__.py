@@ -1,8 +1,8 @@
 """A discrete-event twin of a cluster: engines, trainers and steps of a job in simulated time.
 
-What decides here is what decides in the services: the functions of `troupe.scheduling`, called with
-the same records. What is modelled is the world around them: how long devices compute, how long
-bytes travel. simpy holds the clock and the queue of events.
+The decisions come from the same functions as in the services, `troupe.scheduling`, called with the
+same records. The twin models the world around them: computing times of devices and travel times of
+bytes. simpy holds the clock and the queue of events.
 
     costs      device classes and models: seconds of prefill, decoding, training, loading
     workload   what trajectories do: their turns, lengths and waits

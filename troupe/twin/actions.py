@@ -1,8 +1,8 @@
 """Actions of environments in the twin: a shared elastic pool, or a pod for each trajectory.
 
-`ElasticPool` runs actions when, where and with as many cores as `troupe.scheduling.elastic` says;
-`Pods` are what it is measured against: cores that a trajectory reserves for its life (static
-Kubernetes). A trajectory enters a pool, runs its actions there, and leaves.
+`ElasticPool` runs actions when, where and with as many cores as `troupe.scheduling.elastic`
+decides. `Pods` are the baseline: cores that a trajectory reserves for its life (static Kubernetes).
+A trajectory enters a pool, runs its actions there, and leaves.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Decide: TypeAlias = Callable[..., list[Placed]]
 
 
 class ActionPool(Protocol):
-    """Where trajectories run their actions. `interrupt` of a waiting or running process frees what
-    it holds."""
+    """A pool in which trajectories run their actions. `interrupt` of a waiting or running process
+    frees its resources."""
 
     core_seconds: float
     """Cores times seconds that actions held while they ran."""
@@ -46,15 +46,15 @@ class ActionPool(Protocol):
     """Seconds of all actions, or of all trajectories for a pod, before they began."""
 
     def enter(self) -> Generator[simpy.Event, Any, Any]:
-        """Waits for a place of a trajectory's own, where there are such, and returns it."""
+        """Wait for the trajectory's own place, if the pool has such places, and return it."""
 
     def run(
         self, call: SimulatedAction, place: Any = None, trajectory: str = ""
     ) -> Generator[simpy.Event, Any, Any]:
-        """Runs one action of a trajectory that has this place."""
+        """Run one action of a trajectory that has this place."""
 
     def leave(self, place: Any) -> None:
-        """Frees the place of a trajectory that has ended."""
+        """Free the place of a trajectory that has ended."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,8 @@ class _Waiting:
 
 
 class ElasticPool:
-    """Runs each call once; learns durations of functions as the reward service does."""
+    """An elastic pool, which runs each call once and learns durations of functions like the reward
+    service."""
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class ElasticPool:
         self.waited = 0.0
 
     def enter(self) -> Generator[simpy.Event, Any, str | None]:
-        """The host for one more trajectory: the one with the fewest trajectories per core."""
+        """Return the host for one more trajectory: the one with the fewest trajectories per
+        core."""
         if not self._stateful:
             return None
         machine = min(self._machines.values(), key=lambda m: m.homes / m.capacity[CORES])
@@ -144,15 +146,15 @@ class ElasticPool:
         yield  # nothing is waited for
 
     def leave(self, place: str | None) -> None:
-        """Removes an ended trajectory."""
+        """Remove an ended trajectory."""
         if place is not None:
             self._machines[place].homes -= 1
 
     def run(
         self, call: SimulatedAction, place: str | None = None, trajectory: str = ""
     ) -> Generator[simpy.Event, Any, str]:
-        """Waits until the action is admitted, then runs it; returns its host. `place`: the only
-        host on which it may run."""
+        """Wait until the action is admitted, then run it; return its host. `place`: the only host
+        on which it may run."""
         started = self._env.event()
         action = self._action(call, place, trajectory)
         self._waiting[action.action_id] = _Waiting(call, started)
@@ -187,7 +189,7 @@ class ElasticPool:
         return placed.host
 
     def _cancel(self, action: Action, started: simpy.Event) -> None:
-        """Removes an action whose trajectory does not want it any more."""
+        """Remove an action that its trajectory no longer wants."""
         if started.triggered:  # in this very instant
             placed: Any = started.value
             self._free(placed)
@@ -246,7 +248,7 @@ class ElasticPool:
         return known
 
     def _pump(self) -> None:
-        """Schedules a decision after all events of this instant."""
+        """Schedule a decision after all events of this instant."""
         if not self._pumping:
             self._pumping = True
             self._env.timeout(0).callbacks.append(lambda _: self._start())
@@ -308,7 +310,7 @@ class Pods:
         self.waited = 0.0
 
     def enter(self) -> Generator[simpy.Event, Any, simpy.Event]:
-        """Waits for a pod and returns it."""
+        """Wait for a pod and return it."""
         asked = self._env.now
         request = self._places.request()
         try:
@@ -323,13 +325,13 @@ class Pods:
         return request
 
     def leave(self, place: Any) -> None:
-        """Frees the pod of an ended trajectory."""
+        """Free the pod of an ended trajectory."""
         self._places.release(place)
 
     def run(
         self, call: SimulatedAction, place: Any = None, trajectory: str = ""
     ) -> Generator[simpy.Event, Any, None]:
-        """Runs one action in a pod."""
+        """Run one action in a pod."""
         seconds = call.seconds(self._cores)
         yield self._env.timeout(seconds)
         self.core_seconds += seconds * min(self._cores, call.max_cores)

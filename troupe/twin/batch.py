@@ -54,7 +54,7 @@ class EngineBatch:
 
     def admit(self, key: Any, prompt_tokens: float, length: int, now: float) -> bool:
         """Admit a turn of `length` response tokens; its prefill blocks the whole batch first.
-        Whether it is the one that ends next."""
+        Returns whether it ends next."""
         self._count = count = self._count + 1
         self._turns[key] = (self._steps, length)
         heap = self._heap
@@ -82,13 +82,13 @@ class EngineBatch:
             heapq.heapify(self._heap)
 
     def drawn(self, key: Any) -> int:
-        """The number of tokens that a turn has, as of the last `advance`."""
+        """Return the number of tokens that a turn has, as of the last `advance`."""
         begin, length = self._turns[key]
         # Tolerates rounding of the step count.
         return min(length, math.floor(self._steps - begin + 1e-6))
 
     def advance(self, now: float) -> Sequence[Any]:
-        """Advance the batch to `now`; returns the turns that have ended, in order."""
+        """Advance the batch to `now`; return the turns that have ended, in order."""
         at = self._now
         if at >= now:
             return ()
@@ -111,7 +111,8 @@ class EngineBatch:
         return ended
 
     def next_end(self) -> float | None:
-        """The time when the next turn ends if the batch does not change; None if it is empty."""
+        """Return the time when the next turn ends if the batch does not change; None if it is
+        empty."""
         heap = self._heap
         if not heap:
             return None
@@ -133,7 +134,7 @@ class BusyClock:
         self.lane_seconds = 0.0
 
     def change(self, by: int, now: float) -> None:
-        """`by` more lanes are busy from now on."""
+        """Count `by` more lanes as busy from now on."""
         self.settle(now)
         self._busy += by
 

@@ -1,4 +1,5 @@
-"""A job on a cluster in simulated time: its steps in one of the pipeline modes, and what they took.
+"""A job on a cluster in simulated time: its steps in one of the pipeline modes, and their
+measurements.
 
 `Twin` opens steps, starts waves of trajectories, closes rosters and spreads groups over rollout
 workers as `troupe.scheduling.admission` says; `services/orchestrator/pipeline` is the live side.
@@ -49,7 +50,7 @@ class TwinStep:
     engine_seconds: float
     """Busy seconds of all engines together."""
     device_seconds: float
-    """Those of trainers' devices, weighted by the devices of each gang's workers."""
+    """Busy seconds of trainers' devices, weighted by the devices of each gang's workers."""
     response_tokens: int
     read_tokens: int
     trained_tokens: int
@@ -66,7 +67,7 @@ class TwinStep:
 
 @dataclass
 class TwinRun:
-    """What a run measured."""
+    """The measurements of a run."""
 
     job: TwinJob
     steps: list[TwinStep] = field(default_factory=list)
@@ -82,12 +83,12 @@ class TwinRun:
     trainer_spans: list[TwinSpan] = field(default_factory=list)
 
     def means(self, first: int = 1, after: int = 0) -> TwinMeans:
-        """Means per step from the end of step `first` on (0: from the start), without the last
-        `after` steps. Raises ValueError if none is left."""
+        """Return the means per step from the end of step `first` on (0: from the start), without
+        the last `after` steps. Raises ValueError if none is left."""
         steps = self.steps[: len(self.steps) - after] if after else self.steps
         count = len(steps) - first
         if count < 1:
-            raise ValueError(f"first = {first}: of {len(steps)} steps none is left")
+            raise ValueError(f"first = {first}: none of {len(steps)} steps is left")
         zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         start, end = (steps[first - 1] if first else zero), steps[-1]
         total = end.at - start.at
@@ -211,7 +212,7 @@ class _Playing:
     def _act(
         self, pool: ActionPool, call: SimulatedAction, seconds: float
     ) -> Generator[simpy.Event, Any, None]:
-        """Runs an action; `seconds` later the trajectory goes on."""
+        """Run an action; `seconds` later the trajectory goes on."""
         twin = self.twin
         asked = twin.env.now
         try:
@@ -224,7 +225,7 @@ class _Playing:
         twin.after(seconds, self.advance)
 
     def leave(self, pool: ActionPool) -> None:
-        """Ends what runs in the pool and frees the trajectory's place."""
+        """End what runs in the pool and free the trajectory's place."""
         if self.acting is not None:
             self.acting.interrupt()
         if self.place is not None:
@@ -260,7 +261,7 @@ class _Playing:
             twin.after(seconds, self.advance)
 
     def advance(self, _: simpy.Event | None = None) -> None:
-        """The wait after a turn is over."""
+        """Continue after the wait that follows a turn."""
         if self.gone:
             return
         if self.at < len(self.turns):
@@ -285,7 +286,7 @@ class _Barrier:
         self._until = 0.0
 
     def arrive(self, one: _Playing, seconds: float) -> None:
-        """A turn has ended; its environment needs `seconds`."""
+        """Handle the end of a turn; its environment needs `seconds`."""
         self._arrived.append(one)
         self._until = max(self._until, self._env.now + seconds)
         self.check()
@@ -395,12 +396,12 @@ class Twin:
         self._time.call(self._time.now + seconds, call)
 
     def acted(self, seconds: float) -> None:
-        """An action has ended, so many seconds after it was asked for."""
+        """Count an action that ended so many seconds after its request."""
         self._acts += 1
         self._act_seconds += seconds
 
     def trajectory_ended(self, one: _Playing) -> None:
-        """A trajectory has ended: its rows, its group, and what may start now."""
+        """Handle the end of a trajectory: its rows, its group, and whatever may start now."""
         group = one.group
         self._leave(one)
         self._ended_trajectories += 1
@@ -487,7 +488,7 @@ class Twin:
         self._wake()
 
     def _window(self, steps: int) -> Generator[simpy.Event, Any, None]:
-        """Opens steps as staleness allows, and ends them in order."""
+        """Open steps as staleness allows, and end them in order."""
         depth, whole = 1 + max(self._alpha.values(), default=0), self._job.whole_batches
         running: list[tuple[_Step, simpy.Process]] = []
         while True:
@@ -682,8 +683,9 @@ class Twin:
             )
 
     def lose_worker(self, worker: int) -> bool:
-        """A rollout worker dies with its engines and trajectories, which start anew elsewhere; not
-        the last one, without which nothing could go on. Returns whether it died."""
+        """Kill a rollout worker with its engines and trajectories, which restart elsewhere. The
+        last worker does not die, since nothing could continue without it. Returns whether the
+        worker died."""
         if len(self._serving) < 2:
             return False
         self._run.failures += 1
@@ -700,13 +702,13 @@ class Twin:
             lost.setdefault(id(one.group), []).append(one.trajectory)
         for key, group in again.items():
             group.todo = lost[key]
-        # What was lost comes first: it is of the oldest steps.
+        # Lost trajectories come first, since they belong to the oldest steps.
         self._waiting = sorted([*again.values(), *self._waiting], key=lambda one: one.step.number)
         self._wake()
         return True
 
     def restore_worker(self, worker: int) -> None:
-        """A lost rollout worker is back, with new engines."""
+        """Restore a lost rollout worker, with new engines."""
         replaced: dict[str, TwinRouter] = {}
         for name, router in self.routers[worker].items():
             fresh = [
@@ -728,10 +730,10 @@ class Twin:
         self._wake()
 
     def lose_trainer(self, trainer: RankWorker) -> None:
-        """A trainer worker dies, with the gradients of the gangs that it is in."""
+        """Kill a trainer worker, with the gradients of its gangs."""
         self._run.failures += 1
         self._pool.lose(trainer.worker_id)
 
     def restore_trainer(self, trainer: RankWorker) -> None:
-        """A lost trainer worker is back."""
+        """Restore a lost trainer worker."""
         self._pool.join(trainer)

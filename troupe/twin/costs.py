@@ -1,10 +1,10 @@
-"""How long devices take: device classes, models, and what engines and trainers need for them.
+"""Cost models: device classes, models, and times of engines and trainers.
 
-Peaks and bandwidths are those that makers publish (dense bfloat16, without sparsity); which part of
-them is reached is stated as `Efficiency`. A decoding step reads all weights that the batch touches
-and every turn's keys and values once, so its time is linear in the running turns; prefill and
-training are bound by arithmetic (Kaplan et al. 2020, arXiv 2001.08361, section 2.1: two operations
-per parameter and token forward, four backward; attention besides).
+Peaks and bandwidths are the makers' published figures (dense bfloat16, without sparsity);
+`Efficiency` states the fraction that is reached. A decoding step reads all weights that the batch
+touches and every turn's keys and values once, so its time is linear in the running turns; prefill
+and training are bound by arithmetic (Kaplan et al. 2020, arXiv 2001.08361, section 2.1: two
+operations per parameter and token forward, four backward; attention besides).
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def device_costs(
     gigabytes_per_second: float = 0.0,
     field: str = "devices",
 ) -> DeviceCosts:
-    """The costs of a device class; `tflops` and `gigabytes_per_second` replace or give its peak
-    and memory bandwidth, `memory` its bytes.
+    """Return the costs of a device class; `tflops` and `gigabytes_per_second` replace or give its
+    peak and memory bandwidth, `memory` its bytes.
 
     Raises InvalidArgument that names `field` for an unknown class without all three, and one for
     rates that are not positive.
@@ -132,7 +132,7 @@ def device_costs(
     if known is None:
         if not (tflops and gigabytes_per_second and memory):
             raise InvalidArgument(
-                f"nothing is known of device class {name!r}",
+                f"device class {name!r} is unknown",
                 field=field,
                 value=name,
                 remedy="Give its peak and its memory's bandwidth (--tflops, --gigabytes-per-second)"
@@ -178,10 +178,11 @@ _MIXTURE: Final = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_p
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The configuration of a Qwen3 model by its name. Raises InvalidArgument for another one."""
+    """Return the configuration of a Qwen3 model by its name. Raises InvalidArgument for another
+    one."""
     if name not in _QWEN3:
         raise InvalidArgument(
-            f"no dimensions are known of the model {name!r}",
+            f"the dimensions of the model {name!r} are unknown",
             field="model",
             value=name,
             remedy=f"Give a configuration, or one of {', '.join(_QWEN3)}.",
@@ -192,32 +193,33 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
+    """Return the shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
     shape = shape_of_config(model_config(name))
-    assert shape is not None  # an architecture that the reader knows
+    assert shape is not None  # an architecture known to the reader
     return shape
 
 
 def known_shape(path: str) -> ModelShape | None:
-    """The shape of a model by its path or its id on the hub, if the name is a Qwen3 model's."""
+    """Return the shape of a model by its path or its id on the hub, if the name is a Qwen3
+    model's."""
     name = path.rstrip("/").rpartition("/")[2]
     return model_shape(name) if name in _QWEN3 else None
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that one token is multiplied with: of a mixture the experts that it is routed to;
-    the output layer, but not the embedding."""
+    """Return the parameters that one token is multiplied with: of a mixture the experts that it is
+    routed to; the output layer, but not the embedding."""
     idle = max(0, shape.experts - shape.active_experts) * 3 * shape.hidden * shape.intermediate
     return shape.layers * (shape.layer - idle) + shape.vocabulary * shape.hidden
 
 
 def cache_bytes(shape: ModelShape) -> int:
-    """Bytes of the keys and values of one token."""
+    """Return the bytes of the keys and values of one token."""
     return 2 * _HALF * shape.layers * shape.kv_heads * shape.head_dim
 
 
 def _attention(shape: ModelShape, context: float) -> float:
-    """Operations of a token's attention over `context` tokens, forward."""
+    """Return the operations of a token's attention over `context` tokens, forward."""
     return 4.0 * shape.layers * shape.heads * shape.head_dim * context
 
 
@@ -241,8 +243,8 @@ def engine_rates(
     context: float = 2048.0,
     running: float = 64.0,
 ) -> EngineRates:
-    """The times of an engine. `context`: mean tokens of a turn in the cache; `running`: turns that
-    usually run at once, by which a mixture's touched experts are counted."""
+    """Return the times of an engine. `context`: mean tokens of a turn in the cache; `running`:
+    turns that usually run at once, by which a mixture's touched experts are counted."""
     part, count = device.efficiency, tensor_parallel
     active = active_parameters(shape)
     prefill = device.flops * count * part.prefill / (2 * active + _attention(shape, context / 2))
@@ -285,8 +287,8 @@ def trainer_rates(
     checkpointing: bool = True,
     adapter: int = 0,
 ) -> TrainerRates:
-    """The times of a gang of `ranks` devices. `context`: mean tokens of a row; `adapter`: trained
-    parameters of a LoRA adapter, 0: all are trained."""
+    """Return the times of a gang of `ranks` devices. `context`: mean tokens of a row; `adapter`:
+    trained parameters of a LoRA adapter, 0: all are trained."""
     active = active_parameters(shape)
     passes = 3.0 if not adapter else 2.0  # forward, inputs' gradients, and weights' gradients
     passes += 1.0 if checkpointing else 0.0

@@ -59,7 +59,7 @@ class TwinClock:
                 env.step()
                 if done.processed:
                     return
-        raise RuntimeError("nothing is left to happen, and the run has not ended")
+        raise RuntimeError("no events are left, but the run has not ended")
 
 
 class TwinEnvironment(simpy.Environment):
@@ -121,7 +121,7 @@ class RoutedTurn:
 
 @dataclass(slots=True)
 class EngineWatch:
-    """What engines of a cluster report: their busy time, tokens, and spans if asked for."""
+    """Reports of a cluster's engines: busy time, tokens, and spans if requested."""
 
     clock: BusyClock
     changed: Callable[[float], None]
@@ -390,7 +390,7 @@ class TwinRouter:
         self.wake()
 
     def ended(self, turn: RoutedTurn) -> None:
-        """A turn has its last token."""
+        """Handle the last token of a turn."""
         want, engine = turn.turn, turn.engine
         assert engine is not None
         cached = want.shared if engine.prefix_cache and turn.previous == engine.engine_id else 0
@@ -529,11 +529,11 @@ class TwinRouter:
 
 
 def _nothing(turn: RoutedTurn) -> None:
-    """The end of a turn that nobody waits for any more."""
+    """Ignore the end of a turn that nobody waits for anymore."""
 
 
 class TwinBalancer:
-    """Moves the engines of one rollout worker between its policies, at every heartbeat."""
+    """The balancer of one rollout worker's engines between its policies, at every heartbeat."""
 
     def __init__(
         self,
@@ -555,13 +555,13 @@ class TwinBalancer:
         self.moves = 0
 
     def run(self) -> Generator[simpy.Event, Any, None]:
-        """Decides at every heartbeat."""
+        """Decide at every heartbeat."""
         while True:
             yield self._env.timeout(_HEARTBEAT_SECONDS)
             self.look()
 
     def look(self) -> None:
-        """Decides once."""
+        """Decide once."""
         demands = [
             balancing.Demand(name, float(router.backlog), self._minimum[name])
             for name, router in self._routers.items()
@@ -609,7 +609,7 @@ class TwinBalancer:
                 source.release(turn, 0)
                 turn.previous = None
                 source.ask(turn)
-        # The model is the same: the engine loads other weights and goes on.
+        # The model is the same, so the engine only loads other weights.
         yield self._env.timeout(engine.rates.load_seconds)
         del self._moving[move.engine_id]
         self._memory = balancing.succeeded(self._memory, move.source, move.target)

@@ -19,28 +19,28 @@ class NodeFaults:
     mtbf_seconds: float
     down_seconds: float = 300.0
     restart_seconds: float = 0.0
-    """What a gang that has lost a rank needs besides: processes, groups, its last state."""
+    """Additional time of a gang that has lost a rank: processes, groups, its last state."""
     seed: int = 0
 
 
 class FailingCluster(Protocol):
-    """What failures happen to: `troupe.twin.cluster.Twin`."""
+    """A cluster that can fail, such as `troupe.twin.cluster.Twin`."""
 
     @property
     def routers(self) -> Sequence[Any]:
         """One entry per rollout worker."""
 
     def lose_worker(self, worker: int) -> bool:
-        """A rollout worker dies, if it can be done without."""
+        """Kill a rollout worker, unless it is indispensable."""
 
     def restore_worker(self, worker: int) -> None:
-        """It is back."""
+        """Restore the rollout worker."""
 
     def lose_trainer(self, trainer: RankWorker) -> None:
-        """A trainer worker dies."""
+        """Kill a trainer worker."""
 
     def restore_trainer(self, trainer: RankWorker) -> None:
-        """It is back."""
+        """Restore the trainer worker."""
 
 
 def start_faults(

@@ -1,4 +1,4 @@
-"""Whether a running job's devices are split well, from what its steps were measured to take.
+"""Assessment of the split of a running job's devices, from the measured times of its steps.
 
 Rollout is a closed network: `in_flight` trajectories, each in an engine's batch, in a queue before
 it, or waiting for tools. Its throughput follows from Little's law and from an engine's seconds per
@@ -31,13 +31,13 @@ _GAIN: Final = "split/gain/"
 
 @dataclass(frozen=True, slots=True)
 class PolicyUse:
-    """What one step needed of a policy's engines and trainer."""
+    """Use of a policy's engines and trainer in one step."""
 
     engines: int
     limit: int
     """Turns that one engine runs at once."""
     turns: float
-    """Of the step, as all that follows."""
+    """Of the step, like all following fields."""
     read_tokens: float
     drawn_tokens: float
     train_seconds: float = 0.0
@@ -67,9 +67,9 @@ def split_metrics(
     in_flight: int,
     trainers: int,
 ) -> dict[str, float]:
-    """How idle engines and trainers were, and by which part a step would be shorter with one engine
-    of each policy more (`split/gain/engine/P`), one trainer more (`split/gain/trainer`), or a gang
-    of twice as many devices (`split/gain/gang/P`); 0 where that is within noise.
+    """Return how idle engines and trainers were, and by which part a step would be shorter with one
+    engine of each policy more (`split/gain/engine/P`), one trainer more (`split/gain/trainer`), or
+    a gang of twice as many devices (`split/gain/gang/P`); 0 where that is within noise.
 
     `trainers`: devices of all trainer workers. Empty before `LEAST_STEPS` steps, and while nothing
     is known of a policy's engines.
@@ -119,7 +119,7 @@ def split_metrics(
 
 
 def split_hint(metrics: Mapping[str, float]) -> str:
-    """What the newest metrics of a job say about its split, for people; empty: nothing.
+    """Describe the advice on a job's split in its newest metrics; empty if there is none.
 
     A job with networks, or whose split is good, has no such metrics or gains of 0.
     """
@@ -143,7 +143,7 @@ def split_hint(metrics: Mapping[str, float]) -> str:
 
 
 def _mean_of(steps: Sequence[StepUse]) -> StepUse:
-    """The mean of the steps; engines, limits and gangs are those of the newest."""
+    """Return the mean of the steps; engines, limits and gangs are those of the newest."""
     count = len(steps)
 
     def mean(name: str) -> float:
@@ -170,7 +170,7 @@ def _mean_of(steps: Sequence[StepUse]) -> StepUse:
 
 
 def _engines_busy(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> float:
-    """The part of the step that engines computed, over all of them."""
+    """Return the part of the step that engines computed, over all of them."""
     busy = 0.0
     for name, one in step.policies.items():
         speed = speeds[name]
@@ -181,7 +181,7 @@ def _engines_busy(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> float:
 
 
 def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float) -> float:
-    """Trajectories per second with `window` of them in flight."""
+    """Return the trajectories per second with `window` of them in flight."""
     low, high = 0.0, math.inf
     for name, one in step.policies.items():
         high = min(high, _capacity(step, one, speeds[name]))
@@ -200,7 +200,8 @@ def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float)
 
 
 def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
-    """Most trajectories per second that a policy's engines can serve, with full batches."""
+    """Return the most trajectories per second that a policy's engines can serve, with full
+    batches."""
     if step.trajectories <= 0 or one.engines < 1:
         return 0.0
     each = (speed.decode_seconds + speed.decode_seconds_per_turn * one.limit) / one.limit
@@ -209,7 +210,7 @@ def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
 
 
 def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> float:
-    """Seconds of a trajectory if `rate` of them end per second."""
+    """Return the seconds of a trajectory if `rate` of them end per second."""
     total = step.wait_seconds
     for name, one in step.policies.items():
         speed = speeds[name]
@@ -226,8 +227,8 @@ def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> f
 
 
 def _training(step: StepUse, trainers: int) -> float:
-    """Seconds until all policies are trained: each with its gang, on the trainers that are free
-    first, the longest one first."""
+    """Return the seconds until all policies are trained: each with its gang, on the trainers that
+    are free first, the longest one first."""
     free = [0.0] * max(1, trainers)
     for one in sorted(step.policies.values(), key=lambda one: -one.train_seconds):
         if one.train_seconds > 0:
@@ -247,7 +248,7 @@ def _gain(
     more_trainers: int = 0,
     training: float | None = None,
 ) -> float:
-    """The part by which a step would be shorter with another rollout or other trainers."""
+    """Return the part by which a step would be shorter with another rollout or other trainers."""
     before = min(step.rollout_seconds, step.seconds)
     after = before if rollout is None else rollout
     if mode == "serial":  # one policy after the other, whatever the number of trainers

@@ -118,7 +118,7 @@ class TwinJob:
 
 
 def check(job: TwinJob) -> None:
-    """Raises ValueError naming the field that is wrong."""
+    """Raise ValueError naming the field that is wrong."""
     if not job.policies:
         raise ValueError("policies: a job needs at least one")
     for name, policy in job.policies.items():
@@ -155,7 +155,7 @@ def check(job: TwinJob) -> None:
         raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")
     calls = any(turn.call is not None for one in first for turn in one.turns)
     if calls and job.actions is None:
-        raise ValueError("actions: turns call actions, which run in no pool")
+        raise ValueError("actions: turns call actions, but there is no pool for them")
     if calls and job.barrier:
         raise ValueError("barrier: environments that advance as a batch do not take turns' calls")
     if job.faults is not None and job.faults.mtbf_seconds <= 0:

@@ -1,4 +1,4 @@
-"""What the policies of a job cost on a class of device: engines, trainers, memory.
+"""Costs of a job's policies on a class of device: engines, trainers, memory.
 
 Three origins, each preferred to the one before it: the cost models of devices and models
 (`troupe.twin.costs`), what a run of the job measured (`JobProfile`), and the cost model that a job
@@ -44,12 +44,12 @@ class JobRates:
     profile: JobProfile | None = None
 
     def simulated(self, name: str) -> SimulatedSpec | None:
-        """The cost model that the job gives of a policy; None: it is a real one."""
+        """Return the cost model that the job gives of a policy; None: it is a real one."""
         found = self.spec.policies[name].simulated
         return None if found is None else found.of_class(self.device.name)
 
     def engine(self, name: str, tensor_parallel: int, running: float = 64.0) -> EngineRates:
-        """The times of an engine of a policy over so many devices."""
+        """Return the times of an engine of a policy over so many devices."""
         if (pace := self.simulated(name)) is not None:
             return EngineRates(
                 pace.prefill_tokens_per_second,
@@ -93,7 +93,8 @@ class JobRates:
         )
 
     def widths(self, name: str, most: int) -> list[int]:
-        """Tensor-parallel sizes up to `most` with which an engine fits; at most three."""
+        """Return the tensor-parallel sizes up to `most` with which an engine fits; at most
+        three."""
         if self.simulated(name) is not None:
             return [1] if most >= 1 else []
         heads = self.shapes[name].kv_heads
@@ -105,7 +106,7 @@ class JobRates:
         return fitting[:3] if self.spec.policies[name].engine.is_server else fitting[:1]
 
     def trainer(self, name: str, ranks: int) -> TrainerRates:
-        """The times of a policy's gang of so many devices."""
+        """Return the times of a policy's gang of so many devices."""
         if (pace := self.simulated(name)) is not None:
             return TrainerRates(pace.backward_tokens_per_second, pace.step_seconds)
         found = self._assumed_trainer(name, ranks)
@@ -125,17 +126,17 @@ class JobRates:
         )
 
     def trainer_bytes(self, name: str, ranks: int) -> int:
-        """Bytes on each of the gang's devices."""
+        """Return the bytes on each of the gang's devices."""
         if (pace := self.simulated(name)) is not None:
             return pace.state_bytes
         return rank_memory(self.shapes[name], self._setup(name, ranks)).total
 
     def weights_text(self, name: str) -> str:
-        """The bytes of a policy's weights in an engine, for people."""
+        """Return the bytes of a policy's weights in an engine, for people."""
         return f"{2 * self.shapes[name].parameters / _GIB:.0f} GB"
 
     def origins(self) -> tuple[list[str], list[str]]:
-        """What of a plan is measured, and what is assumed."""
+        """Describe which parts of a plan are measured and which are assumed."""
         measured, assumed = [], []
         profile = self.profile
         if profile is not None:
@@ -177,7 +178,7 @@ class JobRates:
         return measured, assumed
 
     def _measured(self, name: str) -> JobProfile | None:
-        """The profile, if the policy was measured on devices of this class."""
+        """Return the profile, if the policy was measured on devices of this class."""
         profile = self.profile
         if profile is None:
             return None

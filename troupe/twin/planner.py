@@ -1,4 +1,4 @@
-"""Which split of a cluster's devices is best for a job: a search, with trials in the twin.
+"""Search for the best split of a cluster's devices for a job, with trials in the twin.
 
 A split says how many hosts (or, on one host, devices) train, over how many devices each policy's
 gang is sharded, how many devices one engine takes, and how many engines each policy has. Splits
@@ -47,7 +47,7 @@ _SLACK: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What is assumed of a job's trajectories, since its model has not played them yet."""
+    """Assumptions about a job's trajectories, before its model has run any."""
 
     turns: float = 4.0
     """Rounds of a trajectory; in each one every agent speaks."""
@@ -66,7 +66,7 @@ class Habits:
             lowest = 0.0 if name in ("response_tokens", "wait_seconds") else 1.0
             if not lowest <= value < math.inf:
                 raise InvalidArgument(
-                    f"{name} = {value:g} is no number from {lowest:g} up",
+                    f"{name} = {value:g} is not a number of {lowest:g} or more",
                     field=name,
                     value=value,
                     remedy="Give the mean of a trajectory of the job.",
@@ -111,7 +111,7 @@ class ClusterSplit:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A split with what the twin measured of it."""
+    """A split and its measurements in the twin."""
 
     split: ClusterSplit
     means: TwinMeans
@@ -120,7 +120,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The best split of a job on a cluster, others, and what one more host would bring."""
+    """The best split of a job on a cluster, other splits, and the benefit of one more host."""
 
     best: Prediction
     others: Sequence[Prediction] = ()
@@ -129,7 +129,7 @@ class JobPlan:
     """Seconds per step with one more host; None: not asked for, or nothing fits."""
     measured: Sequence[str] = ()
     assumed: Sequence[str] = ()
-    """What the seconds rest on, for people."""
+    """The basis of the times, for people."""
     run: TwinRun | None = None
     """The best split's trial with every busy time, if a picture was asked for."""
 
@@ -175,7 +175,7 @@ def plan_job(
     more: bool = True,
     picture: bool = False,
 ) -> JobPlan:
-    """The best split of `devices`, which are spread evenly over `hosts`, for a job.
+    """Return the best split of `devices`, which are spread evenly over `hosts`, for a job.
 
     `habits`: what is assumed of trajectories; `profile`: what a run of the job measured, instead.
     `more`: also look at one more host. Raises InvalidArgument: devices of several classes, hosts
@@ -185,7 +185,7 @@ def plan_job(
     classes = {one.device_class for one in devices}
     if len(classes) != 1:
         raise InvalidArgument(
-            f"devices of {len(classes)} classes are not planned together",
+            f"devices of {len(classes)} classes cannot be planned together",
             field="devices",
             value="+".join(sorted(classes)),
             remedy="Plan for one class at a time.",
@@ -244,7 +244,7 @@ def _case(
         shape = read_shape(policy.model) or known_shape(policy.model.path or "")
         if shape is None:
             raise InvalidArgument(
-                f"the size of policy {name} is not known here: this machine cannot read the "
+                f"the size of policy {name} is unknown here: this machine cannot read the "
                 "model's configuration, or has no rule for its architecture",
                 field=f"policies.{name}.model",
                 value=str(policy.model.path or "config"),
@@ -276,7 +276,7 @@ def _case(
 
 
 def _drawn(trajectory: TwinTrajectory) -> int:
-    """Response tokens of a trajectory."""
+    """Return the response tokens of a trajectory."""
     return sum(turn.response for turn in trajectory.turns)
 
 
@@ -297,8 +297,8 @@ def _add(
 
 
 def _workload(spec: JobSpec, habits: Habits, group_size: int) -> TeamWorkload:
-    """Trajectories of the job's agents, `group_size` per query. Agents of one policy are its turns,
-    one after another."""
+    """Return the trajectories of the job's agents, `group_size` per query. Agents of one policy are
+    its turns, one after another."""
     policies, responses, most = [], {}, 0
     for one in spec.agents.values():
         policies.append(one.policy)
@@ -320,7 +320,7 @@ def _workload(spec: JobSpec, habits: Habits, group_size: int) -> TeamWorkload:
 
 
 def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
-    """All splits that fit into memory and can be placed."""
+    """Yield all splits that fit into memory and can be placed."""
     spec = case.spec
     trained = set(spec.trained_policies)
     width = {name: case.rates.widths(name, case.per_host) for name in case.names}
@@ -356,7 +356,8 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
 
 
 def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
-    """(hosts with engines, with trainers, devices of engines on each, devices of trainers)."""
+    """Yield (hosts with engines, with trainers, devices of engines on each, devices of
+    trainers)."""
     hosts, each = case.hosts, case.per_host
     if not case.spec.trained_policies:
         yield hosts, 0, each, 0
@@ -373,7 +374,7 @@ def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
-    """(devices, bytes on each) of the gangs that can train a policy, small first."""
+    """Return (devices, bytes on each) of the gangs that can train a policy, small first."""
     if case.rates.simulated(name) is not None:
         return [(1, case.rates.trainer_bytes(name, 1))]  # it has no ranks
     found = []
@@ -389,8 +390,8 @@ def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
 def _chosen_gangs(
     case: _Case, fitting: Mapping[str, list[tuple[int, int]]], devices: int
 ) -> list[dict[str, tuple[int, int]]]:
-    """Gangs of all policies to try: the smallest of each; the largest, which take turns; and those
-    that train side by side, the larger the more a policy has to compute."""
+    """Return the gangs of all policies to try: the smallest of each; the largest, which take turns;
+    and those that train side by side, the larger the more a policy has to compute."""
     found = [{name: gangs[0] for name, gangs in fitting.items()}]
     side, left = dict(found[0]), devices - sum(size for size, _ in found[0].values())
     while left > 0:
@@ -413,9 +414,10 @@ def _chosen_gangs(
 
 
 def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[str, int]]:
-    """Engines of each policy on a host: by their work, one each, then one more to whoever has most
-    work per engine; and of few policies also those with one engine moved to another policy, since
-    an engine's work depends on what waits for it. Empty: there is no room for one of each."""
+    """Return the engines of each policy on a host: by their work, one each, then one more to
+    whoever has most work per engine; and of few policies also those with one engine moved to
+    another policy, since an engine's work depends on what waits for it. Empty: there is no room for
+    one of each."""
     engines = dict.fromkeys(widths, 1)
     left = devices - sum(widths.values())
     if left < 0:
@@ -435,7 +437,7 @@ def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[s
 
 
 def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
-    """Seconds of one engine for all that a step reads and draws, with a full batch."""
+    """Return the seconds of one engine for all that a step reads and draws, with a full batch."""
     rates = case.rates.engine(name, tensor_parallel)
     turns = max(1, min(case.rates.turns(name, tensor_parallel), 64))
     each = rates.decode_seconds / turns + rates.decode_seconds_per_turn
@@ -443,7 +445,7 @@ def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
 
 
 def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool:
-    """Whether the hosts have room for all engines and gangs."""
+    """Return whether the hosts have room for all engines and gangs."""
     each = case.per_host
     hosts = [
         DeviceHost(
@@ -467,7 +469,7 @@ def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool
 
 
 def _bound(case: _Case, split: ClusterSplit) -> float:
-    """A lower bound of the seconds of a step: engines, trainers, or both in turns."""
+    """Return a lower bound of the seconds of a step: engines, trainers, or both in turns."""
     rollout = max(
         _engine_seconds(case, name, one.tensor_parallel) / (one.engines * split.engine_hosts)
         for name, one in split.policies.items()
@@ -495,7 +497,7 @@ def _turn_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
 
 
 def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
-    """The job on a split of the cluster, for the twin."""
+    """Return the job on a split of the cluster, for the twin."""
     spec, pipeline = case.spec, case.spec.pipeline
     policies = {}
     for name, one in split.policies.items():
@@ -550,8 +552,8 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
 
 
 def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | None, frozenset[Pair]]:
-    """The rules by which the twin moves engines between the policies of a split, and the pairs
-    between which none moves; no rules if engines stay with their policies."""
+    """Return the rules by which the twin moves engines between the policies of a split, and the
+    pairs between which none moves; no rules if engines stay with their policies."""
     # The twin models neither restarts of engines nor backlogs in tokens; see `_unmodelled`.
     section = spec.balancing.model_copy(update={"rebuild": False})
     policies = {}
@@ -568,7 +570,7 @@ def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | Non
 
 
 def _unmodelled(spec: JobSpec) -> list[str]:
-    """What the job asks of balancing and the trials leave out, for people."""
+    """Describe the job's balancing settings that the trials omit."""
     section, found = spec.balancing, []
     if spec.balances and section.measure == "tokens":
         found.append("engines stay with their policies (`balancing.measure: tokens`)")
@@ -585,7 +587,7 @@ def _predict(case: _Case, split: ClusterSplit) -> Prediction:
 
 
 def _bottleneck(means: TwinMeans) -> Bottleneck:
-    """What a step waits for most."""
+    """Return the part that a step waits for most."""
     if means.neither > 0.5 * means.seconds:
         return "hand-over"
     if means.trainers > 1 - 2 * _SLACK or means.training_alone > means.rollout_alone:
@@ -596,7 +598,7 @@ def _bottleneck(means: TwinMeans) -> Bottleneck:
 
 
 def _too_small(case: _Case) -> InvalidArgument:
-    """What the cluster lacks for the job."""
+    """Return an error that states what the cluster lacks for the job."""
     total = case.hosts * case.per_host
     gib = 1 << 30
     lacking = []
@@ -631,5 +633,5 @@ def _too_small(case: _Case) -> InvalidArgument:
 
 
 def _devices(devices: Sequence[Device], case: _Case) -> list[Device]:
-    """The devices of a cluster of `case.hosts` hosts like those given."""
+    """Return the devices of a cluster of `case.hosts` hosts like those given."""
     return [replace(devices[0], index=number) for number in range(case.hosts * case.per_host)]

@@ -30,8 +30,8 @@ _CLASS_ONLY: Final = re.compile(r"(?:\d{1,6}x)?(?P<name>[A-Za-z][\w.]*)", re.ASC
 
 
 def plan_devices(text: str, field: str) -> tuple[Device, ...]:
-    """The devices that `text` describes, as `parse_devices`; those of a class that the cost model
-    knows may be written without their memory (8xH100), and have that of the usual form then.
+    """Return the devices that `text` describes, as `parse_devices`; those of a class that the cost
+    model knows may be written without their memory (8xH100), and have that of the usual form then.
 
     Raises InvalidArgument that names `field`, also for an unknown class without memory.
     """
@@ -55,7 +55,7 @@ def planned(
     gigabytes_per_second: float = 0.0,
     picture: bool = False,
 ) -> JobPlan:
-    """The plan of a job on devices of one class; `habits` are fields of `Habits`."""
+    """Return the plan of a job on devices of one class; `habits` are fields of `Habits`."""
     some = devices[0]
     costs = device_costs(
         some.device_class,
@@ -75,7 +75,7 @@ def planned(
 
 
 def assignments(spec: JobSpec, best: Prediction) -> list[str]:
-    """The fields of the job that make it run with this split, as `--set` takes them."""
+    """Return the fields of the job that make it run with this split, as `--set` takes them."""
     changes = []
     for name, one in best.split.policies.items():
         section = f"policies.{name}"
@@ -88,7 +88,7 @@ def assignments(spec: JobSpec, best: Prediction) -> list[str]:
 
 
 def plan_values(spec: JobSpec, found: JobPlan, hosts: int) -> dict[str, Any]:
-    """A plan as JSON values."""
+    """Return a plan as JSON values."""
     values = {
         "best": _prediction_values(found.best),
         "others": [_prediction_values(one) for one in found.others],
@@ -128,8 +128,9 @@ def _prediction_values(one: Prediction) -> dict[str, Any]:
 
 
 def picture_values(run: TwinRun) -> dict[str, Any]:
-    """When engines and trainers were busy in the last step of a trial, in seconds from its start:
-    of each lane the policy and the times. Lanes beyond `_LANES` of a kind are only counted."""
+    """Return when engines and trainers were busy in the last step of a trial, in seconds from its
+    start: the policy and the times of each lane. Lanes beyond `_LANES` of a kind are only
+    counted."""
     start = run.steps[-2].at if len(run.steps) > 1 else 0.0
     seconds = run.steps[-1].at - start
     lanes, hidden = [], 0
@@ -147,7 +148,7 @@ def picture_values(run: TwinRun) -> dict[str, Any]:
 
 
 def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[list[Any]]:
-    """[policy, begin, end] of a lane, those of one policy that touch or nearly touch as one."""
+    """Merge [policy, begin, end] of a lane where times of one policy touch or nearly touch."""
     found: list[list[Any]] = []
     last: dict[str, list[Any]] = {}
     for _, policy, began, end, _ in sorted(spans, key=lambda one: one[2]):
@@ -162,9 +163,9 @@ def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[lis
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of a request: `spec` (YAML or JSON text), `devices` (text for `plan_devices`),
-    `hosts`, the fields of `Habits`, `tflops`, `gigabytes_per_second` and `profile` (JSON text, or
-    empty)."""
+    """Return the plan of a request: `spec` (YAML or JSON text), `devices` (text for
+    `plan_devices`), `hosts`, the fields of `Habits`, `tflops`, `gigabytes_per_second` and `profile`
+    (JSON text, or empty)."""
     fields = dict(request)
     spec = parse_job(fields.pop("spec"))
     devices = plan_devices(fields.pop("devices"), "query.devices")

@@ -1,7 +1,8 @@
-"""What a job that ran was measured to do, bounded in size: its trajectories, waits and speeds.
+"""The measured profile of a job, bounded in size: its trajectories, waits and speeds.
 
 The orchestrator adds every trajectory and step of training and keeps the profile with the job, for
-planners (`troupe plan --profile`). Older steps count less and less: half after `HALF_LIFE` steps.
+planners (`troupe plan --profile`). Older steps count less and less: the weight halves every
+`HALF_LIFE` steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST_OF_ONE: Final = 512
 _BUCKETS_PER_OCTAVE: Final = 8
 # The bucket of values that are 0.
 _ZERO: Final = -1000
-# A solution of the engines' equations leans so far to the same part of each term.
+# Weight of the prior that gives each term of the engines' equations an equal part.
 _RIDGE: Final = 1e-3
 _FORMAT: Final = 1
 
@@ -57,7 +58,7 @@ class LogHistogram:
     buckets: dict[int, float] = field(default_factory=dict)
 
     def add(self, value: float) -> None:
-        """Counts one value; what is below 0 or not finite is not counted."""
+        """Count one value; what is below 0 or not finite is not counted."""
         if not 0 <= value < math.inf:
             return
         self.count += 1
@@ -71,7 +72,8 @@ class LogHistogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, fraction: float) -> float:
-        """The value that `fraction` of all do not exceed, within a bucket's width; 0: no values."""
+        """Return the value that `fraction` of all do not exceed, within a bucket's width; 0: no
+        values."""
         left = fraction * self.count
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -80,19 +82,19 @@ class LogHistogram:
         return 0.0
 
     def fade(self) -> None:
-        """Makes what was counted count less; buckets that hardly count are dropped."""
+        """Reduce the weight of earlier values; drop buckets with almost no weight."""
         self.count *= _DECAY
         self.total *= _DECAY
         self.buckets = {b: c for b, n in self.buckets.items() if (c := n * _DECAY) >= 0.05}
 
     def to_values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         buckets = {str(bucket): round(count, 3) for bucket, count in sorted(self.buckets.items())}
         return {"count": round(self.count, 3), "total": self.total, "buckets": buckets}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_values` gave."""
+        """Parse the result of `to_values`."""
         buckets = {int(one): float(count) for one, count in values["buckets"].items()}
         return cls(float(values["count"]), float(values["total"]), buckets)
 
@@ -120,7 +122,7 @@ class EngineTimes:
     """Turns beside, weighed by tokens."""
 
     def add(self, turn: MeasuredTurn) -> None:
-        """Counts a turn; not one without times, tokens or neighbours."""
+        """Count a turn; not one without times, tokens or neighbours."""
         seconds = turn.generate_seconds
         if not (0 < seconds < math.inf and turn.response > 0 and turn.beside > 0):
             return
@@ -136,13 +138,13 @@ class EngineTimes:
         self.beside += turn.response * turn.beside
 
     def fade(self) -> None:
-        """Makes what was added count less."""
+        """Reduce the weight of earlier turns."""
         self.products = [[_DECAY * one for one in row] for row in self.products]
         self.sums = [_DECAY * one for one in self.sums]
         self.beside *= _DECAY
 
     def speed(self) -> EngineSpeed | None:
-        """The solution without negative terms that fits best; None before the first turn."""
+        """Return the solution without negative terms that fits best; None before the first turn."""
         if self.sums[1] <= 0:
             return None
         matrix, right = np.array(self.products), np.array(self.sums)
@@ -164,7 +166,7 @@ class EngineTimes:
 
 @dataclass
 class PolicyTimes:
-    """What the engines and the trainer of a policy were measured to need."""
+    """Measured times of a policy's engines and trainer."""
 
     engine: EngineTimes = field(default_factory=EngineTimes)
     queue_seconds: LogHistogram = field(default_factory=LogHistogram)
@@ -179,14 +181,14 @@ class PolicyTimes:
     pending: float = 0.0
 
     def add(self, turn: MeasuredTurn) -> None:
-        """Counts a turn."""
+        """Count a turn."""
         self.engine.add(turn)
         self.queue_seconds.add(turn.queue_seconds)
         if turn.generate_seconds > 0:
             self.tokens_per_second.add(turn.response / turn.generate_seconds)
 
     def end_step(self, train_seconds: float, publish_seconds: float) -> None:
-        """Counts a step's training; 0 seconds: it was not trained."""
+        """Count a step's training; 0 seconds: it was not trained."""
         self.engine.fade()
         self.queue_seconds.fade()
         self.tokens_per_second.fade()
@@ -247,7 +249,7 @@ class JobProfile:
 
     @classmethod
     def of_spec(cls, spec: JobSpec) -> JobProfile:
-        """An empty profile of a job."""
+        """Return an empty profile of a job."""
         return cls(
             {name: one.policy for name, one in spec.agents.items()},
             {name: _model_of(spec, name) for name in spec.policies},
@@ -258,7 +260,7 @@ class JobProfile:
     def add(
         self, query: str, step: int, seconds: float, turns: Sequence[MeasuredTurn], *, whole: bool
     ) -> None:
-        """Counts a trajectory that took `seconds`. `whole`: it was completed, so that its lengths
+        """Count a trajectory that took `seconds`. `whole`: it was completed, so that its lengths
         are those of a trajectory."""
         known = [one for one in turns if one.agent in self.agents and one.policy in self.policies]
         shared = _shared(known)
@@ -287,9 +289,9 @@ class JobProfile:
     def _keep(
         self, query: str, step: int, wait: float, rows: list[tuple[int, int, int, int]]
     ) -> None:
-        """Keeps a trajectory if its query is of the sample: a reservoir of whole queries in which a
-        step weighs twice as much as the one `HALF_LIFE` steps before (Efraimidis and Spirakis
-        2006, whose keys are compared as logarithms)."""
+        """Keep a trajectory if its query is of the sample: a reservoir of whole queries in which a
+        step weighs twice as much as the one `HALF_LIFE` steps before (Efraimidis and Spirakis 2006,
+        whose keys are compared as logarithms)."""
         kept = self._queries.get(query)
         if kept is None:
             digest = hashlib.blake2b(query.encode(), digest_size=8).digest()
@@ -308,7 +310,7 @@ class JobProfile:
             self._last = worst.key
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Ends a step with its metrics (`<policy>/train/seconds`, ...)."""
+        """End a step with its metrics (`<policy>/train/seconds`, ...)."""
         self.steps += 1
         for name, times in self.policies.items():
             times.end_step(
@@ -320,13 +322,14 @@ class JobProfile:
             one.fade()
 
     def of_same(self, other: JobProfile) -> bool:
-        """Whether both were measured of the same agents, models and sizes of engines and gangs."""
+        """Return whether both were measured of the same agents, models and sizes of engines and
+        gangs."""
         names = ("agents", "models", "tensor_parallel", "gangs")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def check(self, spec: JobSpec) -> None:
-        """Raises InvalidArgument for another job (agents, policies, models), and
-        FailedPrecondition before a step was measured."""
+        """Raise InvalidArgument for another job (agents, policies, models), and FailedPrecondition
+        before a step was measured."""
         other = JobProfile.of_spec(spec)
         for what, own, its in (
             ("agents", self.agents, other.agents),
@@ -340,7 +343,7 @@ class JobProfile:
                     f"({name}: {own.get(name, 'none')} there, {its.get(name, 'none')} here)",
                     field="profile",
                     value=name,
-                    remedy="Give a run of this job, or the options that say what is assumed.",
+                    remedy="Give a run of this job, or the options for assumptions.",
                 )
         if not self._queries:
             raise FailedPrecondition(
@@ -350,7 +353,7 @@ class JobProfile:
             )
 
     def workload(self, group_size: int) -> Replayed:
-        """The kept trajectories, as a workload whose queries have `group_size` of them."""
+        """Return the kept trajectories, as a workload whose queries have `group_size` of them."""
         queries = []
         for _, query in sorted(self._queries.items()):
             found = [
@@ -371,7 +374,7 @@ class JobProfile:
         return sum(len(one.trajectories) for one in self._queries.values())
 
     def to_json(self) -> str:
-        """The profile as JSON text, at most about 100 KB."""
+        """Return the profile as JSON text, at most about 100 KB."""
 
         def histograms(named: Mapping[str, LogHistogram]) -> dict[str, Any]:
             return {name: one.to_values() for name, one in named.items()}
@@ -415,8 +418,8 @@ class JobProfile:
 
     @classmethod
     def of_json(cls, text: str) -> JobProfile:
-        """What `to_json` gave. Raises InvalidArgument for anything else, and for rates that are
-        negative or not finite."""
+        """Parse the result of `to_json`. Raises InvalidArgument for anything else, and for rates
+        that are negative or not finite."""
         try:
             values = json.loads(text)
             if values["format"] != _FORMAT:
@@ -424,7 +427,7 @@ class JobProfile:
             return cls._of_values(values)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise InvalidArgument(
-                f"this is no profile of a job: {type(error).__name__}: {error}",
+                f"this is not a profile of a job: {type(error).__name__}: {error}",
                 field="profile",
                 remedy="Take one with `troupe jobs profile JOB`.",
             ) from error
@@ -466,12 +469,12 @@ class JobProfile:
         return found
 
     def pack(self) -> bytes:
-        """The profile as it is stored."""
+        """Return the profile as it is stored."""
         return zlib.compress(self.to_json().encode(), 1)
 
     @classmethod
     def unpack(cls, stored: bytes) -> JobProfile:
-        """What `pack` packed."""
+        """Unpack a profile from `pack`."""
         return cls.of_json(zlib.decompress(stored).decode())
 
 
@@ -479,16 +482,17 @@ def _rate(values: Mapping[str, Any], name: str, policy: str) -> float:
     found = float(values[name])
     if not 0 <= found < math.inf:
         raise InvalidArgument(
-            f"{name} of policy {policy} must be a number from 0 up",
+            f"{name} of policy {policy} must be a number of 0 or more",
             field=f"profile.policies.{policy}.{name}",
             value=found,
-            remedy="Take the profile anew with `troupe jobs profile JOB`.",
+            remedy="Take the profile again with `troupe jobs profile JOB`.",
         )
     return found
 
 
 def _shared(turns: Sequence[MeasuredTurn]) -> list[int]:
-    """Tokens at the beginning of each turn's prompt that were in its agent's turn before."""
+    """Return the tokens at the beginning of each turn's prompt that were in its agent's turn
+    before."""
     last: dict[str, MeasuredTurn] = {}
     found = []
     for one in turns:
@@ -504,7 +508,7 @@ def _shared(turns: Sequence[MeasuredTurn]) -> list[int]:
 
 
 def _model_of(spec: JobSpec, name: str) -> str:
-    """What tells the model of a policy from others, for people."""
+    """Describe the properties that distinguish a policy's model from others."""
     own = spec.policies[name]
     if own.model is None:
         return "network"

@@ -47,29 +47,29 @@ class StepTable:
         return self.sealed and not self.open_groups
 
     def add(self, tokens: Sequence[int]) -> None:
-        """The rows of a complete group, by their tokens."""
+        """Add the rows of a complete group, by their tokens."""
         self._ready.extend(tokens)
         self._tell()
 
     def seal(self) -> None:
-        """No further query joins the step."""
+        """Note that no further query joins the step."""
         self.sealed = True
         self._tell()
 
     def close_group(self) -> None:
-        """One group less is open: it is complete, or has left the step."""
+        """Close a group, which is complete or has left the step."""
         self.open_groups -= 1
         self._tell()
 
     def claim(self, most: int) -> list[int] | None:
-        """Rows of one micro-batch; empty: wait; None: exhausted."""
+        """Return the rows of one micro-batch; empty: wait; None: exhausted."""
         if len(self._ready) >= most or (self.final and self._ready):
             self.claimed += min(most, len(self._ready))
             return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
         return None if self.final else []
 
     def give_back(self, rows: Sequence[int]) -> None:
-        """Rows whose gradients are lost are claimable again."""
+        """Make rows with lost gradients claimable again."""
         self._ready.extendleft(reversed(rows))
         self.claimed -= len(rows)
         self._tell()
@@ -115,7 +115,7 @@ class _Lease:
         changed.succeed()
 
     def view(self, now: float) -> binding.Policy:
-        """The records that `TrainerLease.scheduling_view` builds."""
+        """Return the records that `TrainerLease.scheduling_view` builds."""
         work = 0
         if self.table is not None:
             # A claim whose gradient is not accumulated yet counts as work.
@@ -184,13 +184,13 @@ class TrainingPool:
         self._leases[policy] = lease
 
     def bound(self) -> Mapping[str, tuple[str, ...]]:
-        """The workers that each policy is bound to."""
+        """Return the workers that each policy is bound to."""
         return {one.name: one.bound for one in self._leases.values()}
 
     def train(
         self, policy: str, table: StepTable, micro_batch: int
     ) -> Generator[simpy.Event, Any, None]:
-        """One step of a policy: all micro-batches of its table, then the optimizer step."""
+        """Run one step of a policy: all micro-batches of its table, then the optimizer step."""
         env, lease = self._env, self._leases[policy]
         lease.table, lease.micro_batch = table, micro_batch
         lease.accumulated, lease.rows = 0, []
@@ -228,7 +228,7 @@ class TrainingPool:
         self.touch()
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies: gangs on it lose their gradients, whose rows are claimed again."""
+        """Kill a worker: its gangs lose their gradients, and the rows are claimed again."""
         for lease in self._leases.values():
             if worker_id in lease.bound:
                 lease.bound, lease.suspending = (), False
@@ -242,7 +242,7 @@ class TrainingPool:
         self.touch()
 
     def join(self, worker: binding.RankWorker) -> None:
-        """A worker comes, or comes back."""
+        """Add a worker, or restore a lost one."""
         self.workers[worker.worker_id] = worker
         self._compute.setdefault(worker.worker_id, simpy.Resource(self._env))
         self.busy.setdefault(worker.worker_id, 0.0)
@@ -257,7 +257,7 @@ class TrainingPool:
             event.callbacks.append(self._decide)
 
     def _follow(self, table: StepTable) -> Generator[simpy.Event, Any, None]:
-        """Decides whenever the table changes, until the step is over."""
+        """Decide whenever the table changes, until the step is over."""
         try:
             while not table.final:
                 yield table.changed
@@ -324,7 +324,7 @@ class TrainingPool:
                 self.touch()
 
     def _suspend(self, lease: _Lease) -> Generator[simpy.Event, Any, None]:
-        """Between two micro-batches: weights, moments and gradients leave the devices."""
+        """Move weights, moments and gradients off the devices between two micro-batches."""
         lease.suspending = True
         leader = lease.bound[0]
         with self._compute[leader].request() as turn:
@@ -363,6 +363,6 @@ class TrainingPool:
 
 
 def single_rank_workers(count: int) -> list[binding.RankWorker]:
-    """Workers of one device on hosts of their own, which bind any number of policies."""
+    """Return the workers of one device on hosts of their own, which bind any number of policies."""
     one = binding.RankWorker("", device="cpu")
     return [replace(one, worker_id=f"trainer {n}") for n in range(count)]

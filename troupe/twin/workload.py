@@ -1,4 +1,4 @@
-"""What trajectories do in the twin: the turns of each, how long they are, what is waited for.
+"""Trajectories in the twin: their turns, lengths and waits.
 
 A workload is a function of a query's index, so that two splits of a cluster are compared on the
 same trajectories. `TeamWorkload` draws them from a few published properties of agentic jobs.
@@ -19,8 +19,8 @@ REWARD: Final = "reward"
 @dataclass(frozen=True, slots=True)
 class SimulatedAction:
     """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
-    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
+    can use `cores` .. `max_cores`. The scheduler does not know this duration, but it knows the
+    action's query, and whether it shares its arguments (`content`; empty: it does not)."""
 
     function: str
     cores: int
@@ -31,7 +31,7 @@ class SimulatedAction:
     content: str = ""
 
     def seconds(self, cores: int) -> float:
-        """Seconds of the action with `cores` cores."""
+        """Return the seconds of the action with `cores` cores."""
         return self.serial + self.parallel / max(1, min(cores, self.max_cores))
 
 
@@ -88,7 +88,7 @@ class Lengths:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """Draws `rng.lognormvariate` to the last bit, by arithmetic that can be compiled."""
+        """Draw `rng.lognormvariate` to the last bit, by arithmetic that can be compiled."""
         if self.mean <= 0 or self.sigma <= 0:
             return min(self.mean, self.most)
         location = math.log(self.mean) - self.sigma * self.sigma / 2
@@ -133,7 +133,7 @@ class TeamWorkload:
     seed: int = 0
 
     def __call__(self, index: int) -> list[TwinTrajectory]:
-        """The trajectories of a query."""
+        """Return the trajectories of a query."""
         rng = random.Random(f"{self.seed}/{index}")
         others = [name for name in self.agents if name != self.lead]
         rng.shuffle(others)
@@ -185,7 +185,7 @@ class MixedWorkload:
         self._parts = [(workload, share / total) for workload, share in parts]
 
     def __call__(self, index: int) -> Sequence[TwinTrajectory]:
-        """The trajectories of a query; neighbouring queries are of different kinds."""
+        """Return the trajectories of a query; neighbouring queries are of different kinds."""
         # Golden-ratio sequence: every stretch of queries has about the shares of all.
         at = (index + 1) * 0.6180339887498949 % 1.0
         for workload, share in self._parts:
@@ -205,5 +205,5 @@ class Replayed:
         self._queries = queries
 
     def __call__(self, index: int) -> Sequence[TwinTrajectory]:
-        """The recorded trajectories of a query, from the first one again after the last."""
+        """Return the recorded trajectories of a query, from the first one again after the last."""
         return self._queries[index % len(self._queries)]

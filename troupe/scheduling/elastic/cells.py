@@ -1,4 +1,4 @@
-"""Where models go on the GPUs of a host, and which resident models are evicted for them.
+"""Placement of models on the GPUs of a host, and eviction of resident models.
 
 Devices form *cells* of 1, 2, 4 or 8 neighbours, each half of the next size (ARL-Tangram, section 3:
 GPUs near each other stay together). A model takes one cell as a whole. `place` finds cells for
@@ -26,7 +26,7 @@ class DeviceCell:
 
     def __post_init__(self) -> None:
         if self.size not in SIZES or self.first < 0 or self.first % self.size:
-            raise ValueError(f"{self.first}+{self.size} is no cell: {SIZES}, aligned")
+            raise ValueError(f"{self.first}+{self.size} is not a cell: sizes are {SIZES}, aligned")
 
     @property
     def devices(self) -> range:
@@ -34,7 +34,7 @@ class DeviceCell:
         return range(self.first, self.first + self.size)
 
     def holds(self, other: DeviceCell) -> bool:
-        """Whether `other` is part of it, or equal."""
+        """Return whether `other` is part of it, or equal."""
         return self.first <= other.first and other.first + other.size <= self.first + self.size
 
 
@@ -94,7 +94,8 @@ _Options: TypeAlias = dict[Counts, _Option]
 def place(
     devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
 ) -> Placement | None:
-    """Cells for all of `wishes` on a host with `devices` devices; None if there are none.
+    """Return the cells for all of `wishes` on a host with `devices` devices; None if there are
+    none.
 
     Cells are disjoint from each other and from those of residents that stay. Minimises the sum of
     evicted `worth`, then maximises the sum of squared sizes of free cells. Raises ValueError for
@@ -118,7 +119,7 @@ def place(
 
 
 def roots(devices: int) -> list[DeviceCell]:
-    """The largest cells of a host: of eight devices, and smaller ones for the rest."""
+    """Return the largest cells of a host: of eight devices, and smaller ones for the rest."""
     cells, first = [], 0
     for size in reversed(SIZES):
         while devices - first >= size:
@@ -128,7 +129,7 @@ def roots(devices: int) -> list[DeviceCell]:
 
 
 def fits(devices: int, wish: Wish) -> bool:
-    """Whether the model could be placed on an empty host."""
+    """Return whether the model could be placed on an empty host."""
     return place(devices, {}, [wish]) is not None
 
 
@@ -146,7 +147,7 @@ class _Tree:
         self.asked = tuple(sum(wish.size == size for wish in wishes) for size in SIZES)
 
     def options(self, cell: DeviceCell) -> _Options:
-        """Best option by the number of used cells of each size."""
+        """Return the best option by the number of used cells of each size."""
         resident = self._residents.get(cell)
         if resident is None:
             return self._inside(cell)
@@ -168,7 +169,7 @@ class _Tree:
         return kept
 
     def _inside(self, cell: DeviceCell) -> _Options:
-        """Options without a resident of exactly this cell."""
+        """Return the options without a resident of exactly this cell."""
         parts: _Options = {}
         if cell not in self.homes and cell.size > 1:
             half = cell.size // 2
@@ -189,7 +190,8 @@ class _Tree:
         return parts
 
     def _cleared(self, cell: DeviceCell) -> tuple[int | None, frozenset[str]]:
-        """Cost of emptying the cell (None: a model must stay), and the evicted models."""
+        """Return the cost of emptying the cell (None: a model must stay), and the evicted
+        models."""
         inside = [
             resident
             for other, resident in self._residents.items()
@@ -204,7 +206,7 @@ class _Tree:
 
 
 def _joined(left: _Options, right: _Options) -> _Options:
-    """Combinations of both halves."""
+    """Return the combinations of both halves."""
     joined: _Options = {}
     for ours, option in left.items():
         for theirs, other in right.items():
@@ -259,7 +261,7 @@ class CellPlan:
 
 
 def plan(devices: int, models: Collection[Model], wanted: Sequence[str]) -> CellPlan:
-    """Which of the models that calls wait for (`wanted`, in queue order, each once) are or can
+    """Plan which of the models that calls wait for (`wanted`, in queue order, each once) are or can
     become resident now.
 
     The least recently used are evicted: rather any number of older ones than one younger. A model
@@ -348,5 +350,5 @@ class _Draft:
 
 
 def meet(one: DeviceCell | None, other: DeviceCell | None) -> bool:
-    """Whether two cells share devices; None shares none."""
+    """Return whether two cells share devices; None shares none."""
     return one is not None and other is not None and (one.holds(other) or other.holds(one))

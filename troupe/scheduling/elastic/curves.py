@@ -52,7 +52,7 @@ class SpeedUp:
             raise ValueError(f"memory = {self.memory} is not within (0, 1]")
 
     def observed(self, level: int, seconds: float) -> SpeedUp:
-        """The curve with one more run: `seconds` with `level` units. Raises ValueError."""
+        """Return the curve with one more run: `seconds` with `level` units. Raises ValueError."""
         if level < 1 or not 0 <= seconds < float("inf"):
             raise ValueError(f"no run of {seconds} s with {level} units")
         x, keep = 1.0 / level, self.memory
@@ -75,8 +75,8 @@ class SpeedUp:
     def offered(
         self, levels: Sequence[int], nth: int = 0, *, most: int = sys.maxsize, explore: bool = True
     ) -> tuple[int, ...]:
-        """The levels (ascending) that the next run may have; `nth` counts the calls. `most`: units
-        of the largest host that it may run on. `explore`: no other call explores now.
+        """Return the levels (ascending) that the next run may have; `nth` counts the calls. `most`:
+        units of the largest host that it may run on. `explore`: no other call explores now.
 
         All of them, unless all runs had one level: then the other levels are known only by a
         declaration, which would choose that level again. So one call in `_EVERY` explores another
@@ -132,7 +132,7 @@ class SpeedUp:
         return serial, parallel
 
     def seconds(self, levels: Sequence[int]) -> tuple[float, ...]:
-        """Expected duration at each of `levels`, at least a microsecond."""
+        """Return the expected duration at each of `levels`, at least a microsecond."""
         serial, parallel = self.line
         return tuple(max(_LEAST_SECONDS, serial + parallel / level) for level in levels)
 
@@ -146,8 +146,8 @@ class SpeedUp:
         most: int = sys.maxsize,
         explore: bool = True,
     ) -> Elastic:
-        """The `Elastic` of the `nth` call: all of `levels`, or the one to explore. `lowest`: known
-        seconds of this call at the lowest level; 0: as others. `most` and `explore` as in
+        """Return the `Elastic` of the `nth` call: all of `levels`, or the one to explore. `lowest`:
+        known seconds of this call at the lowest level; 0: as others. `most` and `explore` as in
         `offered`."""
         offered = self.offered(levels, nth, most=most, explore=explore)
         known = _elastic(self, resource, offered)

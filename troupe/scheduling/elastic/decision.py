@@ -1,4 +1,4 @@
-"""Which actions start now, and with how much of a resource: elastic scheduling of single actions.
+"""Elastic scheduling of single actions: which start now, and with how much of a resource.
 
 ARL-Tangram (arXiv 2603.13019), section 3, minimises the sum of action completion times (waiting
 plus running). Actions start in the order of the queue: what waits for a resource is not overtaken
@@ -6,9 +6,9 @@ by what would take any of its resources. Of those that could start, the last one
 while the others gain more from their share than they and all behind them lose.
 
 Where the paper is silent: its greedy loop stops at the first action that is better not held back,
-ours considers all of the last `depth`, which costs one table for all of them; no action is held
-back for units that would then idle; and the first action of a resource always starts, so that the
-system never stalls.
+ours considers all of the last `depth`, which costs one table for all of them. No action is held
+back for units that would then idle. The first action of a resource always starts, so the system
+never stalls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Elastic:
             raise ValueError(f"{self.resource}: not every time of {self.seconds} is positive")
 
     def within(self, units: int) -> int:
-        """Index of the highest level of at most `units`; the lowest if there is none."""
+        """Return the index of the highest level of at most `units`; the lowest if there is none."""
         return max(0, bisect.bisect_right(self.levels, units) - 1)
 
 
@@ -86,7 +86,7 @@ class Action:
         object.__setattr__(self, "kind", repr((self.host, vector)))
 
     def on(self, resource: str) -> Elastic | None:
-        """The action's use of `resource`, elastic or as one fixed level; None: none."""
+        """Return the action's use of `resource`, elastic or as one fixed level; None: none."""
         if self.elastic is not None and self.elastic.resource == resource:
             return self.elastic
         amount = self.least.get(resource, 0)
@@ -119,7 +119,7 @@ def turn(action: Action) -> tuple[float, str]:
 
 
 def lacking(action: Action, capacity: Amounts) -> str | None:
-    """The resource of which `capacity` is too small for `action`; None if it fits."""
+    """Return the resource of which `capacity` is too small for `action`; None if it fits."""
     return next((r for r, need in action.least.items() if need > capacity.get(r, 0)), None)
 
 
@@ -130,8 +130,8 @@ _ROUNDING: Final = 1e-9
 
 
 def best_split(options: Sequence[Elastic], spare: int) -> Gains | AllocationTable:
-    """Optimal levels of every prefix of a list of elastic actions. `spare` (units): the most that
-    will be asked for. Raises ValueError when negative."""
+    """Return the optimal levels of every prefix of a list of elastic actions. `spare` (units): the
+    most that will be asked for. Raises ValueError when negative."""
     if spare < 0:
         raise ValueError(f"the actions need {-spare} units more than there are")
     by_option = {id(option): _gains(option, spare) for option in options}
@@ -157,11 +157,11 @@ class Gains:
         self._owners = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])[order]
 
     def seconds(self, count: int, spare: int) -> float:
-        """As `AllocationTable.seconds`."""
+        """Compute `AllocationTable.seconds`."""
         return self._slowest[count] - float(self._gains[self._largest(count, spare)].sum())
 
     def levels(self, count: int, spare: int) -> list[int]:
-        """As `AllocationTable.levels`."""
+        """Compute `AllocationTable.levels`."""
         units = np.bincount(self._owners[self._largest(count, spare)], minlength=count)
         return [low + int(n) for low, n in zip(self._lowest[:count], units, strict=True)]
 
@@ -192,11 +192,11 @@ class AllocationTable:
             self._choices.append(extras[best])
 
     def seconds(self, count: int, spare: int) -> float:
-        """Least sum of durations of the first `count` actions with `spare` units."""
+        """Return the least sum of durations of the first `count` actions with `spare` units."""
         return float(self._rows[count][spare])
 
     def levels(self, count: int, spare: int) -> list[int]:
-        """The levels that achieve `seconds(count, spare)`, in the order of the actions."""
+        """Return the levels that achieve `seconds(count, spare)`, in the order of the actions."""
         chosen: list[int] = []
         for i in reversed(range(count)):
             extra = int(self._choices[i][spare])
@@ -206,8 +206,8 @@ class AllocationTable:
 
 
 def _extras(option: Elastic, spare: int) -> tuple[Row, Row]:
-    """Units above the lowest level, and seconds, of the levels that are faster than all below
-    them."""
+    """Return the units above the lowest level, and seconds, of the levels that are faster than all
+    below them."""
     extras, seconds = [0], [option.seconds[0]]
     for level, time in zip(option.levels, option.seconds, strict=True):
         if level - option.levels[0] <= spare and time < seconds[-1]:
@@ -217,8 +217,8 @@ def _extras(option: Elastic, spare: int) -> tuple[Row, Row]:
 
 
 def _gains(option: Elastic, spare: int) -> Row | None:
-    """Seconds that each unit above the lowest level saves; None if a later unit saves more than an
-    earlier one, or levels have gaps."""
+    """Return the seconds that each unit above the lowest level saves; None if a later unit saves
+    more than an earlier one, or levels have gaps."""
     levels = option.levels[: spare + 1]
     if levels[-1] - levels[0] != len(levels) - 1:
         return None
@@ -232,7 +232,7 @@ def _gains(option: Elastic, spare: int) -> Row | None:
 def waiting_seconds(
     waiting: Sequence[Elastic], free: int, releases: Iterable[tuple[float, int]], *, beyond: int = 0
 ) -> float:
-    """Sum of the times, from now, at which `waiting` end, in seconds.
+    """Return the sum of the times, from now, at which `waiting` end, in seconds.
 
     A heap of completion times simulates the queue in its order (ARL-Tangram, section 3). Each
     action begins when its lowest level is free, with an even share of what is free then among all
@@ -295,7 +295,7 @@ def split(
     now: float,
     rules: DecisionBounds,
 ) -> dict[str, int]:
-    """Levels, by action id, of the elastic ones of `fitting` that start.
+    """Return the levels, by action id, of the elastic ones of `fitting` that start.
 
     `left`: units of one host when each of `fitting` has its lowest level; reduced to what remains.
     `waiting` are behind them.
@@ -326,7 +326,8 @@ def _share(
     waiting: Sequence[Action],
     rules: DecisionBounds,
 ) -> dict[str, int]:
-    """Levels, by action, of the members that start; `units` is what they have together."""
+    """Return the levels, by action, of the members that start; `units` is what they have
+    together."""
     options = [action.elastic for action in members if action.elastic is not None]
     lowest = [option.levels[0] for option in options]
     fewest = max(1, len(members) - rules.depth)
@@ -358,7 +359,7 @@ def _share(
 
 
 def grant(action: Action, level: int | None) -> Grant:
-    """`action` with `level` units of its elastic resource."""
+    """Grant `action` `level` units of its elastic resource."""
     holds, seconds = dict(action.needs), action.seconds
     if action.elastic is not None and level is not None:
         holds[action.elastic.resource] = level

@@ -1,4 +1,4 @@
-"""How long one call takes compared with others of its function, learned from related calls.
+"""Duration of a call relative to other calls of its function, learned from related calls.
 
 Durations of one function differ much, but not by chance alone: trajectories of one query run the
 same tests, one trajectory repeats itself, and equal calls (same arguments, same query) take nearly
@@ -79,9 +79,9 @@ class _Level:
         known.last, known.of = value, of
 
     def estimate(self, key: object, among: float, prior: float) -> tuple[float, float, float]:
-        """What the mean of `key` says about its next call, given the expectation `prior` with
-        variance `among`: the correction, the variance that it explains, and the variance that
-        remains within the key."""
+        """Predict the next call of `key` from its mean, given the expectation `prior` with variance
+        `among`: return the correction, the variance that it explains, and the remaining variance
+        within the key."""
         within = min(among, (self._squares + _DOUBT * among) / (self._pairs + _DOUBT))
         between = among - within
         known = self._means.get(key)
@@ -128,7 +128,7 @@ class Durations:
             self._trajectories.observed(kin.trajectory, value, kin, independent_only=False)
 
     def scale(self) -> float:
-        """Actual seconds per declared second over all calls; 1 before there are any.
+        """Return the actual seconds per declared second over all calls; 1 before there are any.
 
         The ratio of the sums: the mean of the ratios would be dominated by a call with almost
         nothing declared.
@@ -136,7 +136,7 @@ class Durations:
         return max(_LEAST_SECONDS, self._took / self._declared) if self._count else 1.0
 
     def factor(self, kin: Kin) -> float:
-        """Expected duration of a call relative to the mean call."""
+        """Return the expected duration of a call relative to the mean call."""
         if self._count < 2:
             return 1.0
         among, by_query, explained = self._variance, 0.0, 0.0
@@ -157,6 +157,6 @@ class Durations:
 
 
 def _independent(one: Kin, other: Kin) -> bool:
-    """Whether two calls share neither trajectory nor arguments."""
+    """Return whether two calls share neither trajectory nor arguments."""
     same_trajectory = one.trajectory == other.trajectory != ""
     return not same_trajectory and not (one.content == other.content != "")

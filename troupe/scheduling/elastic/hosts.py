@@ -1,4 +1,4 @@
-"""Which actions start now, on which host, and with how much.
+"""Elastic scheduling over hosts: which actions start now, on which host, and with how much.
 
     grants = decide_over(hosts, queue, now, rules, shared={"api:judge": 3}, quotas={"api:judge"})
     for grant in grants:
@@ -52,7 +52,7 @@ class Host:
     capacity: Amounts | None = None
 
     def total(self) -> Amounts:
-        """Units of each resource, free or not."""
+        """Return the units of each resource, free or not."""
         if self.capacity is not None:
             return self.capacity
         total = dict(self.free)
@@ -101,15 +101,15 @@ class _PlannedHost:
         return self.contested(needs), short, self.index
 
     def takes(self, action: Action) -> bool:
-        """Whether the action may run here at all."""
+        """Return whether the action may run here at all."""
         return action.host is None or action.host == self.host.name
 
     def contested(self, needs: Amounts) -> bool:
-        """Whether some of `needs` are reserved already."""
+        """Return whether some of `needs` are reserved already."""
         return not self.blocked.keys().isdisjoint(needs)
 
     def lacks(self, needs: Amounts, order: int) -> list[str]:
-        """The needs that are not available here to position `order` of the queue."""
+        """Return the needs that are not available here to position `order` of the queue."""
         left, blocked = self.left, self.blocked
         return [
             r
@@ -150,7 +150,7 @@ def decide_over(
     shared: Amounts = _NOTHING,
     quotas: Collection[str] = (),
 ) -> list[Placed]:
-    """The actions of `queue` to start now, in its order, each on one of `hosts`.
+    """Return the actions of `queue` to start now, in its order, each on one of `hosts`.
 
     `shared`: free units of resources that belong to no host; a name is either there or on hosts.
     `now` and `Running.ends` are on one clock. `Action.host` is the only host where an action can
@@ -195,7 +195,7 @@ def decide_over(
 
 
 def nowhere(action: Action, hosts: Mapping[str, Amounts], shared: Amounts = _NOTHING) -> str | None:
-    """The resource for lack of which `action` can never run; None if it can.
+    """Return the resource for lack of which `action` can never run; None if it can.
 
     `hosts`: capacities by name. Of the closest host, the first that it lacks; `"host"` when
     `Action.host` is unknown.
@@ -214,7 +214,7 @@ def _place(
     shared: dict[str, int],
     quotas: frozenset[str],
 ) -> list[Action]:
-    """Place what fits at its lowest level on its best host, in order; returns what has to wait."""
+    """Place what fits at its lowest level on its best host, in order; return what has to wait."""
     blocked = {resource for resource, amount in shared.items() if amount <= 0}
     waiting: list[Action] = []
     # Kinds that found no host and whose equals would block nothing more.
@@ -251,7 +251,7 @@ def _place(
 def _best(
     fitting: Sequence[_PlannedHost], action: Action, needs: Amounts, rules: DecisionBounds
 ) -> _PlannedHost | None:
-    """The host on which the action is expected to end first; the first of equals."""
+    """Return the host on which the action is expected to end first; the first of equals."""
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     return min(fitting, key=lambda place: place.expected(action, needs, rules))
@@ -265,7 +265,7 @@ def _reserve(
     blocked: set[str],
     quotas: frozenset[str],
 ) -> bool:
-    """Block what a waiting action needs; returns whether an equal action would block nothing
+    """Block what a waiting action needs; return whether an equal action would block nothing
     new."""
     order, action = who
     # Only hosts that are large enough: others would be kept idle for what never runs there.
@@ -298,7 +298,8 @@ def _split(
     rules: DecisionBounds,
     held: list[tuple[int, Action, _PlannedHost]],
 ) -> list[tuple[int, Placed]]:
-    """Grants for the members of a host; members that are held back are added to `held`."""
+    """Return the grants for the members of a host; members that are held back are added to
+    `held`."""
     levels = split(
         [action for _, action in place.members], place.left, place.host.running, behind, now, rules
     )

@@ -26,7 +26,7 @@ from troupe.scheduling.elastic.durations import Durations, Kin
 
 
 def head_start(waiters: int) -> float:
-    """Seconds by which an action's arrival is moved forward for its waiters.
+    """Return the seconds by which an action's arrival is moved forward for its waiters.
 
     One second per doubling of the waiters, at most ten: an action that arrives more than ten
     seconds later cannot pass, so none starves.
@@ -35,9 +35,9 @@ def head_start(waiters: int) -> float:
 
 
 def group_waiters(begun: int, left: int) -> int:
-    """Trajectories that wait for an action of one of a group, of which `begun` have begun and
-    `left` have not ended. A group is trained as a whole, so ended ones wait for the others, and all
-    for the last."""
+    """Return the trajectories that wait for an action of one of a group, of which `begun` have
+    begun and `left` have not ended. A group is trained as a whole, so ended ones wait for the
+    others, and all for the last."""
     return 1 + max(0, begun - max(1, left))
 
 
@@ -58,7 +58,7 @@ class FairShares:
         self._now = 0.0
 
     def enter(self, name: str, weight: float = 1.0) -> None:
-        """`name` waits again, with `weight` from now on. Raises ValueError."""
+        """Note that `name` waits again, with `weight` from now on. Raises ValueError."""
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"{name}: weight = {weight} is not a positive number")
         self._marks[name] = max(self._marks.get(name, self._now), self._now)
@@ -71,18 +71,18 @@ class FairShares:
                 self._weights.pop(key, None)
 
     def charge(self, name: str, cost: float) -> None:
-        """An action of `name` begins that costs `cost`."""
+        """Begin an action of `name` that costs `cost`."""
         mark = self._marks.get(name, self._now)
         self._now = max(self._now, mark)
         self._marks[name] = mark + cost / self._weights.get(name, 1.0)
 
     def correct(self, name: str, difference: float) -> None:
-        """An action of `name` cost `difference` more than was charged (negative: less)."""
+        """Charge `name` `difference` more for an action (negative: less)."""
         if name in self._marks:
             self._marks[name] += difference / self._weights.get(name, 1.0)
 
     def merge(self, queues: Mapping[str, Iterator[T]], cost: Callable[[T], float]) -> Iterator[T]:
-        """The waiting items of all queues in the order in which they will be served."""
+        """Yield the waiting items of all queues in the order in which they will be served."""
         heap = [(self._marks.get(name, self._now), name) for name in queues]
         heapq.heapify(heap)
         while heap:
@@ -98,7 +98,7 @@ class FairShares:
 def workers_to_start(
     backlog_seconds: float, waited_seconds: float, alive: int, startable: int, cold_seconds: float
 ) -> int:
-    """How many of `startable` workers to start now, beside the `alive` ones.
+    """Return how many of `startable` workers to start now, beside the `alive` ones.
 
     `backlog_seconds`: waiting and running work in seconds of one worker; `waited_seconds`: how long
     the first call without a worker has waited; `cold_seconds`: start time of a worker.
@@ -126,7 +126,7 @@ _FUNCTIONS: Final = 64
 
 
 class Remaining:
-    """Estimates the remaining work of one job's trajectories, in core-seconds."""
+    """Estimates of the remaining work of one job's trajectories, in core-seconds."""
 
     def __init__(self) -> None:
         # Actions so far of each trajectory, without the last; least recently seen first.
@@ -148,8 +148,8 @@ class Remaining:
         last: bool,
         relative: Callable[[str], float] = lambda function: 1.0,
     ) -> float:
-        """Work that `trajectory` has left when it requests an action of `work`, including that
-        action.
+        """Return the work that `trajectory` has left when it requests an action of `work`,
+        including that action.
 
         `last`: no further action is expected; a later one starts the count anew.
         `relative(function)`: expected duration of the query's calls of a function relative to
@@ -174,14 +174,14 @@ class Remaining:
         functions[function] = (total + work, count + 1.0)
 
     def closed(self, trajectory: str) -> None:
-        """The trajectory requests nothing more, whether or not its last action was announced."""
+        """End the trajectory, whether or not its last action was announced."""
         steps = self._steps.pop(trajectory, None)
         if steps is not None:
             self._decide(steps, ended=True)
 
     def further(self, steps: int) -> float:
-        """Expected number of further actions, without the last, of a trajectory that has requested
-        `steps`."""
+        """Return the expected number of further actions, without the last, of a trajectory that has
+        requested `steps`."""
         if self._news > _NEWS * self._total or not self._further:
             self._estimate()
         return self._further[min(steps, len(self._further) - 1)]
@@ -247,8 +247,8 @@ def later(work: float, waiters: int = 1, *, typical: float, patience: float = PA
 
 
 class Discipline:
-    """Assigns actions their places in the queue, and learns from their durations. No clock: `now`
-    is the caller's.
+    """The assignment of actions to places in the queue, which learns from their durations. No
+    clock: `now` is the caller's.
 
     Places are comparable within one job and priority; between jobs `FairShares` decides.
     """
@@ -266,8 +266,8 @@ class Discipline:
         self._durations: OrderedDict[tuple[str, bool], Durations] = OrderedDict()
 
     def expected(self, function: str, kin: Kin, seconds: float, *, declared: float = 0.0) -> float:
-        """Expected seconds of a call related to `kin`, where calls of `function` take `seconds` on
-        average; `declared`: the caller's estimate for this one, 0 for none."""
+        """Return the expected seconds of a call related to `kin`, where calls of `function` take
+        `seconds` on average; `declared`: the caller's estimate for this one, 0 for none."""
         known = self._durations.get((function, declared > 0))
         if known is None:
             return declared or seconds
@@ -340,7 +340,7 @@ class Discipline:
             self._of(job)[0].ran(core_seconds, last=last, function=function)
 
     def closed(self, job: str, trajectory: str) -> None:
-        """`trajectory` has ended."""
+        """Note that `trajectory` has ended."""
         if job in self._jobs:
             self._jobs[job][0].closed(trajectory)
 

@@ -157,8 +157,8 @@ class TokenBucket:
         hold.units, hold.until = hold.units + units, until
 
     def _wait(self, units: int, now: float) -> float:
-        """Seconds until there could be tokens for `units`; infinite when concurrency is the
-        limit."""
+        """Return the seconds until there could be tokens for `units`; infinite when concurrency is
+        the limit."""
         shut = max(0.0, self._shut - now)
         lacking = units - self._tokens if self.limits.rate else 0.0
         if lacking > _EPSILON:
