@@ -120,7 +120,9 @@ async def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_weights(
     assert end.job.state == JobState.SUCCEEDED
     # The other policy's step counts, and the step after is trained.
     assert end.job.versions == {"solver": 1, "checker": 2}
-    told = "step 1: solver skipped its update, so its weights stay: the advantage of sample q0_0_q0-s0"
+    told = (
+        "step 1: solver skipped its update, so its weights stay: the advantage of sample q0_0_q0-s0"
+    )
     assert any(text.startswith(told) for text in end.notices), end.notices
     async with cluster.client() as client:
         handle = client.job(end.job.id)
