@@ -98,7 +98,7 @@ def test_an_export_to_a_url_is_uploaded(run: Run, cluster: Stage) -> None:
     assert f"DIR = {url}: the target exists" in err
     status, _, err = run(*arguments, "--push-to-hub", "me/model")
     assert status == 2
-    assert "must be a directory of this host" in err
+    assert "must be a directory on this host" in err
 
 
 def test_an_export_that_fails_leaves_nothing_in_the_way(
@@ -118,14 +118,18 @@ def test_an_export_that_fails_leaves_nothing_in_the_way(
     ("arguments", "status", "message"),
     [
         (("jobs", "show", "nope"), 2, r"job_id = nope: no such job\. `troupe jobs list`"),
-        (("jobs", "list", "--cluster", "x"), 2, r"address = x: this is not an address"),
+        (("jobs", "list", "--cluster", "x"), 2, r"address = x: is not an address"),
         (("jobs", "list", "--bogus"), 2, r"No such option: --bogus.*See `troupe jobs list --help`"),
         (("frobnicate",), 2, r"No such command 'frobnicate'"),
         (("jobs", "list", "--state", "happy"), 2, r"Invalid value for '--state'"),
         (("train",), 2, r"JOB\.yaml: give either a job file or --resume"),
-        (("train", "--resume", "j", "--set", "a=1"), 2, r"--set = a=1: is of a new job.*--spec"),
-        (("train", "--resume", "j", "--job-id", "k"), 2, r"--job-id = k: is of a new job"),
-        (("export", "mine", "/tmp/x", "--base", "b"), 2, r"--base = b: is of use with --merged"),
+        (
+            ("train", "--resume", "j", "--set", "a=1"),
+            2,
+            r"--set = a=1: applies to a new job.*--spec",
+        ),
+        (("train", "--resume", "j", "--job-id", "k"), 2, r"--job-id = k: applies to a new job"),
+        (("export", "mine", "/tmp/x", "--base", "b"), 2, r"--base = b: needs --merged"),
         (("train", "nowhere.yaml"), 2, r"nowhere\.yaml: cannot be read.*Check the path"),
         (("up", "--panel-port", "70000"), 2, r"--panel-port = 70000: .*65535"),
     ],
@@ -211,7 +215,7 @@ def test_set_changes_fields_before_validation(run: Run, job_yaml: str, tmp_path:
     assert (status, out) == (
         0,
         f"{path} is a valid job: 2 agents, trains checker, solver, 7 steps; "
-        "whether its code can be imported: --imports\n",
+        "--imports checks that its code can be imported\n",
     )
     status, out, _ = run("job", "validate", str(path), *good, "--set", "pipeline.alpha=3")
     assert (status, out.count("\n")) == (0, 2)

@@ -76,7 +76,7 @@ def test_an_unknown_evaluation_is_named(run: Run, job: Path) -> None:
     status, _, err = run("evaluate", str(job / "job.yaml"), "--set", "math500")
     assert status == 2
     assert "'math500'" in err or "math500" in err
-    assert "It has: evaluation, gsm8k, aime" in err
+    assert "The job has: evaluation, gsm8k, aime" in err
 
 
 def test_a_job_without_evaluations_has_nothing_to_do(run: Run, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_the_death_of_the_orchestrator_does_not_end_the_training(project: Projec
     out, err = process.communicate(timeout=PATIENCE)
 
     assert (process.returncode, err) == (0, "")
-    assert "orchestrator was killed by SIGKILL; starting it again" in out
+    assert "orchestrator was killed by SIGKILL; restarting it" in out
     assert "orchestrator is back" in out
     assert re.search(r"^step 25/25 ", out, re.M)
     assert project.gone()
@@ -221,12 +221,12 @@ def test_a_cluster_that_runs_is_used_and_left_running(standing: Project, run_her
     standing.rename_job("team")
     process = standing.start("train", "job.yaml", "--job-id", "mine", "--set", "pipeline.steps=500")
     out = read_until(process, r"^step 1/500")
-    assert "using the cluster that runs in" in out
+    assert "using the running cluster in" in out
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE)
 
     assert process.returncode == 130
-    assert "the job goes on; `troupe jobs watch mine` shows it" in out
+    assert "the job keeps running; `troupe jobs watch mine` shows it" in out
     status, out, _ = run_here(standing, "status", "--json")
     report = json.loads(out)
     assert status == 0

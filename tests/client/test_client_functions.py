@@ -259,13 +259,13 @@ def test_costs_that_cannot_work_are_refused(client: Client, source: Path) -> Non
         client.functions.deploy(f"{source}:exact", version="9", cores=-1)
     with pytest.raises(InvalidArgument, match="corse"):
         client.functions.deploy(f"{source}:exact", version="9", corse=1)
-    with pytest.raises(InvalidArgument, match="there are 3 functions"):
+    with pytest.raises(InvalidArgument, match="the source declares 3 functions"):
         client.functions.deploy(source, name="one")
-    with pytest.raises(InvalidArgument, match="no such file"):
+    with pytest.raises(InvalidArgument, match="is not a file"):
         client.functions.deploy("nowhere.py")
     other = source.with_suffix(".txt")
     other.write_text("")
-    with pytest.raises(InvalidArgument, match="is a file, but no Python source"):
+    with pytest.raises(InvalidArgument, match="is a file, but not Python source"):
         client.functions.deploy(str(other))
 
 
@@ -320,10 +320,10 @@ def test_the_command_line_does_the_same(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("deploy", "nowhere.py"), "source = nowhere.py: there is no such file"),
-        (("deploy", "x.py", "--set", "cores"), "--set = cores: is no assignment"),
+        (("deploy", "nowhere.py"), "source = nowhere.py: is not a file"),
+        (("deploy", "x.py", "--set", "cores"), "--set = cores: is not an assignment"),
         (("deploy", "x.py", "--set", "cores={"), "--set = cores={: line 2, column 1: did not find"),
-        (("deploy", "x.py", "--set", "name=y"), "name = y: is no cost of a function"),
+        (("deploy", "x.py", "--set", "name=y"), "name = y: is not a cost of a function"),
         (("deploy", "x.py", "--set", f"cores={1 << 70}"), f"cores = {1 << 70}: Input should be"),
         (("invoke", "exact", "--arguments", "{"), "--arguments = {: is not JSON"),
         (("invoke", "nobody"), "name = nobody: no function of this name is deployed"),

@@ -104,7 +104,7 @@ def test_an_unfinished_write_is_cut_off_and_kept_and_every_row_is_there(
     data.path.write_bytes(whole + end)
     told = data.mend()
     assert f"the last {len(end):,} bytes" in told
-    assert "nothing acknowledged is lost" in told
+    assert "no acknowledged write is lost" in told
     assert data.path.read_bytes() == whole
     (kept,) = data.home.glob("appendonly.aof.cut-at-*")
     assert kept.read_bytes() == end
@@ -147,7 +147,7 @@ def test_a_file_without_a_whole_command_is_refused(tmp_path: Path, content: byte
 def test_a_file_that_is_gone_is_refused_where_a_redis_has_run(tmp_path: Path) -> None:
     data = Data(tmp_path)
     assert data.mend(expected=False) == ""
-    with pytest.raises(RedisDataDamaged, match="is gone"):
+    with pytest.raises(RedisDataDamaged, match="is missing"):
         data.mend()
     data.home.rmdir()  # as the error's remedy says
     assert data.mend() == ""
@@ -188,7 +188,7 @@ async def test_a_cluster_says_what_it_cut_and_refuses_to_begin_without_its_data(
     async with EmbeddedCluster(given, told.append):
         pass
     path.unlink()
-    with pytest.raises(RedisDataDamaged, match="is gone"):
+    with pytest.raises(RedisDataDamaged, match="is missing"):
         await EmbeddedCluster(given).start()
 
 

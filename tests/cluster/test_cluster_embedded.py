@@ -165,7 +165,7 @@ async def test_a_panel_that_is_not_at_its_usual_port_is_told_of(
         monkeypatch.setattr(embedded, "DEFAULT_PANEL_PORT", port)
         with pytest.raises(Unavailable):
             await EmbeddedCluster(settings.model_copy(update=few), told.append).start()
-    assert f"port {port} is taken: the panel is at another" in told
+    assert f"port {port} is taken: the panel uses another port" in told
 
 
 async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> None:

@@ -60,7 +60,7 @@ def test_a_log_is_rotated_while_its_process_writes(tmp_path: Path) -> None:
     assert kept[-1] == count - 1, "the newest is there"
     assert len(kept) < count, "60,000 lines have 12 MB"
     assert path.stat().st_size <= LIMIT
-    assert b"what was here before is in noisy.log.1" in path.read_bytes() + older.read_bytes()
+    assert b"earlier lines are in noisy.log.1" in path.read_bytes() + older.read_bytes()
     assert logs.last_line(path).startswith(f"line {count - 1}")
 
 

@@ -302,7 +302,7 @@ async def test_what_may_end_at_first_is_started_again_so_often(
     supervisor, recorder = run(spec("a", port, dies_thrice + SERVER, start_attempts=attempts))
     if good:
         await supervisor.start()
-        assert recorder.events == ["a ended before it was ready; starting it again"] * 3
+        assert recorder.events == ["a ended before it was ready; restarting it"] * 3
     else:
         with pytest.raises(ChildFailed, match="exited with status 9 before it was ready"):
             await supervisor.start()

@@ -130,7 +130,7 @@ async def test_a_service_that_dies_waits_for_a_disk_that_is_read_only(disk: Path
             assert shortage(place) == f"the disk of {place} is read-only"
             child.strike()
             await until(lambda: child.state == ChildState.WAITING)
-            assert "is read-only; it is started again when files can be written" in told[-1]
+            assert "is read-only; it restarts when files can be written" in told[-1]
         finally:
             run("umount", "-l", str(place))
         await until(lambda: child.state == ChildState.SERVING)

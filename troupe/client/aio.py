@@ -30,16 +30,17 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})")
 
 
 def data_directory(given: Path | None = None) -> Path:
-    """`given`, else `TROUPE_DATA_DIR`, else `runs` here; absolute. Raises `NotUtf8`."""
+    """Return the data directory as an absolute path: `given`, else `TROUPE_DATA_DIR`, else `runs`
+    in the working directory. Raises `NotUtf8`."""
     chosen = given or Path(os.environ.get(DATA_DIR_VARIABLE) or DEFAULT_DATA_DIR)
     return require_utf8(chosen.expanduser().absolute())
 
 
 def resolve_address(given: str | None = None, data_dir: Path | None = None) -> str:
-    """The orchestrator's "host:port".
+    """Return the orchestrator's "host:port".
 
-    `given`, else `TROUPE_ORCHESTRATOR_ADDRESS`, else that of the embedded cluster that runs in
-    the data directory. Raises `InvalidArgument` or `NoCluster`.
+    It is `given`, else `TROUPE_ORCHESTRATOR_ADDRESS`, else the address of the embedded cluster that
+    runs in the data directory. Raises `InvalidArgument` or `NoCluster`.
     """
     address = given or os.environ.get(ADDRESS_VARIABLE)
     if address:
@@ -52,9 +53,9 @@ def resolve_address(given: str | None = None, data_dir: Path | None = None) -> s
 
 
 def settings_for(address: str, data_dir: Path | None = None) -> ClientSettings:
-    """Default client settings for the orchestrator at `address`: those of `TROUPE_*`.
+    """Return the default client settings for the orchestrator at `address`, read from `TROUPE_*`.
 
-    For an embedded cluster of this user they have the token from its data directory, and no TLS,
+    For an embedded cluster of this user, the token comes from its data directory and TLS is off,
     whatever `TROUPE_*` say. Raises `InvalidArgument`.
     """
     settings = ClientSettings.of_environment()
@@ -69,32 +70,31 @@ def settings_for(address: str, data_dir: Path | None = None) -> ClientSettings:
 
 
 def _runs_in(directory: Path, address: str) -> bool:
-    """Whether the orchestrator at `address` is that of the cluster that runs in `directory`."""
+    """Return whether the cluster that runs in `directory` has its orchestrator at `address`."""
     if not is_loopback_address(address):
         return False
     try:
         state = running_state(directory)
-    except TroupeError:  # with an address, a data directory that cannot be read does not matter
+    except TroupeError:  # the address is given, so an unreadable data directory does not matter
         return False
     return state is not None and state.orchestrator_address == address
 
 
 def check_address(address: str) -> str:
-    """`address`, or `InvalidArgument` when it is not host:port."""
+    """Return `address`. Raises `InvalidArgument` when it is not host:port."""
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match.group(2)) < 65536:
         raise InvalidArgument(
-            "this is not an address.",
+            "is not an address",
             field="address",
             value=address,
-            remedy="Give host:port of the orchestrator, for example 127.0.0.1:50051 or "
-            "[::1]:50051.",
+            remedy="Give the orchestrator's host:port, for example 127.0.0.1:50051 or [::1]:50051.",
         )
     return address
 
 
 class AsyncClient:
-    """Client of one orchestrator, through which users reach a cluster. An async context manager.
+    """An async context manager that connects to a cluster through its orchestrator.
 
         async with AsyncClient("127.0.0.1:50051") as troupe:
             job = await troupe.submit("job.yaml")
@@ -102,7 +102,7 @@ class AsyncClient:
                 print(event)
             print((await job.result()).after)
 
-    Every call has a deadline and is repeated when the service is away for a moment; a repeated
+    Every call has a deadline and is repeated when the service is briefly unavailable; a repeated
     call has no second effect. All errors are `troupe.rpc.TroupeError`.
     """
 
@@ -112,12 +112,14 @@ class AsyncClient:
         token: str | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
-        """`address` is "host:port"; default: `TROUPE_ORCHESTRATOR_ADDRESS`, else the embedded
-        cluster that runs here (`troupe up`). `token` is the cluster's bearer token; default: that
-        of your embedded cluster there, which is found by itself, else `TROUPE_TOKEN`. `settings`
-        (TLS, deadlines, retries) default to `TROUPE_*`.
+        """Connect to the orchestrator at `address`, a "host:port".
 
-        Raises `InvalidArgument` for a malformed address, `NoCluster` when there is none.
+        `address` defaults to `TROUPE_ORCHESTRATOR_ADDRESS`, else to the embedded cluster that runs
+        here (`troupe up`). `token` is the cluster's bearer token; for your own embedded cluster it
+        is found automatically, else it defaults to `TROUPE_TOKEN`. `settings` (TLS, deadlines,
+        retries) default to `TROUPE_*`.
+
+        Raises `InvalidArgument` for a malformed address, `NoCluster` when no cluster is found.
         """
         self.address = resolve_address(address)
         settings = settings or settings_for(self.address)
@@ -127,7 +129,7 @@ class AsyncClient:
         self._channel = connect(self.address, settings)
         self._reward: reward_grpc.RewardAsyncStub = reward_grpc.RewardStub(self._channel)
         self.functions = AsyncFunctions(self._reward)
-        """Rewards and tools of the cluster."""
+        """The cluster's rewards and tools."""
         self._stub: orchestrator_grpc.OrchestratorAsyncStub = orchestrator_grpc.OrchestratorStub(
             self._channel
         )
@@ -135,9 +137,9 @@ class AsyncClient:
     async def submit(self, spec: Spec, job_id: str | None = None) -> AsyncJobHandle:
         """Submit a job: a path, YAML or JSON text, or a `JobSpec`; returns when it is durable.
 
-        `job_id` may be chosen; the same specification under the same id is the same job.
-        Files that its `code` names are sent with it. Raises `troupe.job.JobSpecError` for a bad
-        specification.
+        You may choose the `job_id`; the same specification under the same id is the same job.
+        The files that its `code` names are sent along. Raises `troupe.job.JobSpecError` for an
+        invalid specification.
         """
         job = await with_code(self._reward, read_spec(spec))
         request = orchestrator_pb.SubmitJobRequest(
@@ -149,7 +151,7 @@ class AsyncClient:
         return self.job(reply.job.job_id)
 
     async def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[Job]:
-        """All jobs, or those in `state`, oldest first; with `limit` only the newest so many."""
+        """Return all jobs, or the jobs in `state`, oldest first; at most the newest `limit`."""
 
         async def fetch(size: int, token: str) -> tuple[list[Job], str]:
             request = orchestrator_pb.ListJobsRequest(page_size=size, page_token=token)
@@ -161,11 +163,11 @@ class AsyncClient:
         return (await paged(fetch, limit))[::-1]
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """A handle of an existing job. Makes no call."""
+        """Return a handle of an existing job. Makes no call."""
         return AsyncJobHandle(self._stub, job_id, self._settings, self._reward)
 
     async def cluster(self) -> Cluster:
-        """The current state of every worker, engine and service."""
+        """Return the current state of every worker, engine and service."""
         return Cluster.of(await self._stub.GetCluster(orchestrator_pb.GetClusterRequest()))
 
     async def close(self) -> None:

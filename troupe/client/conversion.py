@@ -1,7 +1,7 @@
 """Protobuf messages as frozen dataclasses (`Record.of`) and as JSON values (`to_json`).
 
-Both are driven by the message's descriptor: a record names and annotates the fields that it wants,
-and their values are converted by these annotations.
+The message's descriptor drives both: a record names and annotates the fields that it wants, and the
+annotations determine how values are converted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _Read = Callable[[Any], Any]
 class Record:
     """Base of frozen dataclasses that are made from messages.
 
-    A field of the record is read from the field of its name in the message. `id_from` names the
-    one that `id` is read from, `part` a field whose own fields are taken where the message has
-    none of the name: `class Worker(Record, id_from="worker_id", part="trainer")`. Values are
-    converted by the annotation:
+    Each field of the record is read from the message's field of the same name. `id_from` names the
+    field that `id` is read from. `part` names a nested message that is searched for the fields that
+    the message itself lacks: `class Worker(Record, id_from="worker_id", part="trainer")`. The
+    annotation determines how a value is converted:
 
     - `datetime`, `TroupeError` and other records are made from messages,
-    - `str` and `StrEnum` from enums, as `word` says it,
-    - `tuple[X, ...]` from repeated fields, `dict` from maps,
-    - `X | None` is None where the field, or the part that it is in, is absent.
+    - `str` and `StrEnum` are made from enums, in the form of `word`,
+    - `tuple[X, ...]` is made from repeated fields, `dict` from maps,
+    - `X | None` is None where the field, or its part, is absent.
     """
 
     _id_from: ClassVar[str] = "id"
@@ -46,7 +46,7 @@ class Record:
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire; `given` are the fields that are not read from `message`."""
+        """Make a record from the wire; `given` are the fields that are not read from `message`."""
         readers = _readers(cls, type(message))  # type: ignore[arg-type]
         values = {name: read(message) for name, read in readers.items() if name not in given}
         return cls(**values, **given)
@@ -54,7 +54,7 @@ class Record:
 
 @cache
 def _readers(kind: Any, message: Any) -> dict[str, _Read]:
-    """How each field of the record is read; those that the message does not have are left out."""
+    """Return a reader for each field of the record; fields that the message lacks are left out."""
     hints = get_type_hints(kind)
     own = message.DESCRIPTOR.fields_by_name
     part = own[kind._part].message_type.fields_by_name if kind._part else {}
@@ -69,7 +69,7 @@ def _readers(kind: Any, message: Any) -> dict[str, _Read]:
 
 
 def _reader(part: str, field: Any, hint: Any) -> _Read:
-    """Reads `field` of a message, or of its field `part`."""
+    """Return a function that reads `field` of a message, or of the message's field `part`."""
     optional = get_origin(hint) in (Union, types.UnionType)
     convert = _converter(field, get_args(hint)[0] if optional else hint)
     name, has_presence = field.name, field.has_presence
@@ -88,7 +88,7 @@ def _reader(part: str, field: Any, hint: Any) -> _Read:
 
 
 def _converter(field: Any, hint: Any) -> _Read | None:
-    """How a value of the field becomes one of the annotated type; None: it is one."""
+    """Return the converter from a value of the field to the annotated type; None: not needed."""
     origin = get_origin(hint)
     if origin is dict:
         values = _values_of_map(field)
@@ -118,21 +118,21 @@ def _converter(field: Any, hint: Any) -> _Read | None:
 
 
 def _values_of_map(field: Any) -> Any:
-    """The descriptor of the values of a map; None for a field of another kind."""
+    """Return the descriptor of a map's values; None if the field is not a map."""
     kind = field.message_type
     is_map = kind is not None and kind.GetOptions().map_entry
     return kind.fields_by_name["value"] if is_map else None
 
 
 def when(stamp: Timestamp) -> datetime:
-    """A timestamp of the wire in UTC."""
+    """Return a protobuf timestamp as a datetime in UTC."""
     return stamp.ToDatetime(tzinfo=UTC)
 
 
 def word(enum: EnumDescriptor, number: int) -> str:
-    """An enum's value without its prefix, in lower case: "running", "micro_batch".
+    """Return an enum's value without its prefix, in lower case: "running", "micro_batch".
 
-    Unspecified, and numbers that this library does not know (a newer server), are "".
+    The unspecified value, and numbers that only a newer server knows, become "".
     """
     value = enum.values_by_number.get(number)
     if number == 0 or value is None:
@@ -142,15 +142,15 @@ def word(enum: EnumDescriptor, number: int) -> str:
 
 
 def numbers_by_word(enum: EnumDescriptor) -> dict[str, int]:
-    """The numbers of an enum by `word`, without the unspecified one."""
+    """Return the numbers of an enum by `word`, without the unspecified one."""
     return {word(enum, number): number for number in enum.values_by_number if number}
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """A message as JSON values: proto field names, zeros kept, absent optionals None.
+    """Return a message as JSON values: proto field names, zeros kept, absent optionals None.
 
-    Enum values become words and 64-bit integers numbers, which protobuf's own JSON mapping does
-    not offer.
+    Enum values become words and 64-bit integers become numbers; protobuf's own JSON mapping offers
+    neither.
     """
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:

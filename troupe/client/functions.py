@@ -1,4 +1,4 @@
-"""Functions of a cluster (rewards and tools): deploy, invoke, list, delete.
+"""The client of a cluster's functions (rewards and tools): deploy, invoke, list, delete.
 
 Calls go to the orchestrator, which forwards them to the reward service.
 """
@@ -33,16 +33,16 @@ _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _SECONDS: Final = 600.0
 _NO_COSTS: Final = frozenset(("name", "source", "entrypoint", "function", "version", "arguments"))
 _REMEDY: Final = (
-    "Give FILE.py, FILE.py:function, FOLDER with an entrypoint in it, or "
+    "Give FILE.py, FILE.py:function, a FOLDER that contains an entrypoint, or a "
     "package.module[:function] that is installed where the cluster runs."
 )
 
 
 class AsyncFunctions:
-    """Rewards and tools of a cluster. All methods raise `troupe.rpc.TroupeError`."""
+    """The rewards and tools of a cluster. All methods raise `troupe.rpc.TroupeError`."""
 
     def __init__(self, stub: RewardAsyncStub) -> None:
-        """Made by `AsyncClient.functions`."""
+        """Called by `AsyncClient.functions`."""
         self._stub = stub
 
     async def deploy(
@@ -55,14 +55,14 @@ class AsyncFunctions:
         version: str | None = None,
         **costs: Any,
     ) -> list[Function]:
-        """Deploy the functions that a file, a folder or a module declares; idempotent.
+        """Deploy the functions that a file, a folder or a module declares. Idempotent.
 
         `source` is FILE.py or a folder, whose text is uploaded (identified by its SHA-256, never
         pickled), or a `package.module` that is installed where the cluster runs.
-        `entrypoint` is one function in it (`FILE.py:function` does the same), which need not be
-        declared; for a folder it is `module[:function]`. `costs`, `name` and `version` override
-        the declaration. Raises `InvalidArgument` for code that cannot be imported or declared so,
-        and `AlreadyExists` when the version exists with other code.
+        `entrypoint` selects one function, declared or not (`FILE.py:function` does the same); for a
+        folder it is `module[:function]`. `costs`, `name` and `version` override the declaration.
+        Raises `InvalidArgument` for code that cannot be imported or for an invalid declaration,
+        and `AlreadyExists` when the version exists with different code.
         """
         files, functions = await asyncio.to_thread(
             prepare, source, entrypoint, name, version, costs
@@ -81,15 +81,15 @@ class AsyncFunctions:
         return deployed
 
     async def get(self, name: str, version: str | None = None) -> Function:
-        """One function; without `version` the one registered last. Raises `NotFound`."""
+        """Return one function, by default in the version registered last. Raises `NotFound`."""
         found = [f for f in await self.list() if f.name == name and version in (None, f.version)]
         if not found:
             raise NotFound(
-                "there is no such function" + (f" of version {version!r}" if version else ""),
+                "is not a known function" + (f" in version {version!r}" if version else ""),
                 kind=kinds.FUNCTION_NOT_FOUND,
                 field="name",
                 value=name,
-                remedy="`troupe functions list` shows what there is.",
+                remedy="`troupe functions list` shows the known functions.",
             )
         return found[-1]
 
@@ -104,13 +104,13 @@ class AsyncFunctions:
         expected_seconds: float = 0.0,
         timeout: float = _SECONDS,
     ) -> Any:
-        """Call a function and return its value, within `timeout` seconds; without `version` the one
-        deployed last.
+        """Call a function and return its value within `timeout` seconds. The default `version` is
+        the one deployed last.
 
         A call repeated with the same `invocation_id` runs once. Stateful functions keep their
-        files by `trajectory_id`. `expected_seconds`: estimated run time with the fewest cores,
-        where the caller knows better than past calls; 0: unknown. Raises `InvocationFailed` when
-        the call ends without a value.
+        files by `trajectory_id`. `expected_seconds` is the estimated run time with the fewest
+        cores, for callers that know better than past calls tell; 0: unknown. Raises
+        `InvocationFailed` when the call ends without a value.
         """
         request = _request(name, arguments, version, trajectory_id, invocation_id)
         request.expected_seconds = expected_seconds
@@ -128,7 +128,8 @@ class AsyncFunctions:
         version: str | None = None,
         timeout: float = _SECONDS,
     ) -> list[Invocation]:
-        """Call a function once for each of `calls` (its arguments); the outcomes in their order."""
+        """Call a function once for each item of `calls` (the arguments of one call); return the
+        outcomes in the same order."""
         ids = [new_id("invoke") for _ in calls]
         request = reward_pb.InvokeBatchRequest(
             name=name,
@@ -142,7 +143,7 @@ class AsyncFunctions:
         responses = list(reply.responses)
         for i, (call, response) in enumerate(zip(request.calls, responses, strict=True)):
             if response.error.kind == reward_pb.InvocationError.KIND_RESULT_TOO_LARGE:
-                # The call has ended; its result alone fits into a reply of its own.
+                # The call has ended, and its result fits into a reply by itself.
                 alone = reward_pb.InvokeRequest(
                     invocation_id=call.invocation_id,
                     name=name,
@@ -164,8 +165,8 @@ class AsyncFunctions:
         trajectory_id: str = "",
         invocation_id: str | None = None,
     ) -> AsyncIterator[InvocationProgress | Invocation]:
-        """Call a function: its progress and output, and last its outcome. Closing the iterator
-        cancels the call."""
+        """Call a function; yield its progress and output, and finally its outcome. Closing the
+        iterator cancels the call."""
         request = _request(name, arguments, version, trajectory_id, invocation_id)
         call = self._stub.InvokeStream(request)
         try:
@@ -175,7 +176,7 @@ class AsyncFunctions:
             call.cancel()
 
     async def cancel(self, invocation_id: str) -> bool:
-        """Cancel a call that is queued or runs. False: it has ended, or is unknown."""
+        """Cancel a queued or running call. Returns False if it has ended or is unknown."""
         request = reward_pb.CancelInvocationRequest(invocation_id=invocation_id)
         return (await self._stub.CancelInvocation(request)).cancelled
 
@@ -189,8 +190,8 @@ class AsyncFunctions:
         lines: int = 0,
         follow: bool = False,
     ) -> AsyncIterator[LogLine]:
-        """The last `lines` that calls of the function printed (0: all that are kept); with `follow`
-        also what they print from now on, until the iterator is closed."""
+        """Yield the last `lines` that calls of the function printed (0: all that are kept). With
+        `follow`, also yield new lines as they appear, until the iterator is closed."""
         call = self._stub.ReadLogs(
             reward_pb.ReadLogsRequest(
                 name=name,
@@ -208,22 +209,22 @@ class AsyncFunctions:
             call.cancel()
 
     async def delete(self, name: str, version: str) -> bool:
-        """Delete a deployed function; its calls are cancelled. False: there was none."""
+        """Delete a deployed function and cancel its calls. Returns False if it did not exist."""
         request = reward_pb.DeleteFunctionRequest(
             request_id=new_id("delete"), name=name, version=version
         )
         return (await self._stub.DeleteFunction(request)).deleted
 
-    # The last method: after it, `list` in this class is not the type.
+    # Keep this method last: below it, `list` is no longer the type.
     async def list(self) -> list[Function]:
-        """All functions of the reward service, those of jobs included."""
+        """Return all functions of the reward service, including functions of jobs."""
         reply = await self._stub.ListFunctions(reward_pb.ListFunctionsRequest())
         return [Function.of(status) for status in reply.functions]
 
 
 async def with_code(stub: RewardAsyncStub, job: JobSpec) -> JobSpec:
-    """The job with the hash of the files that its `code` names, which are sent to the cluster; one
-    without `code`, or with a hash, as it is. Raises `InvalidArgument`."""
+    """Send the files that the job's `code` names to the cluster, and return the job with their
+    hash. A job without `code`, or with a hash, is returned as it is. Raises `InvalidArgument`."""
     code = job.code
     if code is None or code.sha256 is not None:
         return job
@@ -283,8 +284,8 @@ def prepare(
     version: str | None,
     costs: Mapping[str, Any],
 ) -> tuple[tuple[reward_pb.SourceFile, ...], list[reward_pb.FunctionSpec]]:
-    """The source files of `source`, none where the cluster has the code installed, and its
-    functions to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
+    """Return the files of `source` (none if the cluster has the code installed) and its functions
+    to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
     target, folder, files = _read(str(source), entrypoint)
     try:
         found = described(target, folder)
@@ -294,14 +295,14 @@ def prepare(
             kind=kinds.NOT_IMPORTABLE,
             field="source",
             value=source,
-            remedy="Make it importable here, or mend what it says.",
+            remedy="Make it importable here, or fix the problem.",
         ) from error
     if (name or version) and len(found) > 1:
         raise InvalidArgument(
-            f"there are {len(found)} functions: {', '.join(one.name for one in found)}",
+            f"the source declares {len(found)} functions: {', '.join(one.name for one in found)}",
             field="name" if name else "version",
             value=name or version,
-            remedy="Name one of them: FILE.py:function.",
+            remedy="Select one of them: FILE.py:function.",
         )
     own = checked_costs(costs)
     return files, [
@@ -320,14 +321,15 @@ def prepare(
 
 
 def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs `given`, validated as those of a job's rewards and tools. Raises
+    """Return the costs `given`, validated like the costs of a job's rewards and tools. Raises
     `InvalidArgument`."""
     for field in _NO_COSTS & given.keys():
         raise InvalidArgument(
-            "is no cost of a function",
+            "is not a cost of a function",
             field=field,
             value=given[field],
-            remedy="Name, version and code are said beside the costs, arguments by whoever calls.",
+            remedy="Name, version and code have parameters of their own; each call gives its "
+            "arguments.",
         )
     try:
         return FunctionSpec(entrypoint="any:function", **given).costs
@@ -347,7 +349,7 @@ def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
 def _read(
     source: str, entrypoint: str | None
 ) -> tuple[str, str | None, tuple[reward_pb.SourceFile, ...]]:
-    """The entrypoint to import, the directory to import it from, and the files to upload."""
+    """Return the entrypoint to import, the directory to import it from, and the files to upload."""
     path, attribute = source, entrypoint or ""
     if not Path(source).exists() and ":" in source:
         path, _, attribute = source.rpartition(":")
@@ -355,7 +357,7 @@ def _read(
     if place.is_file() and place.suffix == ".py":
         if not _MODULE.fullmatch(place.stem):
             raise InvalidArgument(
-                "is no name of a module", field="source", value=place.name, remedy="Rename it."
+                "is not a module name", field="source", value=place.name, remedy="Rename it."
             )
         file = reward_pb.SourceFile(path=place.name, content=place.read_bytes())
         _, _, attribute = attribute.rpartition(":")
@@ -363,19 +365,19 @@ def _read(
     if place.is_dir():
         if not attribute:
             raise InvalidArgument(
-                "is a folder: say which module of it holds the functions",
+                "is a folder; name the module that holds the functions",
                 field="entrypoint",
                 value="",
-                remedy="Give `module` or `package.module:function`, as seen from the folder.",
+                remedy="Give `module` or `package.module:function`, relative to the folder.",
             )
         return attribute, str(place.resolve()), tuple(_files(place))
     if place.is_file():
         raise InvalidArgument(
-            "is a file, but no Python source", field="source", value=source, remedy=_REMEDY
+            "is a file, but not Python source", field="source", value=source, remedy=_REMEDY
         )
     if place.suffix == ".py" or not _MODULE.fullmatch(path):
         raise InvalidArgument(
-            "there is no such file, folder or module", field="source", value=source, remedy=_REMEDY
+            "is not a file, folder or module", field="source", value=source, remedy=_REMEDY
         )
     return _joined(path, attribute), str(Path.cwd()), ()
 
@@ -385,7 +387,7 @@ def _joined(module: str, attribute: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[reward_pb.SourceFile]:
-    """The text files of a folder, without hidden files and byte code. Raises `InvalidArgument`."""
+    """Return a folder's text files, except hidden files and byte code. Raises `InvalidArgument`."""
     try:
         yield from _readable_files(folder)
     except OSError as error:
@@ -406,7 +408,7 @@ def _readable_files(folder: Path) -> Iterator[reward_pb.SourceFile]:
                 f"holds more than {MAX_FILES:,} files or {MAX_BYTES // 2**20} MiB",
                 field="source",
                 value=folder,
-                remedy="Deploy the folder of the code alone; install what is large as a package.",
+                remedy="Deploy a folder with the code only; install large parts as a package.",
             )
         content = path.read_bytes()
         try:

@@ -1,4 +1,4 @@
-"""`AsyncJobHandle`: the calls about one job, and how its event stream and its exports are read."""
+"""`AsyncJobHandle`: the calls about one job, its event stream and its exports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ T = TypeVar("T")
 Spec = str | Path | JobSpec
 Messages = str | Sequence[Mapping[str, str]]
 
-# An orchestrator restarts within seconds; one unreachable for longer is taken to be gone.
+# An orchestrator restarts within seconds; if it is unreachable for longer, it counts as gone.
 AWAY_SECONDS = 120.0
 # The longest silence between two chunks of an exported checkpoint.
 CHUNK_SECONDS = 60.0
@@ -69,10 +69,10 @@ _ROWS = 1_000
 
 
 class AsyncJobHandle:
-    """One job of a cluster. Making a handle makes no call; every method does.
+    """One job of a cluster. Making a handle makes no call; every method makes one.
 
     All methods raise `troupe.rpc.TroupeError`: `NotFound` for an unknown job,
-    `FailedPrecondition` for a move that the job's state does not allow.
+    `FailedPrecondition` for a transition that the job's state does not allow.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class AsyncJobHandle:
         settings: ClientSettings,
         reward: RewardAsyncStub,
     ) -> None:
-        """Made by `AsyncClient.job` and `AsyncClient.submit`."""
+        """Called by `AsyncClient.job` and `AsyncClient.submit`."""
         self._reward = reward
         self.id = job_id
         self._stub = stub
@@ -92,17 +92,17 @@ class AsyncJobHandle:
         return f"{type(self).__name__}({self.id!r})"
 
     async def info(self) -> Job:
-        """The job as it is now."""
+        """Return the job's current record."""
         reply = await self._stub.GetJob(orchestrator_pb.GetJobRequest(job_id=self.id))
         return Job.of(reply.job)
 
     async def watch(self, after: str = "") -> AsyncIterator[Event]:
-        """Every event from the beginning (or after event id `after`) until the job has ended."""
+        """Yield every event from the beginning (or after event id `after`) until the job ends."""
         async for event in watch(self._stub, self.id, after=after, retry=self._settings.retry):
             yield event
 
     async def wait(self, timeout: float | None = None) -> Job:
-        """Wait until the job has ended, well or not; a paused job has not.
+        """Wait until the job has ended, successfully or not; a paused job has not ended.
 
         Raises `DeadlineExceeded` after `timeout` seconds; the job goes on.
         """
@@ -119,7 +119,7 @@ class AsyncJobHandle:
             ) from error
 
     async def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end and return what came of it.
+        """Wait until the job has ended and return its result.
 
         Raises `JobFailed` or `JobCancelled`, and `DeadlineExceeded` after `timeout` seconds.
         """
@@ -131,15 +131,15 @@ class AsyncJobHandle:
         return Result(job, tuple(await self.checkpoints()))
 
     async def pause(self) -> Job:
-        """Admit no new query; what is in flight finishes. Returns at once."""
+        """Pause the job: admit no new queries and let those in flight finish. Returns at once."""
         request = orchestrator_pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
         return Job.of((await self._stub.PauseJob(request)).job)
 
     async def resume(self, spec: Spec | None = None) -> Job:
         """Continue a paused, failed or cancelled job from its last committed step.
 
-        `spec`: under this specification, which must describe the same job (more steps, other
-        limits, ...); otherwise `FailedPrecondition` names what differs.
+        `spec` replaces the specification. It must describe the same job (with more steps, other
+        limits, ...); otherwise `FailedPrecondition` names the differences.
         """
         job = None if spec is None else await with_code(self._reward, read_spec(spec))
         request = orchestrator_pb.ResumeJobRequest(
@@ -150,29 +150,29 @@ class AsyncJobHandle:
         return Job.of((await self._stub.ResumeJob(request)).job)
 
     async def cancel(self, reason: str = "") -> Job:
-        """End the job without waiting for what is in flight. Returns at once."""
+        """Cancel the job without waiting for work in flight. Returns at once."""
         request = orchestrator_pb.CancelJobRequest(
             request_id=new_id("cancel"), job_id=self.id, reason=reason
         )
         return Job.of((await self._stub.CancelJob(request)).job)
 
     async def forget(self) -> Job:
-        """Delete what the cluster's memory holds of the job, which has ended: its record, log,
-        metrics, trajectories, rows and weights. What is in its directory stays, as checkpoints do.
-        Returns what the job was."""
+        """Delete an ended job from the cluster's memory: its record, log, metrics, trajectories,
+        rows and weights. Files in its directory, such as checkpoints, stay. Returns the job's last
+        record."""
         request = orchestrator_pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
         return Job.of((await self._stub.ForgetJob(request)).job)
 
     async def versions(self, policy: str) -> list[Version]:
-        """Published weight versions of a policy, given by its name or that of an agent which it
-        plays; so in all calls that name a policy."""
+        """Return the published weight versions of a policy. As in every call that takes a policy,
+        `policy` may also be the name of an agent that the policy plays."""
         reply = await self._stub.ListVersions(
             orchestrator_pb.ListVersionsRequest(job_id=self.id, policy=policy)
         )
         return [Version.of(version) for version in reply.versions]
 
     async def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints on the trainer's disk."""
+        """Return the checkpoints on the trainer's disk."""
         reply = await self._stub.ListCheckpoints(
             orchestrator_pb.ListCheckpointsRequest(job_id=self.id)
         )
@@ -189,7 +189,7 @@ class AsyncJobHandle:
         """Copy a checkpoint (default: the newest) of `policy` into the new directory `to`.
 
         The directory appears only when every file has arrived with the right checksum. `progress`
-        is told the bytes that have arrived, as they do.
+        is called with the number of bytes that have arrived so far.
         """
         request = orchestrator_pb.ExportCheckpointRequest(
             job_id=self.id, policy=policy, version=version
@@ -197,7 +197,7 @@ class AsyncJobHandle:
         return await receive(self._stub.ExportCheckpoint(request), to, progress)
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
-        """Metrics per step; `names` empty: all of them."""
+        """Return the metrics of each step; with empty `names`, all metrics."""
         request = orchestrator_pb.ListMetricsRequest(
             job_id=self.id, names=names, after_step=after_step
         )
@@ -211,7 +211,7 @@ class AsyncJobHandle:
         return [row for page in reversed(pages) for row in page]
 
     async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
-        """The newest `limit` trajectories (None: all that are kept), without their
+        """Return the newest `limit` trajectories (None: all that are kept), without their
         conversations."""
 
         async def fetch(size: int, token: str) -> tuple[list[Trajectory], str]:
@@ -225,7 +225,7 @@ class AsyncJobHandle:
         return await paged(fetch, limit)
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
-        """One trajectory with the conversation between the agents."""
+        """Return one trajectory with the conversation between the agents."""
         reply = await self._stub.GetTrajectory(
             orchestrator_pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
         )
@@ -233,14 +233,14 @@ class AsyncJobHandle:
         return Trajectory.of(reply.summary, conversation=turns)
 
     async def before_and_after(self, limit: int = 4) -> list[tuple[Trajectory, Trajectory]]:
-        """Trajectories of the first evaluation and of the newest one, each pair of one held-out
-        query, with their conversations: of the first queries of each evaluation, at most `limit`.
-        """
+        """Return pairs of trajectories on the same held-out query, one from the first evaluation
+        and one from the newest, with their conversations; for at most the first `limit` queries of
+        each evaluation."""
         listed = [one for one in await self.trajectories(None) if one.evaluation]
         first = {one.query_id: one for one in reversed(listed) if one.step == 0}
         pairs = []
         for query_id, before in sorted(first.items(), key=lambda item: _by_number(item[0])):
-            # Listed newest first; seeds are those of equal numbers.
+            # The list begins with the newest; equal numbers have equal seeds.
             number = before.id.rpartition("-")[2]
             later = (
                 one.id
@@ -255,24 +255,24 @@ class AsyncJobHandle:
         ]
 
     async def profile(self) -> JobProfile:
-        """What the job's trajectories, engines and trainers were measured to do; for planners.
-
-        Raises `FailedPrecondition` before the end of its first step."""
-        from troupe.twin.profile import JobProfile  # with numpy: not at the start of a command
+        """Return the measured behaviour of the job's trajectories, engines and trainers, for
+        planners. Raises `FailedPrecondition` before the end of the job's first step."""
+        from troupe.twin.profile import JobProfile  # imports numpy, which delays a command's start
 
         reply = await self._stub.GetJobProfile(orchestrator_pb.GetJobProfileRequest(job_id=self.id))
         return JobProfile.of_json(reply.profile_json)
 
     async def population(self) -> Population:
-        """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
+        """Return the pools, payoffs, meta-strategies and ratings of a job that has a `population`
+        section."""
         reply = await self._stub.GetPopulation(orchestrator_pb.GetPopulationRequest(job_id=self.id))
         return Population.of(reply.population)
 
     async def matches(self, member: str = "", limit: int = _PAGE) -> list[Match]:
-        """The newest `limit` matches between members, or those in which `member` played.
+        """Return the newest `limit` matches between members, or only the matches of `member`.
 
-        A match is a trajectory: `trajectory(match.trajectory_id)` has its conversation, for as
-        long as that is kept.
+        A match is a trajectory: `trajectory(match.trajectory_id)` returns its conversation as long
+        as the cluster keeps it.
         """
 
         async def fetch(size: int, token: str) -> tuple[list[Match], str]:
@@ -286,25 +286,25 @@ class AsyncJobHandle:
         return await paged(fetch, limit)
 
     async def export_member(self, member: str, to: str | Path) -> Path:
-        """Copy the weights of one member of a pool into the new directory `to`, as `export` does.
+        """Copy the weights of a pool's member into the new directory `to`, as `export` does.
 
-        Raises `NotFound` for an unknown member, or one whose weights are not kept.
+        Raises `NotFound` if the member is unknown or its weights are no longer kept.
         """
         request = orchestrator_pb.ExportMemberRequest(job_id=self.id, member_id=member)
         return await receive(self._stub.ExportMember(request), to)
 
     async def tables(self) -> Tables:
-        """Counts of the job's samples in the experience store, by policy and state."""
+        """Return the counts of the job's samples in the experience store, by policy and state."""
         request = store_pb.DescribeTablesRequest(job_id=self.id)
         return Tables.of(await self._stub.DescribeTables(request))
 
     async def samples(
         self, policy: str, *, step: int | None = None, state: str | None = None
     ) -> AsyncIterator[Sample]:
-        """The samples of a policy in order of step, query, group and id.
+        """Yield the samples of a policy, ordered by step, query, group and id.
 
-        `step`: only this one; else all that the store still knows. `state`: "pending", "ready",
-        "claimed", "trained" or "dropped"; else any.
+        `step` selects one step; by default all steps that the store still has. `state` selects
+        "pending", "ready", "claimed", "trained" or "dropped"; by default any.
         """
         wanted = None if state is None else sample_state(state)
         policy = policy_of((await self.info()).spec, policy)
@@ -320,8 +320,8 @@ class AsyncJobHandle:
                 return
 
     async def audit(self, timeout: float = 300.0) -> Audit:
-        """Check from the store's log that every sample was trained once or dropped with a reason,
-        and that the published versions agree with it."""
+        """Check, from the store's log, that every sample was trained once or dropped with a reason,
+        and that the published versions agree with the log."""
         request = orchestrator_pb.AuditJobRequest(job_id=self.id)
         return Audit.of(await self._stub.AuditJob(request, timeout=timeout))
 
@@ -339,21 +339,21 @@ class AsyncJobHandle:
         seed: int | None = None,
         timeout: float = 300.0,
     ) -> Generation:
-        """Generate with a policy at its newest version.
+        """Generate with the newest version of a policy.
 
-        Exactly one prompt: `messages` is a text (one user message) or a conversation of
+        Give exactly one prompt: `messages` is a text (one user message) or a conversation of
         `{"role", "content"}`; `input_ids` are token ids, used without a chat template. Sampling
-        parameters that are not given are those of the job.
+        parameters default to the job's.
         """
         if (messages is None) == (input_ids is None):
-            raise InvalidArgument("give exactly one of messages and input_ids.", field="messages")
+            raise InvalidArgument("give exactly one of messages and input_ids", field="messages")
         request = orchestrator_pb.GeneratePolicyRequest(
             request_id=new_id("generate"),
             job_id=self.id,
             policy=policy,
             messages=[] if messages is None else chat_messages(messages),
             input_ids=input_ids or [],
-            # What is None stays unset: absent and zero differ.
+            # None leaves a field unset: absent and zero differ.
             sampling=common_pb.SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
@@ -368,17 +368,17 @@ class AsyncJobHandle:
 
 
 def _by_number(query_id: str) -> tuple[int, str]:
-    """Sorts the held-out queries of all evaluations by their numbers: `h7`, `gsm8k-h7`."""
+    """Return a key that sorts the held-out queries of all evaluations by number: `h7`,
+    `gsm8k-h7`."""
     evaluation, _, number = query_id.rpartition("h")
     return int(number), evaluation
 
 
 def read_spec(spec: Spec) -> JobSpec:
-    """The specification, validated here so that a mistake costs no round trip.
+    """Return the specification, validated here so that a mistake costs no round trip.
 
-    A string with a line break or a brace is YAML or JSON text, so is an empty one; any other
-    string is a path.
-    Raises `troupe.job.JobSpecError`.
+    An empty string, or a string with a line break or a brace, is YAML or JSON text; any other
+    string is a path. Raises `troupe.job.JobSpecError`.
     """
     if isinstance(spec, JobSpec):
         return spec
@@ -390,9 +390,9 @@ def read_spec(spec: Spec) -> JobSpec:
 async def paged(
     fetch: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None
 ) -> list[T]:
-    """The first `limit` items (None: all) of a list in pages.
+    """Yield the first `limit` items (None: all) of a paginated list.
 
-    `fetch(size, token)` returns a page and the token of the next one ("" after the last).
+    `fetch(size, token)` returns a page and the token of the next page ("" after the last).
     """
     found: list[T] = []
     token = ""
@@ -405,11 +405,11 @@ async def paged(
 
 
 def sample_state(name: str) -> common_pb.SampleState.ValueType:
-    """The enum value of a sample state's name. Raises `InvalidArgument`."""
+    """Return the enum value of a sample state's name. Raises `InvalidArgument`."""
     states = numbers_by_word(common_pb.SampleState.DESCRIPTOR)
     if name not in states:
         raise InvalidArgument(
-            "is not a state of samples",
+            "is not a state of a sample",
             field="state",
             value=name,
             remedy=f"Use one of: {', '.join(states)}.",
@@ -418,20 +418,20 @@ def sample_state(name: str) -> common_pb.SampleState.ValueType:
 
 
 def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
-    """Chat messages for the wire; a text is one user message. Raises `InvalidArgument`."""
+    """Convert chat messages for the wire; a text is one user message. Raises `InvalidArgument`."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     chat = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise InvalidArgument(
-                "a message is a mapping of exactly `role` and `content`.",
+                "a message must be a mapping with exactly `role` and `content`",
                 field=f"messages.{index}",
                 value=message,
             )
         chat.append(common_pb.ChatMessage(role=message["role"], content=message["content"]))
     if not chat:
-        raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
+        raise InvalidArgument("a conversation needs a message", field="messages", value=[])
     return chat
 
 
@@ -443,9 +443,9 @@ async def watch(
     retry: RetryPolicy | None = None,
     away_seconds: float = AWAY_SECONDS,
 ) -> AsyncIterator[Event]:
-    """Events of the job from the one after id `after` until the job has ended.
+    """Yield the job's events after id `after` until the job has ended.
 
-    A broken stream is resumed after its last event, so that no event is lost or repeated (except
+    A broken stream is resumed after its last event, so no event is lost or repeated (except
     `Activity`, which is not logged). Raises the server's error, or `Unavailable` when the server
     is unreachable for more than `away_seconds`.
     """
@@ -455,7 +455,7 @@ async def watch(
     while True:
         broken, reached = TroupeError("the stream ended"), False
         try:
-            # A stream may be silent for hours: only this tells that the server is there again.
+            # A stream may be silent for hours; only this shows that the server is back.
             await stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id), timeout=away_seconds)
             reached = True
             async for message in stub.WatchJob(
@@ -485,9 +485,9 @@ async def receive(
 ) -> Path:
     """Write the streamed files into the directory `to` and return it.
 
-    `to` must not exist or be empty. The files appear there only when all have arrived and their
-    checksums are right. Raises `FailedPrecondition`, `ResourceExhausted`, `DataLoss`,
-    `DeadlineExceeded`, or what the stream raises.
+    `to` must be absent or empty. The files appear there only when all have arrived with the right
+    checksums. Raises `FailedPrecondition`, `ResourceExhausted`, `DataLoss`, `DeadlineExceeded`, or
+    an error of the stream.
     """
     place = LocalPlace(Path(to))
     with place.new_folder() as draft:
@@ -530,7 +530,7 @@ async def _receive_into(
 
 
 async def _bounded(stream: AsyncIterable[T], seconds: float) -> AsyncIterator[T]:
-    """The items of `stream`, with a deadline in seconds for each of them."""
+    """Yield the items of `stream`, with a deadline of `seconds` for each."""
     items = aiter(stream)
     while True:
         try:
@@ -543,7 +543,7 @@ async def _bounded(stream: AsyncIterable[T], seconds: float) -> AsyncIterator[T]
 
 
 def _relative_path(name: str) -> Path:
-    """`name` as a path below the target. Raises `DataLoss` for one that leads out of it."""
+    """Return `name` as a path below the target. Raises `DataLoss` if it leads out of the target."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts:
         raise DataLoss("the server sent a file name that leads out of the target", value=name)
@@ -555,5 +555,5 @@ def _damaged(name: str, what: str) -> DataLoss:
         f"{what}.",
         field="file",
         value=name,
-        remedy="Export again; if it repeats, the checkpoint itself is damaged.",
+        remedy="Export again; if the error repeats, the checkpoint itself is damaged.",
     )

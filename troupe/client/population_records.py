@@ -15,16 +15,16 @@ class Member(Record, id_from="member_id"):
 
     # `{learner}@{version}`, unique in the job.
     id: str
-    # The policy of which it is a version.
+    # The policy that it is a version of.
     learner: str
-    # In a league: "main", "main_exploiter" or "league_exploiter".
+    # Its role in a league: "main", "main_exploiter" or "league_exploiter".
     kind: str
     version: int
     # Optimizer steps done when it was frozen.
     step: int
     iteration: int
     checksum: str
-    # The member from which its learner was trained on; empty for the first.
+    # The member from which its learner continued training; empty for the first.
     parent: str
     # "candidate" (being evaluated), "settled" (permanent) or "retired" (replaced by a newer one).
     state: str
@@ -46,7 +46,7 @@ class Pool(Record):
 
 @dataclass(frozen=True)
 class PayoffCell(Record):
-    """Payoffs of one joint choice of members, one of each agent's pool."""
+    """Payoffs of one joint choice of members, one from each agent's pool."""
 
     # The index of each agent's member in its pool; ascending in a symmetric game.
     members: tuple[int, ...]
@@ -67,25 +67,25 @@ class MetaStrategy(Record):
 
     iteration: int
     step: int
-    # Per pool the probability of each member id; probabilities of 0 are left out.
+    # The probability of each member id, per pool; zero probabilities are left out.
     mixtures: dict[str, dict[str, float]]
-    # Each agent's expected payoff when all draw from these mixtures.
+    # Each agent's expected payoff when all agents draw from these mixtures.
     values: tuple[float, ...]
-    # Per pool, by how much its newest member beats the previous mixtures; empty at first.
+    # How much each pool's newest member gains against the previous mixtures; empty at first.
     gains: tuple[float, ...]
-    # The agents' summed gain from best responses in the whole game; None where it is not known.
+    # The agents' summed gain from best responses in the whole game; None if unknown.
     nash_conv: float | None
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         mixtures = {one.pool: dict(one.probabilities) for one in message.mixtures}
         return super().of(message, mixtures=mixtures, **given)
 
 
 @dataclass(frozen=True)
 class MemberRating(Record):
-    """Skill rating of a member by its matches (Plackett-Luce)."""
+    """A member's skill rating, estimated from its matches (Plackett-Luce)."""
 
     member_id: str
     mean: float
@@ -117,10 +117,10 @@ class Population(Record):
     """The pools of a job with their payoffs, meta-strategies and ratings."""
 
     algorithm: str
-    # All agents draw from one pool; cells that differ only in the order of members are one cell.
+    # Whether all agents draw from one pool, so that the order of a cell's members does not matter.
     symmetric: bool
     iteration: int
-    # In the order of members and payoffs in cells.
+    # The order of members and payoffs in cells.
     agents: tuple[str, ...]
     pools: tuple[Pool, ...]
     cells: tuple[PayoffCell, ...]
@@ -135,7 +135,7 @@ class Population(Record):
     activity: str
 
     def pool_of(self, agent: str) -> Pool:
-        """The pool from which an agent draws. Raises KeyError."""
+        """Return the pool that an agent draws from. Raises KeyError."""
         for pool in self.pools:
             if agent in pool.agents:
                 return pool
@@ -154,7 +154,7 @@ class Match(Record):
     # Payoff by agent; empty unless the match was completed.
     payoffs: dict[str, float]
     state: str
-    # Why it was not completed; else empty.
+    # Why it was not completed; empty if it was.
     reason: str
     seconds: float
     at: datetime

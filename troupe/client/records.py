@@ -23,7 +23,7 @@ from troupe.v1 import reward_pb2 as reward_pb
 
 
 class JobState(StrEnum):
-    """The life of a job; allowed moves are in `troupe.states.JOB`."""
+    """The states of a job; `troupe.states.JOB` has the allowed transitions."""
 
     UNSPECIFIED = "unspecified"
     SUBMITTED = "submitted"
@@ -38,7 +38,7 @@ class JobState(StrEnum):
 
     @property
     def number(self) -> int:
-        """The wire's number."""
+        """The state's number in the protocol."""
         return int(common_pb.JobState.Value(f"JOB_STATE_{self.upper()}"))
 
     @property
@@ -48,17 +48,17 @@ class JobState(StrEnum):
 
     @property
     def resumable(self) -> bool:
-        """Whether the orchestrator would accept a resume."""
+        """Whether the job can be resumed."""
         return states.allowed(states.JOB, self.number, common_pb.JOB_STATE_SUBMITTED)
 
 
 @dataclass(frozen=True)
 class ResolvedSetting(Record):
-    """A setting that the job may leave open, as a worker resolved it."""
+    """A setting that the job may leave open, with the value that a worker chose."""
 
     field: str
     value: str
-    # "given", "checkpoint", or the class of the device.
+    # Where the value comes from: "given", "checkpoint", or the class of the device.
     source: str
 
 
@@ -93,10 +93,10 @@ class Job(Record, id_from="job_id"):
     ended_at: datetime | None
     # Why it failed, or what it waits for.
     problem: TroupeError | None
-    # By field; of one field several where workers differ.
+    # Ordered by field; a field has several entries where workers differ.
     resolved: tuple[ResolvedSetting, ...] = ()
     split_hint: str = ""
-    """Which change of its engines or trainers would shorten its steps; empty: none."""
+    """The change of engines or trainers that would shorten the job's steps; empty if none would."""
     before_intervals: dict[str, Interval] = field(default_factory=dict)
     """Intervals of the scores in `before`, by score."""
     after_intervals: dict[str, Interval] = field(default_factory=dict)
@@ -105,8 +105,8 @@ class Job(Record, id_from="job_id"):
 
     @property
     def signal_steps(self) -> dict[str, int]:
-        """How many of the steps so far had a signal, by trained policy: the policy was updated, and
-        not all advantages were zero."""
+        """The number of steps with a signal, by trained policy. In a step with a signal, the policy
+        was updated and not all advantages were zero."""
         found = {policy: self.metrics.get(f"{policy}/{SIGNAL_STEPS}") for policy in self.versions}
         return {policy: int(count) for policy, count in found.items() if count is not None}
 
@@ -126,12 +126,12 @@ class Version(Record, part="weights"):
     num_bytes: int
     step: int
     published_at: datetime
-    # "applied", "skipped", "empty"; "restarted" for the first weights again; "" for version 0.
+    # "applied", "skipped", "empty", "restarted" (at the first weights), or "" (version 0).
     outcome: str
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         if message.restarted:
             given["outcome"] = "restarted"
         return super().of(message, **given)
@@ -139,7 +139,7 @@ class Version(Record, part="weights"):
 
 @dataclass(frozen=True)
 class Checkpoint(Record):
-    """A checkpoint of a policy, on the disk of its trainer's machine, that `transformers` loads."""
+    """A checkpoint of a policy on its trainer's disk, in the format that `transformers` loads."""
 
     policy: str
     version: int
@@ -163,7 +163,7 @@ class Turn(Record):
     agent: str
     policy: str
     turn: int
-    # (role, content) of each message of the prompt.
+    # The prompt's messages as (role, content).
     messages: tuple[tuple[str, str], ...]
     response: str
     prompt_tokens: int
@@ -173,7 +173,7 @@ class Turn(Record):
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         messages = tuple((one.role, one.content) for one in message.messages)
         return super().of(message, messages=messages, **given)
 
@@ -208,7 +208,7 @@ class Generation(Record):
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         version = max((span.version for span in message.versions), default=None)
         return super().of(message, version=version, **given)
 
@@ -242,8 +242,8 @@ class Result:
 
     @property
     def problem(self) -> TroupeError | None:
-        """Why a job whose steps are all done trained nothing: no policy was updated, or
-        trajectories had no turns. None for a plain success."""
+        """Why a job that did all its steps trained nothing: no policy was updated, or trajectories
+        had no turns. None for a plain success."""
         return self.job.problem
 
     @property
@@ -255,7 +255,7 @@ class Result:
 class JobFailed(FailedPrecondition):
     """The job ended without a result; `job` is its last record.
 
-    Field, value and remedy are those of the problem that ended it.
+    Field, value and remedy come from the problem that ended the job.
     """
 
     default_kind = "job_failed"
@@ -282,7 +282,7 @@ class JobCancelled(FailedPrecondition):
         reason = f": {job.problem.message}" if job.problem else ""
         super().__init__(
             f"job {job.id} was cancelled{reason}",
-            remedy=f"`troupe jobs resume {job.id}` goes on from its last committed step.",
+            remedy=f"`troupe jobs resume {job.id}` continues from its last committed step.",
         )
         self.job = job
 
@@ -298,11 +298,11 @@ class Worker(Record, id_from="worker_id", part="trainer"):
     seconds_since_heartbeat: float
     doing: str
     rss_bytes: int
-    # Of trainers: how many policies it may hold at once (0: any number), and the fraction of the
+    # Trainers only: how many policies it may hold at once (0: any number), and the fraction of the
     # last seconds in which it computed.
     slots: int | None = None
     utilization: float | None = None
-    # Name of the node that it belongs to; empty: none started it.
+    # The node that started it; empty if none did.
     node: str = ""
 
 
@@ -323,7 +323,7 @@ class Engine(Record, id_from="engine_id"):
     message: str
     restarts: int
     device_class: str = ""
-    # The last weight update: how weights came in, seconds without service, and in all.
+    # The last weight update: its transport, the seconds without service, and its total seconds.
     update_way: str = ""
     update_exposed_seconds: float = 0.0
     update_seconds: float = 0.0
@@ -331,7 +331,7 @@ class Engine(Record, id_from="engine_id"):
 
 @dataclass(frozen=True)
 class Binding(Record):
-    """A policy that holds training devices, or waits for some (`suspended`)."""
+    """A policy that holds training devices, or waits for them (`suspended`)."""
 
     job_id: str
     policy: str
@@ -339,15 +339,15 @@ class Binding(Record):
     version: int
     step: int
     samples: int
-    # Suspended on another worker; its training state is already on this one.
+    # Suspended on another worker, with its training state already on this one.
     prefetched: bool = False
-    # How often it was swapped in or out here, and for how many seconds that kept the device idle.
+    # How often it was swapped in or out here, and how many seconds the device idled meanwhile.
     swaps: int = 0
     swap_seconds: float = 0.0
-    # Of the checkpoint that is being written, or of the last one: bytes that are, and all of them.
+    # The current or last checkpoint: bytes written, and bytes in total.
     checkpoint_written_bytes: int = 0
     checkpoint_bytes: int = 0
-    # While the ranks of a gang load the model: bytes of it that they have, and all of them.
+    # While the ranks of a gang load the model: bytes loaded, and bytes in total.
     loaded_bytes: int = 0
     load_bytes: int = 0
 
@@ -369,12 +369,12 @@ class NodeDevice(Record):
     index: int
     device_class: str
     memory_bytes: int
-    # As its driver reports; None for a declared device.
+    # As reported by its driver; None for a declared device.
     used_bytes: int | None
     utilization: float | None
-    # The process that it was given to; empty: none.
+    # The process that has it; empty if none has.
     process: str
-    # What computes on it: "JOB/POLICY" of a trainer, or an engine's id.
+    # What computes on it: a trainer's "JOB/POLICY" or an engine's id.
     holders: tuple[str, ...]
 
 
@@ -397,9 +397,9 @@ class Cluster(Record):
     engines: tuple[Engine, ...]
     bindings: tuple[Binding, ...]
     services: tuple[Service, ...]
-    # Trajectories that were admitted and have not ended, per job.
+    # Trajectories in flight, per job.
     in_flight: dict[str, int]
-    # Number of trainer workers with which no policy would wait for another; 0: none is needed.
+    # The number of trainer workers at which no policy would wait for another.
     wanted_trainers: int = 0
     nodes: tuple[Node, ...] = ()
 
@@ -422,7 +422,7 @@ class InvocationFailed(TroupeError):
 
 
 def result_of(reply: reward_pb.InvokeResponse) -> tuple[Any, reward_pb.InvocationError | None]:
-    """The value of a function call, or why it has none; a reply that is not JSON is an error."""
+    """Return a call's value, or why it has none; a value that is not JSON is an error."""
     if reply.WhichOneof("outcome") == "error":
         return None, reply.error
     try:
@@ -430,8 +430,8 @@ def result_of(reply: reward_pb.InvokeResponse) -> tuple[Any, reward_pb.Invocatio
     except NotJsonError as error:
         return None, reward_pb.InvocationError(
             kind=reward_pb.InvocationError.KIND_BAD_RESULT,
-            message=f"its answer is not JSON: {error}. Return finite numbers, strings, booleans, "
-            "None, lists and dicts of them",
+            message=f"its result is not JSON: {error}. Return finite numbers, strings, booleans, "
+            "None, and lists and dicts of these",
         )
 
 
@@ -444,17 +444,17 @@ class Invocation(Record):
     error: InvocationFailed | None
     queue_seconds: float
     run_seconds: float
-    # Time to start a worker and import the code; 0 where a warm worker took the call.
+    # Time to start a worker and import the code; 0 if a warm worker took the call.
     cold_start_seconds: float
     cores: int
-    # How many times the call was started.
+    # The number of attempts.
     attempts: int
-    # The host that it ran on; empty: that of the reward service.
+    # The host that it ran on; empty if it ran on the reward service's host.
     host: str = ""
 
     @classmethod
     def of_call(cls, name: str, invocation_id: str, reply: reward_pb.InvokeResponse) -> Self:
-        """How the call `invocation_id` of the function `name` ended."""
+        """Make the outcome of the call `invocation_id` of the function `name`."""
         value, error = result_of(reply)
         failure = None if error is None else InvocationFailed(name, error)
         return cls.of(reply, id=invocation_id, value=value, error=failure)
@@ -465,11 +465,11 @@ class InvocationProgress:
     """Progress of a function call that has not ended: "queued", "started" or "output"."""
 
     state: str
-    # How many calls of the function are queued before it.
+    # The number of calls of the function that are queued before it.
     ahead: int = 0
     attempt: int = 0
     cores: int = 0
-    # The text that it printed since the last progress.
+    # The text printed since the last progress.
     output: str = ""
 
 
@@ -486,7 +486,7 @@ class LogLine(Record):
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         return super().of(message, at=datetime.fromtimestamp(message.seconds, UTC), **given)
 
 
@@ -496,10 +496,10 @@ class Function(Record, part="function"):
 
     name: str
     version: str
-    # "reward", "tool", or empty where not declared.
+    # "reward", "tool", or empty if not declared.
     kind: str
     entrypoint: str
-    # Digest of its uploaded source; empty: its code is installed where the service runs.
+    # Digest of its uploaded source; empty if its code is installed where the service runs.
     source_sha256: str
     description: str
     # JSON schema of its arguments.
@@ -521,12 +521,12 @@ class Function(Record, part="function"):
 
     @property
     def job_id(self) -> str:
-        """Id of the job that it belongs to; empty for a deployed function."""
+        """The id of the job that it belongs to; empty for a deployed function."""
         return self.name.partition("/")[0] if "/" in self.name else ""
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         spec = message.function
         return super().of(message, parameters=schema_of(spec), costs=costs_of(spec), **given)
 
@@ -535,8 +535,8 @@ class Function(Record, part="function"):
 class Sample(Record, id_from="sample_id"):
     """One trainable row (a turn) of one policy.
 
-    When the sample's step is committed, its payload is freed: token ids and log-probs are None
-    then, and `columns` is empty.
+    When the sample's step is committed, its payload is freed: from then on, token ids and log-probs
+    are None and `columns` is empty.
     """
 
     id: str
@@ -560,7 +560,7 @@ class Sample(Record, id_from="sample_id"):
 
     @classmethod
     def of(cls, message: store_pb.Sample, **given: Any) -> Self:
-        """From the wire. Raises `ChecksumError` for a damaged tensor."""
+        """Make a sample from the wire. Raises `ChecksumError` for a damaged tensor."""
         there = message.HasField("response_ids")
         for name in ("prompt_ids", "response_ids", "logprobs"):
             given[name] = tensors.from_proto(getattr(message, name)).tolist() if there else None
@@ -593,7 +593,7 @@ class TableSummary(Record):
 
     @property
     def lag(self) -> int:
-        """How many open steps this policy has not committed."""
+        """The number of open steps that this policy has not committed."""
         return max(0, self.newest_step - self.committed_step)
 
 
@@ -603,7 +603,7 @@ class Tables(Record):
 
     tables: tuple[TableSummary, ...]
     payload_bytes: int
-    # Payload bytes above which rollout is slowed down; 0: no limit is set.
+    # Payload bytes above which rollout is slowed down; 0: no limit.
     high_water_bytes: int
     over_high_water: bool
     redis_bytes: int
@@ -633,7 +633,7 @@ class Audit(Record, part="tables"):
     """An audit of a job: whether every sample was trained once or dropped with a reason."""
 
     policies: tuple[PolicyAudit, ...]
-    # Each contradiction in words; empty when there is none.
+    # A description of each contradiction.
     violations: tuple[str, ...]
     steps: int
     trajectories_admitted: int
@@ -649,12 +649,12 @@ class Audit(Record, part="tables"):
 
     @property
     def lost(self) -> int:
-        """Samples that are neither trained nor dropped nor live."""
+        """The number of samples that are neither trained nor dropped nor live."""
         return sum(one.lost for one in self.policies)
 
     @property
     def duplicated(self) -> int:
-        """Uses of samples beyond what the job allows."""
+        """The number of uses of samples beyond the job's limit."""
         return sum(one.duplicated for one in self.policies)
 
 
@@ -671,7 +671,7 @@ def _column(column: store_pb.Column) -> Any:
 
 @dataclass(frozen=True)
 class StateChanged(Record):
-    """The job moved to `state`; `problem`: why it failed, or what it waits for."""
+    """The job moved to `state`; `problem` is why it failed, or what it waits for."""
 
     at: datetime
     state: JobState
@@ -697,14 +697,14 @@ class Notice(Record):
 
     @classmethod
     def of(cls, message: Any, **given: Any) -> Self:
-        """From the wire."""
+        """Make a record from the wire."""
         severity = word(orchestrator_pb.Notice.Severity.DESCRIPTOR, message.severity) or "info"
         return super().of(message, severity=severity, **given)
 
 
 @dataclass(frozen=True)
 class Activity(Record):
-    """Progress inside a step, `done` of `total`. Not logged: only live watchers get it."""
+    """Progress inside a step, `done` of `total`. It is not logged: only live watchers get it."""
 
     at: datetime
     text: str
@@ -718,7 +718,7 @@ Event = StateChanged | MetricsLogged | Notice | Activity
 
 
 def event_of(message: orchestrator_pb.JobEvent) -> Event | None:
-    """The record of an event; None for a kind that this version does not know (a newer server)."""
+    """Return the record of an event; None for a kind that only a newer server knows."""
     at = when(message.at)
     match message.WhichOneof("event"):
         case "state":

@@ -1,7 +1,7 @@
 """The blocking client: the asyncio client, run by an event loop on a thread of its own.
 
-`_call` and `_stream` make blocking methods of the asyncio ones and keep their types; nothing else
-is implemented here.
+`_call` and `_stream` turn asyncio methods into blocking ones and keep their types; nothing else is
+implemented here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoopThread:
     """An event loop on a daemon thread that runs coroutines for blocking callers on any thread."""
 
     def __init__(self, name: str) -> None:
-        """Starts the thread; `close` ends it."""
+        """Start the thread; `close` ends it."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -41,7 +41,8 @@ class LoopThread:
         return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or its exception. KeyboardInterrupt in the caller cancels it."""
+        """Run `work` and return its result or raise its exception. A KeyboardInterrupt in the
+        caller cancels it."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("a blocking call from the client's own event loop would never end")
@@ -50,7 +51,7 @@ class LoopThread:
             raise FailedPrecondition(
                 "the client is closed",
                 kind="client_closed",
-                remedy="Call before it is closed, or open another.",
+                remedy="Open another client.",
             )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -60,7 +61,7 @@ class LoopThread:
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """The items one by one; a caller that stops early closes `items`."""
+        """Yield the items one by one; a caller that stops early closes `items`."""
         done = object()
 
         async def following() -> T | object:
@@ -77,7 +78,7 @@ class LoopThread:
                     self.run(close())
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread."""
+        """Cancel running work and end the thread."""
         if self._loop.is_closed():
             return
         self.run(self._cancel_all())
@@ -94,10 +95,10 @@ class LoopThread:
 
 
 class Blocking(Generic[A]):
-    """An asyncio object, and the loop thread on which its methods run."""
+    """An asyncio object and the loop thread that runs its methods."""
 
     def __init__(self, native: A, loop: LoopThread) -> None:
-        """Made by `Client`."""
+        """Called by `Client`."""
         self._native = native
         self._loop = loop
 
@@ -105,7 +106,7 @@ class Blocking(Generic[A]):
 def _call(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The blocking form of a coroutine method."""
+    """Return the blocking form of a coroutine method."""
 
     def blocking(self: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.run(method(self._native, *args, **kwargs))
@@ -116,7 +117,7 @@ def _call(
 def _stream(
     method: Callable[Concatenate[Any, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[Any, P], Iterator[T]]:
-    """The blocking form of an async generator method."""
+    """Return the blocking form of an async generator method."""
 
     def blocking(self: Blocking[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         return self._loop.iterate(method(self._native, *args, **kwargs))
@@ -125,7 +126,7 @@ def _stream(
 
 
 def _named_as(method: Callable[..., Any], blocking: Callable[P, T]) -> Callable[P, T]:
-    """Gives `blocking` the name, docstring and parameters of `method`, for `help` and editors."""
+    """Give `blocking` the name, docstring and parameters of `method`, for `help` and editors."""
     functools.update_wrapper(blocking, method)
     signature = inspect.signature(method)
     returned = str(signature.return_annotation).replace("Async", "")
@@ -136,7 +137,7 @@ def _named_as(method: Callable[..., Any], blocking: Callable[P, T]) -> Callable[
 
 
 class Functions(Blocking[AsyncFunctions]):
-    """Rewards and tools of a cluster; see `AsyncFunctions` for what each method does and raises."""
+    """The rewards and tools of a cluster; see `AsyncFunctions` for the methods and their errors."""
 
     deploy = _call(AsyncFunctions.deploy)
     get = _call(AsyncFunctions.get)
@@ -150,10 +151,10 @@ class Functions(Blocking[AsyncFunctions]):
 
 
 class JobHandle(Blocking[AsyncJobHandle]):
-    """One job of a cluster; see `AsyncJobHandle` for what each method does and raises."""
+    """One job of a cluster; see `AsyncJobHandle` for the methods and their errors."""
 
     def __init__(self, native: AsyncJobHandle, loop: LoopThread) -> None:
-        """Made by `Client.job` and `Client.submit`."""
+        """Called by `Client.job` and `Client.submit`."""
         super().__init__(native, loop)
         self.id = native.id
 
@@ -200,11 +201,11 @@ class Client(Blocking[AsyncClient]):
         token: str | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
-        """As `AsyncClient`. May be used from several threads."""
+        """Connect as `AsyncClient` does. A client may be used from several threads."""
         loop = LoopThread("troupe-client")
 
         async def open_client() -> AsyncClient:
-            # gRPC binds a channel to the loop in which it is made.
+            # gRPC binds a channel to the loop that makes it.
             return AsyncClient(address, token, settings)
 
         try:
@@ -215,7 +216,7 @@ class Client(Blocking[AsyncClient]):
         super().__init__(client, loop)
         self.address = client.address
         self.functions = Functions(client.functions, loop)
-        """Rewards and tools of the cluster."""
+        """The cluster's rewards and tools."""
 
     jobs = _call(AsyncClient.jobs)
     cluster = _call(AsyncClient.cluster)
@@ -225,7 +226,7 @@ class Client(Blocking[AsyncClient]):
         return JobHandle(self._loop.run(self._native.submit(spec, job_id)), self._loop)
 
     def job(self, job_id: str) -> JobHandle:
-        """A handle of an existing job. Makes no call."""
+        """Return a handle of an existing job. Makes no call."""
         return JobHandle(self._native.job(job_id), self._loop)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""`Child`: one process of the cluster, which is started, watched, restarted when it dies, stopped.
+"""`Child`: one process of the cluster, from its start through restarts to its stop.
 
 IDLE -> STARTING -> SERVING -> STOPPING -> STOPPED
            ^           |
            +-- WAITING <+   (died: back-off, or until the disk has room; then again)
-STARTING | WAITING -> FAILED (would not start, or dies again and again)
+STARTING | WAITING -> FAILED (does not start, or dies too often)
 SERVING -> STOPPING -> PARKED -> STARTING (not needed for a while)
 """
 
@@ -30,7 +30,7 @@ from troupe.processes.tether import tethered
 
 # Seconds before the first restart: short, so that callers' retries bridge the gap.
 FIRST_BACKOFF = 0.2
-# A child that dies more than `max_restarts` times within so many seconds is given up.
+# A child that dies more than `max_restarts` times within this many seconds is given up.
 RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
 GROUP_EXIT_SECONDS = 1.0
@@ -38,7 +38,7 @@ _DISK_POLL_SECONDS = 1.0
 
 
 def reading_seconds(directory: Path | None) -> float:
-    """How long a process may take to read the files in a directory, 0 where there is none."""
+    """Return how long a process may take to read a directory's files; 0 without a directory."""
     if directory is None:
         return 0.0
     total = 0
@@ -62,10 +62,10 @@ class ChildState(StrEnum):
 
 
 class Child:
-    """Starts the process of `spec` and keeps it alive. Used from one event loop."""
+    """A child process: started from `spec` and kept alive. Use it from one event loop."""
 
     def __init__(self, spec: ChildSpec, log: Path, changed: Callable[[Child, str], None]) -> None:
-        """`changed(child, event)` is called after every change; `event` is for people or empty."""
+        """Call `changed(child, event)` after each change; `event` is a text for people or empty."""
         self.spec = spec
         self.log = log
         self.state = ChildState.IDLE
@@ -91,7 +91,7 @@ class Child:
                     self._move(ChildState.FAILED)
                     raise DiskFull(self.spec.name, self.log.parent, full) from error
                 if left and isinstance(error, ChildFailed):
-                    event = f"{self.spec.name} ended before it was ready; starting it again"
+                    event = f"{self.spec.name} ended before it was ready; restarting it"
                     self._move(ChildState.WAITING, event)
                     continue
                 self._move(ChildState.FAILED)
@@ -137,15 +137,15 @@ class Child:
     async def park(self) -> None:
         """Stop the process until `start` is called again."""
         await self.stop()
-        self._move(ChildState.PARKED, f"{self.spec.name} rests: nobody wants it")
+        self._move(ChildState.PARKED, f"{self.spec.name} is parked: no policy needs it")
 
     def strike(self) -> None:
-        """SIGKILL the process and its whole group; without effect when there is none."""
+        """Kill the process and its whole group with SIGKILL; do nothing if there is no process."""
         self._sweep()
         self._kill()
 
     async def kill(self) -> None:
-        """`strike`, and wait until the process is gone."""
+        """Call `strike` and wait until the process is gone."""
         if self._process is None:
             return
         self.strike()
@@ -188,7 +188,7 @@ class Child:
             inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
         environment = inherited | dict(self.spec.environment)
         if worker := environment.get("TROUPE_WORKER_ID"):
-            # To the orchestrator a restarted worker is another one.
+            # The orchestrator regards a restarted worker as a new one.
             environment["TROUPE_WORKER_ID"] = f"{worker}-{self._launches}"
         return environment
 
@@ -198,7 +198,7 @@ class Child:
         probing = asyncio.ensure_future(self._probe())
         try:
             await asyncio.wait({ended, probing}, return_when=asyncio.FIRST_COMPLETED)
-            # First whether it ended: another program may answer on the child's port.
+            # Check first whether it ended: another program may answer on the child's port.
             if ended.done():
                 self._sweep()
                 raise ChildFailed(
@@ -216,7 +216,7 @@ class Child:
             probing.cancel()
 
     async def _probe(self) -> str | None:
-        """None once the child is ready, or why it is not when the time for its start is over."""
+        """Return None once the child is ready, or the reason when its time to start is over."""
         limit = self.spec.start_seconds + await asyncio.to_thread(reading_seconds, self.spec.reads)
         deadline = time.monotonic() + limit
         pause = 0.05
@@ -230,13 +230,11 @@ class Child:
     async def _back_off(self, died: str) -> None:
         if (full := await self._shortage()) is not None:
             # It would die again: Redis ends when it cannot write its append-only file.
-            self._move(
-                ChildState.WAITING, f"{died}: {full}; it is started again when files can be written"
-            )
+            self._move(ChildState.WAITING, f"{died}: {full}; it restarts when files can be written")
             while await self._shortage() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(_DISK_POLL_SECONDS)
             self._move(
-                ChildState.WAITING, f"files can be written: {self.spec.name} is started again"
+                ChildState.WAITING, f"files can be written again: restarting {self.spec.name}"
             )
             return
         now = time.monotonic()
@@ -251,14 +249,14 @@ class Child:
                 self.log,
                 logs.last_line(self.log),
             )
-        # The exponent is bounded: with a large budget of restarts it would overflow a float.
+        # Bound the exponent: with a large budget of restarts it would overflow a float.
         doublings = min(30, len(self._deaths) - 1)
         pause = min(self.spec.max_backoff_seconds, FIRST_BACKOFF * 2.0**doublings)
-        self._move(ChildState.WAITING, f"{died}; starting it again in {pause:.1f} s")
+        self._move(ChildState.WAITING, f"{died}; restarting it in {pause:.1f} s")
         await asyncio.sleep(pause)
 
     async def _shortage(self) -> str | None:
-        """Why the data directory's disk cannot be written to; None: it can."""
+        """Return why the data directory's disk cannot be written to; None if it can."""
         return await asyncio.to_thread(shortage, self.log.parent)
 
     def _kill(self) -> None:
@@ -267,7 +265,7 @@ class Child:
                 self._process.kill()
 
     def _sweep(self) -> None:
-        """Kill the processes that the dead one left in its group."""
+        """Kill the processes that a dead process left in its group."""
         if self._process is not None:
             signal_group(self._process.pid, signal.SIGKILL)
 

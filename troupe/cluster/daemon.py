@@ -1,4 +1,4 @@
-"""Runs an embedded cluster in the foreground until a signal, or detached (`troupe up -d`)."""
+"""The supervisor's run: in the foreground until a signal, or detached (`troupe up -d`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from troupe.cluster.state import (
     running_state,
 )
 
-# What a supervisor's own end takes at most, beside that of its services.
+# The longest time that a supervisor needs to end after its services have ended.
 _SUPERVISOR_SECONDS: Final = 10.0
 
 
@@ -43,8 +43,8 @@ async def run_until_signal(
 ) -> None:
     """Start `cluster` and run it until SIGINT or SIGTERM; stop it then, in order.
 
-    `ready` is called once all services are healthy. Raises the error that kept it from starting, or
-    that of a service that is given up.
+    `ready` is called once all services are healthy. Raises the error that prevented the start, or
+    the error of a service that is given up.
     """
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()
@@ -96,7 +96,7 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
             start_new_session=True,
         )
     assert process.stdin is not None  # PIPE
-    with process.stdin, suppress(BrokenPipeError):  # it has ended already; its log says why
+    with process.stdin, suppress(BrokenPipeError):  # it has already ended; its log says why
         process.stdin.write(settings.model_dump_json().encode())
     # Services start in three stages of at most `start_seconds` each, once Redis has read its files.
     limit = 3 * settings.start_seconds + reading_seconds(settings.data_dir / "redis")
@@ -115,9 +115,9 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
 
 
 def stop_running(data_dir: Path) -> ClusterState:
-    """Stop the cluster of `data_dir` and wait until its supervisor is gone; returns its state.
+    """Stop the cluster of `data_dir`, wait until its supervisor is gone, and return its state.
 
-    Raises `NoCluster`. A supervisor that takes longer than its services may is killed, and its
+    Raises `NoCluster`. A supervisor that exceeds the time limit of its services is killed, and its
     children are ended as after any crash.
     """
     state = require_running(data_dir)

@@ -72,12 +72,12 @@ from troupe.rpc.tokens import ClusterRecord
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 # How often the demand for trainers is polled.
 _POLL_SECONDS: Final = 1.0
-# From the addresses of all processes to the routes between them, before any of them starts.
+# Maps the addresses of all processes to the routes between them, before any of them starts.
 Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
 
 
 class EmbeddedCluster:
-    """Starts, supervises and stops a cluster, its head or a node; an async context manager.
+    """An async context manager that starts, supervises and stops a cluster, its head or a node.
 
     The calling process is the supervisor: when it dies, by any signal, the services end.
     """
@@ -88,9 +88,9 @@ class EmbeddedCluster:
         tell: Callable[[str], None] = lambda event: None,
         router: Router | None = None,
     ) -> None:
-        """`tell` is called with events for people: a service died, a service is back.
+        """Call `tell` with events for people: a service died, a service is back.
 
-        `router` may route calls between services through proxies of its own.
+        `router` may route calls between services through its own proxies.
         """
         self.settings = settings.resolved()
         self._tell = tell
@@ -104,7 +104,7 @@ class EmbeddedCluster:
 
     @property
     def state(self) -> ClusterState:
-        """Addresses, process ids and logs, as in the state file."""
+        """The addresses, process ids and logs, as in the state file."""
         assert self._state is not None, "start() first"
         return self._state
 
@@ -112,9 +112,9 @@ class EmbeddedCluster:
         """Start everything and wait until all services are healthy.
 
         Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisDataDamaged`, `NotWritable`,
-        `NotPrivate`, `TransferDirNotWritable`, `InvalidArgument` for devices that there are not,
-        what `NodeMembership.join` raises, or the error of a service that does not start; then
-        nothing is left running.
+        `NotPrivate`, `TransferDirNotWritable`, `InvalidArgument` for missing devices, the errors of
+        `NodeMembership.join`, or the error of a service that does not start. After an error nothing
+        is left running.
         """
         data_dir = self.settings.data_dir
         try:
@@ -135,7 +135,7 @@ class EmbeddedCluster:
         return self.state
 
     async def failure(self) -> TroupeError:
-        """Wait until a service is given up for good; returns its error."""
+        """Wait until a service is given up for good, and return its error."""
         assert self._supervisor is not None, "start() first"
         error = await self._supervisor.failure()
         self._set_phase("failed", str(error))
@@ -158,7 +158,7 @@ class EmbeddedCluster:
     async def crash(self) -> None:
         """Kill all processes at once, as a power cut does; the cluster can be started again.
 
-        For tests of what survives.
+        For tests of durability.
         """
         if self._supervisor is not None:
             if self._elastic is not None:
@@ -184,13 +184,13 @@ class EmbeddedCluster:
         devices = settings.shares(inventory)
         if devices.shared:
             self._tell(
-                "engines and the trainer share the one device: bound what an SGLang server takes "
+                "engines and the trainer share the only device: limit the memory of SGLang servers "
                 "(--mem-fraction-static in `engine.launch`)"
             )
         if writable_by_all(Path.cwd()):
             self._tell(
-                f"jobs import modules from {Path.cwd()}, where every user may write: start in a "
-                "directory of your own"
+                f"jobs import modules from {Path.cwd()}, where every user may write: start the "
+                "cluster in a directory of your own"
             )
         ports = pick_ports(
             port_names(settings, devices), host=settings.host, fixed=self._fixed_ports()
@@ -245,7 +245,7 @@ class EmbeddedCluster:
         port = ports.get("control_panel")
         panel = http_url(settings.reachable_host, port) if port else ""
         assert settings.transfer_dir is not None  # resolved
-        # Before there is a state: what it names is removed at the end.
+        # Before the state exists: the end removes the directory that it names.
         _make_transfer_dir(settings.transfer_dir)
         self._state = ClusterState(
             cluster_id=cluster_id,
@@ -267,7 +267,7 @@ class EmbeddedCluster:
             await self._supervisor.start()
         except ChildFailed as error:
             if error.value == "redis" and "append only file" in error.message:
-                what = f"is refused by Redis: {error.message.rstrip('.')}"
+                what = f"was rejected by Redis: {error.message.rstrip('.')}"
                 raise RedisDataDamaged(append_file(settings.data_dir), what) from error
             raise
         if settings.role != "head":
@@ -286,22 +286,22 @@ class EmbeddedCluster:
         try:
             await ElasticTrainers(supervisor, names, membership.demand, idle_seconds).run()
         except Exception as error:
-            self._tell(f"trainers follow what is wanted no longer: {error!r}")
+            self._tell(f"trainers no longer follow the demand: {error!r}")
             raise
 
     def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
-        """Record the services' addresses, by which this user's programs find the token."""
+        """Record the services' addresses, so that this user's programs find the token."""
         addresses = [spec.address for spec in specs if TOKEN_VARIABLE in spec.environment]
         host = self.settings.host
         if is_wildcard_host(host) or host.lower() == "localhost":
-            # This machine may call them at either address of loopback, too.
+            # This machine may also call them at either loopback address.
             ports = [split_address(address)[1] for address in addresses]
             addresses += [join_address(host, port) for host in LOOPBACKS for port in ports]
         try:
             self._record = ClusterRecord(cluster_id, token_path(self.settings.data_dir), addresses)
         except OSError as error:
             # Programs that name the data directory still find it.
-            self._tell(f"programs that are given an address find no token: {error.strerror}")
+            self._tell(f"programs cannot find the token by address: {error.strerror}")
 
     async def _stop_elastic(self) -> None:
         """Stop parking and unparking trainers."""
@@ -331,7 +331,7 @@ class EmbeddedCluster:
             if is_free(DEFAULT_PANEL_PORT, settings.host):
                 fixed["control_panel"] = DEFAULT_PANEL_PORT
             else:
-                self._tell(f"port {DEFAULT_PANEL_PORT} is taken: the panel is at another")
+                self._tell(f"port {DEFAULT_PANEL_PORT} is taken: the panel uses another port")
         return fixed
 
     def _child_changed(self, child: Child, event: str) -> None:
@@ -353,7 +353,7 @@ class EmbeddedCluster:
         try:
             write_state(self._state)
         except OSError as error:
-            # Services may survive a full disk: it must not end them.
+            # Services may survive a full disk; this error must not end them.
             self._tell(f"the cluster's state file cannot be written: {error.strerror}")
 
     async def _close(self) -> None:
@@ -392,7 +392,7 @@ def _record(child: Child) -> ServiceRecord:
 
 
 def _ran_redis(data_dir: Path) -> bool:
-    """Whether the last cluster of `data_dir` was ready, with a Redis of its own."""
+    """Return whether the last cluster of `data_dir` was ready, with a Redis of its own."""
     last = read_state(data_dir)
     if last is None or last.phase in ("starting", "failed"):
         return False
@@ -410,7 +410,7 @@ def _make_transfer_dir(directory: Path) -> None:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server could listen on this port of `host` now.
+    """Return whether a server could listen on this port of `host` now.
 
     Raises `TroupeError` if this machine has no such host.
     """
@@ -431,7 +431,7 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
 
 
 def require_free(port: int, host: str = LOOPBACK, *, field: str, option: str) -> int:
-    """Return `port`, or raise `PortInUse` naming the setting and the option that changes it."""
+    """Return `port`. Raises `PortInUse`, which names the setting and the option that changes it."""
     if not is_free(port, host):
         raise PortInUse(field=field, port=port, host=host, option=option)
     return port
@@ -443,8 +443,8 @@ def pick_ports(
     host: str = LOOPBACK,
     fixed: dict[str, int] | None = None,
 ) -> dict[str, int]:
-    """A port for every name, all different, free at `host` and at loopback, where Redis listens;
-    `fixed` ones are used as given.
+    """Choose a different port for every name, free at `host` and at loopback, where Redis listens;
+    `fixed` ports are used as given.
 
     The search begins at a random port, so that clusters that start at the same time do not collide.
     """
@@ -469,7 +469,7 @@ def _next_port(port: int) -> int:
 
 
 class ElasticTrainers:
-    """Parks trainer processes while no policy needs one, and starts them again on demand."""
+    """A task that parks trainers while no policy needs one, and restarts them on demand."""
 
     def __init__(
         self,
@@ -478,8 +478,8 @@ class ElasticTrainers:
         demand: Callable[[], Awaitable[TrainerDemand]],
         idle_seconds: float,
     ) -> None:
-        """`names`: children of `supervisor`; they are parked after `idle_seconds` without demand.
-        When `demand` raises `TroupeError`, nothing changes."""
+        """Park the children `names` of `supervisor` after `idle_seconds` without demand. When
+        `demand` raises `TroupeError`, nothing changes."""
         self._supervisor = supervisor
         self._names = list(names)
         self._demand = demand
@@ -510,7 +510,7 @@ class ElasticTrainers:
         await asyncio.gather(*map(self._supervisor.unpark, parked[: max(0, missing)]))
 
     async def _park(self) -> None:
-        # One that is restarting is parked later, when it serves.
+        # A restarting trainer is parked later, when it serves.
         await asyncio.gather(*map(self._supervisor.park, self._names_in(ChildState.SERVING)))
 
     def _names_in(self, state: ChildState) -> list[str]:

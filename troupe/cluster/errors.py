@@ -1,4 +1,4 @@
-"""Errors of an embedded cluster, each with the setting at fault and the remedy."""
+"""The errors of an embedded cluster, each with the setting at fault and the remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from troupe.rpc.errors import (
 
 
 class PortInUse(FailedPrecondition):
-    """Another program listens on a port that was asked for."""
+    """Another program listens on a requested port."""
 
     default_kind = "port_in_use"
 
     def __init__(self, *, field: str, port: int, host: str, option: str) -> None:
         change = f" or choose another with {option}" if option else ""
         super().__init__(
-            f"another program listens on port {port} of {host or 'all interfaces'}.",
+            f"another program listens on port {port} of {host or 'all interfaces'}",
             field=field,
             value=port,
             remedy=f"Stop it (`ss -ltnp 'sport = :{port}'` names it){change}.",
@@ -31,13 +31,13 @@ class PortInUse(FailedPrecondition):
 
 
 class RedisMissing(FailedPrecondition):
-    """No redis-server is installed for the embedded cluster."""
+    """The embedded cluster finds no installed redis-server."""
 
     default_kind = "redis_missing"
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"no redis-server to start: {reason}.",
+            f"redis-server is not available: {reason}",
             field="redis_url",
             value="(embedded)",
             remedy="Run `pip install 'troupe-rl[embedded]'`, or name a running Redis with "
@@ -52,7 +52,7 @@ class RedisDataDamaged(DataLoss):
 
     def __init__(self, path: Path, what: str, command: str = "") -> None:
         cut = (
-            f"or copy it and cut off all that follows, with the jobs and rows in it: {command} ; "
+            f"or copy it and cut off the rest, with the jobs and rows in it: {command} ; "
             if command
             else ""
         )
@@ -60,8 +60,8 @@ class RedisDataDamaged(DataLoss):
             f"{what}.",
             field="redis",
             value=path,
-            remedy=f"Restore it from a backup, {cut}or remove the directory {path.parent} to begin "
-            "without the jobs that it had.",
+            remedy=f"Restore it from a backup, {cut}or remove the directory {path.parent} to start "
+            "without its jobs.",
         )
 
 
@@ -73,7 +73,7 @@ class ClusterRunning(FailedPrecondition):
     def __init__(self, data_dir: Path, pid: int | None) -> None:
         who = f" (process {pid})" if pid else ""
         super().__init__(
-            f"a cluster runs in this directory already{who}.",
+            f"a cluster is already running in this directory{who}",
             field="data_dir",
             value=data_dir,
             remedy="Use it, stop it with `troupe down`, or choose another --data-dir.",
@@ -87,10 +87,10 @@ class NoCluster(FailedPrecondition):
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(
-            "no cluster runs in this directory.",
+            "no cluster runs in this directory",
             field="data_dir",
             value=data_dir,
-            remedy="Start one with `troupe up`, or name another with --data-dir or --cluster.",
+            remedy="Start one with `troupe up`, or name another one with --data-dir or --cluster.",
         )
 
 
@@ -110,12 +110,12 @@ class ClusterNotStarted(Internal):
 
 
 class ChildFailed(Internal):
-    """A service ended and is not started again, or would not start."""
+    """A service did not start, or ended and will not be restarted."""
 
     default_kind = "service_failed"
 
     def __init__(self, name: str, what: str, log: Path | None, last_line: str = "") -> None:
-        last = f" Its last words: {last_line}" if last_line else ""
+        last = f" The last line of its log: {last_line}" if last_line else ""
         super().__init__(
             f"{what}.{last}",
             field="service",
@@ -131,7 +131,7 @@ class DiskFull(FailedPrecondition):
 
     def __init__(self, name: str, directory: Path, shortage: str) -> None:
         super().__init__(
-            f"{name} cannot start: {shortage}.",
+            f"{name} cannot start: {shortage}",
             field="data_dir",
             value=directory.parent,
             remedy="Free space there or make it writable, or choose another --data-dir.",
@@ -145,7 +145,7 @@ class ChildNotReady(DeadlineExceeded):
 
     def __init__(self, name: str, address: str, seconds: float, reason: str, log: Path) -> None:
         super().__init__(
-            f"not ready at {address} within {seconds:g} s ({reason}).",
+            f"was not ready at {address} within {seconds:g} s ({reason})",
             field="service",
             value=name,
             remedy=f"Its log is {log}; on a slow machine raise --start-timeout.",
@@ -177,23 +177,23 @@ class NotPrivate(FailedPrecondition):
         inside = path.relative_to(data_dir) if path.is_relative_to(data_dir) else None
         what = f"'{path}'" if inside is None else f"'{inside}' in it" if inside.parts else "it"
         super().__init__(
-            f"{what} belongs to another user (uid {owner}), who could change what the cluster "
-            "runs and read what it writes.",
+            f"{what} belongs to another user (uid {owner}), who could change the code that the "
+            "cluster runs and read the files that it writes",
             field=field,
             value=data_dir,
-            remedy=f"Choose another with --{field.replace('_', '-')}, or make it yours: "
+            remedy=f"Choose another with --{field.replace('_', '-')}, or take ownership: "
             "chown -R $(id -u) DIRECTORY.",
         )
 
 
 class CommonDirectory(InvalidArgument):
-    """The data directory is one that all users share, such as /tmp."""
+    """The data directory is shared by all users, such as /tmp."""
 
     default_kind = "data_dir_common"
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(
-            "is shared by all users, and a data directory is closed to others.",
+            "is shared by all users, but a data directory must be private",
             field="data_dir",
             value=data_dir,
             remedy=f"Name a directory in it: --data-dir {data_dir / 'runs'}.",
@@ -207,7 +207,7 @@ class NotUtf8(InvalidArgument):
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(
-            "its name is not UTF-8.",
+            "its name is not UTF-8",
             field="data_dir",
             value=os.fsencode(data_dir).decode("utf-8", "backslashreplace"),
             remedy="Rename it, or choose another with --data-dir.",
@@ -222,7 +222,7 @@ class NotWritable(FailedPrecondition):
     def __init__(self, data_dir: Path, error: OSError) -> None:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         super().__init__(
-            f"cannot be written: {error.strerror or error}.",
+            f"cannot be written: {error.strerror or error}",
             field="data_dir",
             value=data_dir,
             remedy=f"{'Free space there, or choose' if full else 'Choose'} another with "

@@ -1,10 +1,10 @@
-"""Which process of a node gets which of its devices.
+"""The assignment of a node's devices to its processes.
 
-Rules: reward models get what they were promised (TROUPE_REWARD_GPUS), from the end. The rest is
-split between engines and trainers (`troupe.scheduling.devices.split`: half each, engines get the
-odd one, unless the settings name numbers). A rollout worker gets an equal share of the engines'
-devices; each trainer worker gets `devices_per_trainer`. A single device is shared by both, and
-`colocate` has them share all. All other processes see none.
+Reward models get the number that TROUPE_REWARD_GPUS says, from the end of the list. Engines and
+trainers split the rest (`troupe.scheduling.devices.split`: half each, rounded up for engines,
+unless the settings give numbers). Each rollout worker gets an equal share of the engines' devices;
+each trainer worker gets `devices_per_trainer`. Both share a single device; with `colocate` they
+share all. Other processes see no devices.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from troupe.scheduling.devices import (
 
 @dataclass(frozen=True)
 class NodeShares:
-    """The shares that a node's settings ask for; None: by the rules."""
+    """The shares that a node's settings ask for; None: by the rules above."""
 
     engine_devices: int | None = None
     trainer_devices: int | None = None
     devices_per_trainer: int = 1
     reward_devices: int = 0
     rollouts: int | None = None
-    """Rollout workers. None: one."""
+    """Number of rollout workers. None: one."""
     trainers: int | None = None
-    """Trainer workers. None: as many as there are devices for, at least one."""
+    """Number of trainer workers. None: as many as the devices allow, at least one."""
     may_lack: bool = False
-    """Whether there need be no workers of a kind that gets no devices: other nodes have them."""
+    """Whether a kind of worker without devices may be absent, because other nodes have it."""
     colocate: bool = False
     """Engines and trainers share all devices and take turns (a job's `pipeline.colocate`)."""
 
@@ -52,10 +52,10 @@ class NodeDevices:
     shared: bool = False
     """Whether engines and trainers have the same device."""
     known: bool = False
-    """Whether this host has devices: then processes that are given none must see none."""
+    """Whether this host has devices; if so, processes without a share must see none."""
 
     def of(self, process: str) -> tuple[Device, ...]:
-        """The devices of "rollout-0", "trainer-1", "reward", ...; none for any other."""
+        """Return the devices of "rollout-0", "trainer-1", "reward", ...; none for others."""
         kind, _, number = process.partition("-")
         if kind == "reward":
             return self.reward
@@ -64,8 +64,8 @@ class NodeDevices:
 
 
 def assign(devices: Sequence[Device], shares: NodeShares) -> NodeDevices:
-    """Divide a node's devices. Raises `InvalidArgument` that names the setting, what was asked and
-    what there is."""
+    """Divide a node's devices. Raises `InvalidArgument`, which names the setting, the request and
+    the devices."""
     rollouts = shares.rollouts or 1
     if not devices:
         return _without_devices(shares, rollouts)
@@ -80,12 +80,12 @@ def assign(devices: Sequence[Device], shares: NodeShares) -> NodeDevices:
         rollouts = rollouts if engine or shares.rollouts else 0
         trainers = trainers if trainer or shares.trainers else 0
     if shares.trainers and shares.devices_per_trainer == 1:
-        # Few workers share out what there is: each leads gangs over its part.
+        # Few workers divide all devices among them: each leads gangs on its part.
         per = max(1, len(trainer) // trainers)
     if trainer and trainers * per > len(trainer):
         raise InvalidArgument(
-            f"{trainers} trainers of {per} devices each are more than the {len(trainer)} devices "
-            f"that trainers have here ({_names(trainer)})",
+            f"{trainers} trainers with {per} devices each need more than the trainers' "
+            f"{len(trainer)} devices on this host ({_names(trainer)})",
             field="devices_per_trainer" if per > 1 else "trainers",
             value=per if per > 1 else trainers,
             remedy="Ask for fewer, or give trainers more devices (--trainer-devices).",
@@ -103,11 +103,11 @@ def _without_devices(shares: NodeShares, rollouts: int) -> NodeDevices:
     for name in ("engine_devices", "trainer_devices"):
         if asked := getattr(shares, name):
             raise InvalidArgument(
-                "this machine has no devices: no driver reports any, and CUDA_VISIBLE_DEVICES and "
-                "TROUPE_DEVICES name none",
+                "no devices found on this machine: no driver reports any, and CUDA_VISIBLE_DEVICES "
+                "and TROUPE_DEVICES name none",
                 field=name,
                 value=asked,
-                remedy="Leave the option out to compute on the CPU, or look at nvidia-smi.",
+                remedy="Omit the option to compute on the CPU, or check nvidia-smi.",
             )
     return NodeDevices(((),) * rollouts, ((),) * (shares.trainers or 1))
 
@@ -117,7 +117,7 @@ def _for_rewards(
 ) -> tuple[Sequence[Device], tuple[Device, ...]]:
     if count > len(devices):
         raise InvalidArgument(
-            f"reward models ask for {count} devices, and there are {len(devices)}",
+            f"reward models ask for {count} devices, but this machine has {len(devices)}",
             field="TROUPE_REWARD_GPUS",
             value=count,
             remedy="Ask for fewer, or run the reward service on another machine.",
@@ -140,7 +140,7 @@ def _divided(devices: Sequence[Device], shares: NodeShares) -> DeviceSplit:
 
 
 def _groups(devices: Sequence[Device], count: int, size: int) -> tuple[tuple[Device, ...], ...]:
-    """`count` groups of `size` devices, linked ones together; empty groups where size is 0."""
+    """Return `count` groups of `size` devices, keeping linked devices together."""
     if not size:
         return ((),) * count
     placed = plan([DeviceHost("", tuple(devices))], [DeviceRequest("", "engine", count, size)])
@@ -155,7 +155,7 @@ def _names(devices: Sequence[Device]) -> str:
 
 
 def by_device(processes: Mapping[str, Sequence[Device]]) -> dict[int, str]:
-    """The process that each device was given to, by its index; of a shared one, both."""
+    """Return the processes that have each device, by the device's index."""
     found: dict[int, str] = {}
     for name, devices in processes.items():
         for one in devices:

@@ -50,7 +50,7 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
 }
 _WORKERS = ("rollout", "trainer")
-# What must be ready before a service of each kind starts, where this supervisor runs it.
+# The services that must be ready before each kind starts, if this supervisor runs them.
 _AFTER: Mapping[str, tuple[str, ...]] = {
     "experience_store": ("redis",),
     "reward": (),
@@ -76,28 +76,28 @@ class ChildSpec:
     # "host:port" for other processes and people.
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    # On whose NUMA nodes it runs.
+    # The devices whose NUMA nodes it runs on.
     devices: tuple[Device, ...] = ()
-    # Whether it keeps this process's settings of TLS: servers on loopback do without.
+    # Whether it keeps this process's TLS settings; servers on loopback do not need them.
     tls: bool = False
     # Names of children that must be ready before this one starts.
     after: tuple[str, ...] = ()
     metrics_address: str = ""
     start_seconds: float = 120.0
-    # Directory of files that it reads before it is ready, for which it is given more time.
+    # Directory of files that it reads before it is ready; it gets more time for them.
     reads: Path | None = None
     stop_seconds: float = 15.0
-    # How often its first start is attempted. An orchestrator may crash on a job that it resumes,
+    # Number of attempts at its first start. An orchestrator may crash on a job that it resumes,
     # until it has set that job aside.
     start_attempts: int = 1
-    # Deaths within two minutes after which it is given up, and the longest pause before a restart.
+    # Number of deaths within two minutes before it is given up, and the longest restart pause.
     max_restarts: int = 6
     max_backoff_seconds: float = 8.0
 
 
 def service_names(settings: ClusterSettings, devices: NodeDevices | None = None) -> list[str]:
-    """Names of the Python services in the order in which they start. `devices`: what they are given
-    (default: as the settings say)."""
+    """Return the names of the Python services in starting order. `devices` is their assignment
+    (default: by the settings)."""
     devices = devices or settings.shares(settings.inventory())
     names = [] if settings.role == "node" else [*CORE]
     if settings.role != "head":
@@ -109,7 +109,7 @@ def service_names(settings: ClusterSettings, devices: NodeDevices | None = None)
 
 
 def port_names(settings: ClusterSettings, devices: NodeDevices | None = None) -> list[str]:
-    """Names of the ports that are needed: of every service, and of its metrics."""
+    """Return the names of the required ports: one per service, and one for its metrics."""
     names = [] if settings.redis_url or settings.role == "node" else ["redis"]
     for service in service_names(settings, devices):
         names += [service, f"{service}/metrics"]
@@ -117,7 +117,7 @@ def port_names(settings: ClusterSettings, devices: NodeDevices | None = None) ->
 
 
 def links(settings: ClusterSettings) -> list[tuple[str, str]]:
-    """Every (caller, callee) that a route may redirect; `ANYBODY` is the caller of workers."""
+    """Return every (caller, callee) that a route may redirect; workers' caller is `ANYBODY`."""
     found: list[tuple[str, str]] = []
     for name in service_names(settings):
         module, _, _ = name.partition("-")
@@ -129,10 +129,10 @@ def links(settings: ClusterSettings) -> list[tuple[str, str]]:
 
 
 def thread_budget(settings: ClusterSettings, workers: int, cores: int) -> int:
-    """Threads of one rollout or trainer worker.
+    """Return the number of threads of one rollout or trainer worker.
 
-    In sum at most the cores: two spinning thread pools on one core slow each other down by an
-    order of magnitude.
+    The sum over workers does not exceed the cores: two spinning thread pools on one core slow each
+    other down by an order of magnitude.
     """
     if settings.threads is not None:
         return settings.threads
@@ -141,7 +141,7 @@ def thread_budget(settings: ClusterSettings, workers: int, cores: int) -> int:
 
 @dataclass(frozen=True)
 class HeadAddresses:
-    """Addresses of the services that workers call, where another host's head runs them."""
+    """The addresses of the services that workers call, if another host's head runs them."""
 
     orchestrator: str
     experience_store: str
@@ -162,12 +162,12 @@ def plan(
     routes: Routes = MappingProxyType({}),
     cores: int | None = None,
 ) -> list[ChildSpec]:
-    """The children of a supervisor in an order that respects `after`.
+    """Return a supervisor's children in an order that respects `after`.
 
-    `settings` are resolved; `ports` has one per `port_names`; `devices`: what each process gets;
-    `redis_command` is empty when the Redis at `redis_url` runs already; `head`: of a node; services
-    require and send `token` (None: none). Callers reach callees directly unless `routes` has
-    another address.
+    `settings` are resolved; `ports` has one port for each of `port_names`; `devices` is each
+    process's share; `redis_command` is empty when the Redis at `redis_url` is already running;
+    `head` is a node's head; services require and send `token` (None: none). Callers reach callees
+    directly unless `routes` has another address.
     """
     children: list[ChildSpec] = []
     local = is_loopback_host(settings.host)
@@ -253,7 +253,7 @@ def _shared_environment(
         **_state_copies(settings),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),
-        # Hosts that Slurm gave this job are no gang of an embedded cluster's trainer.
+        # A trainer of an embedded cluster must not take the hosts of a Slurm job for its gang.
         "TROUPE_GANG_NODES": os.environ.get("TROUPE_GANG_NODES", "1"),
         "TROUPE_LOG_FORMAT": "json",  # as `logs.last_line` expects
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
@@ -264,16 +264,16 @@ def _shared_environment(
 
 
 def _state_copies(settings: ClusterSettings) -> dict[str, str]:
-    """Trainers of a node keep a copy of each committed state on another node, unless all hosts have
-    one directory: the only copy would be lost with its host. `TROUPE_TRAINER_STATE_REPLICAS` says
-    otherwise."""
+    """Return the variables that make a node's trainers keep a copy of each committed state on
+    another node, so that it survives the host. They do not if all hosts share one directory, or if
+    `TROUPE_TRAINER_STATE_REPLICAS` is set."""
     apart = settings.role == "node" and settings.jobs_dir in (None, settings.data_dir)
     copies = os.environ.get(_COPIES, "1" if apart else "")
     return {_COPIES: copies} if copies else {}
 
 
 def _redirected(name: str, module: str, base: Mapping[str, str], routes: Routes) -> dict[str, str]:
-    """The address variables of the service `name` that `routes` changes."""
+    """Return the address variables of the service `name` that `routes` changes."""
     changed: dict[str, str] = {}
     for callee, variable in _CALLS[module].items():
         way = routes.get((name, callee))
@@ -290,12 +290,13 @@ def _redirected(name: str, module: str, base: Mapping[str, str], routes: Routes)
 
 
 def python_path(directory: Path, inherited: str) -> str:
-    """`directory` first, so that the workflow modules of the user's project import."""
+    """Put `directory` first, so that the workflow modules of the user's project import."""
     return os.pathsep.join([str(directory), *(p for p in inherited.split(os.pathsep) if p)])
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that bound the thread pools of numerical libraries, which else use all cores."""
+    """Return variables that bound the thread pools of numerical libraries; the default is all
+    cores."""
     count = str(threads)
     return {
         "TROUPE_THREADS": count,
@@ -306,7 +307,7 @@ def thread_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # An idle OpenMP thread sleeps instead of taking a neighbour's core.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc keeps an arena per thread: tens of MiB each that are never given back. Threads that
-        # compute side by side wait for each other where they share one.
+        # glibc keeps an arena of tens of MiB per thread and never returns it. Threads that compute
+        # concurrently contend for a shared arena.
         "MALLOC_ARENA_MAX": str(threads + 1),
     }

@@ -1,7 +1,7 @@
-"""Log files of the cluster's processes: `data_dir/logs/<service>.log`.
+"""The log files of the cluster's processes: `data_dir/logs/<service>.log`.
 
-A process appends to its log itself. Its supervisor rotates the file meanwhile: the content is
-copied to `<service>.log.1` and the file is truncated, so that no process fills the disk.
+Each process appends to its own log. The supervisor rotates the file meanwhile: it copies the
+content to `<service>.log.1` and truncates the file, so that no process fills the disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-# A longer file is rotated; so many bytes, its end, are kept in `.log.1`, at most twice as many.
+# A longer file is rotated; `.log.1` keeps this many bytes of its end, at most twice as many.
 ROTATE_BYTES = 16 * 2**20
 CHECK_SECONDS = 0.2
 SUPERVISOR_LOG = "supervisor.log"
 _COPY_BYTES = 1 << 20
-# How often lines that were written during the copy are copied as well, at most.
+# How many times lines that arrive during the copy are copied as well, at most.
 _CATCH_UPS = 20
 _TAIL_BYTES = 8192
 
@@ -38,10 +38,10 @@ def open_log(path: Path, title: str) -> FileIO:
 
 
 def rotate(path: Path) -> None:
-    """Truncate the log `path` once it is longer than `ROTATE_BYTES`, while its process writes on.
+    """Truncate the log `path` when it exceeds `ROTATE_BYTES`, while its process keeps writing.
 
-    Its end is copied to `.log.1`; lines in both files say how much was cut. On a full disk it is
-    truncated without a copy.
+    The end is copied to `.log.1`; lines in both files say how much was cut. On a full disk the log
+    is truncated without a copy.
     """
     try:
         with path.open("r+b") as file:
@@ -51,7 +51,7 @@ def rotate(path: Path) -> None:
             older = path.with_suffix(".log.1")
             try:
                 copied, lost = _move_end(file, size, older)
-            except OSError:  # no room: deleting the old copy makes some
+            except OSError:  # the disk is full: deleting the old copy makes room
                 older.with_suffix(".tmp").unlink(missing_ok=True)
                 older.unlink(missing_ok=True)
                 copied, lost = 0, file.seek(0, os.SEEK_END)
@@ -61,21 +61,21 @@ def rotate(path: Path) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     cut = f"; {lost:,} bytes between were cut" if copied else f"; {lost:,} bytes were cut"
     with suppress(OSError), path.open("ab", buffering=0) as log:
-        where = f"what was here before is in {older.name}" if copied else "begun anew"
+        where = f"earlier lines are in {older.name}" if copied else "the log restarts here"
         log.write(f"--- {where}{cut if lost else ''} ({now}) ---\n".encode())
 
 
 def _move_end(file: BinaryIO, size: int, older: Path) -> tuple[int, int]:
-    """Copy the end of `file`, which has `size` bytes and grows, to `older`: `ROTATE_BYTES` and what
-    comes meanwhile; then truncate the file. Returns the position up to which it was copied, and the
-    bytes after it that were not."""
+    """Copy the end of `file`, which has `size` bytes and grows, to `older` (`ROTATE_BYTES` and the
+    lines that arrive meanwhile); then truncate the file. Return the position up to which it was
+    copied, and the number of bytes after it that were lost."""
     scratch = older.with_suffix(".tmp")
     position, end = 0, size
     with scratch.open("wb") as copy:
         os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
         for number in range(_CATCH_UPS):
             if not number or copy.tell() + end - position > 2 * ROTATE_BYTES:
-                # Begin anew: the newest lines, which say why a process ended, are worth the most.
+                # Start over: the newest lines matter most, because they say why a process ended.
                 copy.seek(0)
                 copy.truncate()
                 position = file.seek(end - ROTATE_BYTES)
@@ -92,14 +92,14 @@ def _move_end(file: BinaryIO, size: int, older: Path) -> tuple[int, int]:
             end = os.fstat(file.fileno()).st_size
             if end <= position:
                 break
-        # At once: what is written between the look and this is lost.
+        # Immediately: lines written since the last read are lost.
         file.truncate(0)
     scratch.replace(older)
     return position, max(0, end - position)
 
 
 def last_line(path: Path, limit: int = 300) -> str:
-    """The last message in a log, in one line of at most `limit` characters; "" for none."""
+    """Return a log's last message as one line of at most `limit` characters; "" if it is empty."""
     for file in (path, path.with_suffix(".log.1")):
         lines = [line for line in _tail(file) if line.strip() and not line.startswith("---")]
         if lines:
@@ -118,7 +118,7 @@ def _tail(path: Path) -> list[str]:
 
 
 def _readable(line: str) -> str:
-    """The message of a structured (JSON) log line; other lines as they are."""
+    """Return the message of a structured (JSON) log line; other lines unchanged."""
     try:
         record = json.loads(line)
     except ValueError:

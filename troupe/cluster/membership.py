@@ -1,4 +1,4 @@
-"""A node's membership in a cluster: it joins by name, reports its devices, and leaves."""
+"""A node's membership in a cluster: the node joins by name, reports its devices, and leaves."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 1.0
-# Pause after which a node is no longer waited for when it leaves.
+# Seconds to wait for the head when the node leaves.
 _LEAVE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
 class TrainerDemand:
-    """The demand for trainers, as the orchestrator reports it."""
+    """The demand for trainers that the orchestrator reports."""
 
     # Number of trainers with which no policy would wait.
     wanted: int
@@ -41,7 +41,7 @@ class TrainerDemand:
 
 
 class NodeMembership:
-    """Keeps a node listed at its head, with its devices and their use, until it leaves."""
+    """A node's entry at its head, with its devices and their use, kept up until the node leaves."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class NodeMembership:
         processes: Mapping[str, Sequence[Device]],
         tell: Callable[[str], None],
     ) -> None:
-        """`orchestrator`: "host:port" of the head's; `processes`: what each process was given;
-        `tell` is called with events for people."""
+        """Report to the head's `orchestrator` ("host:port"). `processes` has the devices of each
+        process; `tell` is called with events for people."""
         update: dict[str, object] = {"retry": NO_RETRY, "deadline_seconds": _TIMEOUT_SECONDS}
         if token is not None:
             update["token"] = token
@@ -74,11 +74,10 @@ class NodeMembership:
         self._task: asyncio.Task[None] | None = None
 
     async def join(self, seconds: float) -> HeadAddresses:
-        """Join; waits up to `seconds` for a head that does not answer yet.
+        """Join, waiting up to `seconds` for a head that does not answer yet.
 
-        Raises `DeadlineExceeded`, or what the head refuses the node with: `AlreadyExists` for a
-        name that another living node has, `FailedPrecondition` for another protocol,
-        `Unauthenticated` for another token.
+        Raises `DeadlineExceeded`, or the head's refusal: `AlreadyExists` if another live node has
+        the name, `FailedPrecondition` for another protocol, `Unauthenticated` for another token.
         """
         deadline = time.monotonic() + seconds
         told = False
@@ -103,21 +102,21 @@ class NodeMembership:
             )
 
     def keep(self) -> None:
-        """Report until `leave`, also to a head that is started again."""
+        """Report until `leave`, also to a restarted head."""
         self._task = asyncio.create_task(self._report(), name="node")
 
     def stop_reporting(self) -> None:
-        """End the reports: services stop, the orchestrator among them or not."""
+        """End the reports, because services stop."""
         if self._task is not None:
             self._task.cancel()
 
     async def demand(self) -> TrainerDemand:
-        """The demand for trainers now. Raises `TroupeError`."""
+        """Return the current demand for trainers. Raises `TroupeError`."""
         reply = await self._stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
 
     async def leave(self) -> None:
-        """End the reports and give the name back; a head that is away forgets it by itself."""
+        """End the reports and release the name; an unreachable head forgets it by itself."""
         self.stop_reporting()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -127,7 +126,7 @@ class NodeMembership:
         try:
             await self._stub.JoinNode(request, timeout=_LEAVE_SECONDS)
         except TroupeError as error:
-            _log.info("the head was not told that the node leaves: %s", error)
+            _log.info("cannot tell the head that this node leaves: %s", error)
         await self._channel.close(0)
 
     async def _report(self) -> None:
@@ -138,11 +137,11 @@ class NodeMembership:
                 answer = await self._stub.JoinNode(await self._request())
             except TroupeError as error:
                 if not away:
-                    self._tell(f"the head does not take this node's report: {error}")
+                    self._tell(f"the head does not accept this node's reports: {error}")
                 away, pause = True, _PAUSE_SECONDS
                 continue
             if away:
-                self._tell("the head takes this node's reports again")
+                self._tell("the head accepts this node's reports again")
             away, pause = False, max(0.1, answer.next_seconds)
 
     async def _request(self) -> orchestrator_pb.JoinNodeRequest:

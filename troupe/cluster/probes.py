@@ -20,25 +20,25 @@ from troupe.rpc.tokens import is_loopback_address
 
 
 class ProbeKind(StrEnum):
-    """The protocol by which a child's readiness is checked."""
+    """The protocol that checks a child's readiness."""
 
     GRPC = "grpc"
     """The standard gRPC health service, overall."""
     HTTP = "http"
     """`GET /healthz` answers 200."""
     REDIS = "redis"
-    """`INFO` answers, and says that Redis is fit to keep state."""
+    """`INFO` answers and shows that Redis is fit to keep state."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A readiness check. `target` is host:port, for Redis its URL."""
+    """A readiness check. `target` is host:port, or the URL of a Redis."""
 
     kind: ProbeKind
     target: str
 
     async def ask(self, timeout: float) -> str | None:
-        """None when the child is ready, else a short reason. Does not raise."""
+        """Return None when the child is ready, else a short reason. Never raises."""
         match self.kind:
             case ProbeKind.GRPC:
                 return await _ask_grpc(self.target, timeout)
@@ -49,7 +49,7 @@ class Probe:
 
 
 async def _ask_grpc(address: str, timeout: float) -> str | None:
-    # A new channel each time, since a channel backs off after failures.
+    # Make a new channel each time, since a channel backs off after failures.
     async with _channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
@@ -78,7 +78,7 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 
 async def _ask_http(address: str, timeout: float) -> str | None:
-    # By hand: importing an HTTP library costs every command of the CLI a fifth of a second.
+    # Written by hand: importing an HTTP library costs every CLI command a fifth of a second.
     host, port = split_address(address)
     request = f"GET /healthz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     try:
@@ -98,12 +98,12 @@ async def _ask_http(address: str, timeout: float) -> str | None:
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """Health and memory of one process at the time of the probe."""
+    """The health and memory of one process at the time of the probe."""
 
     record: ServiceRecord
-    # Why it is not healthy; empty: it is.
+    # Why it is not healthy; empty if it is.
     reason: str
-    # Of the process and its descendants; shared pages count in each.
+    # Memory of the process and its descendants; each counts shared pages.
     rss_bytes: int
 
     @property
@@ -113,7 +113,7 @@ class ServiceReport:
 
 
 async def inspect(state: ClusterState, timeout: float = 3.0) -> list[ServiceReport]:
-    """A report of every process; takes at most about `timeout` seconds."""
+    """Return a report of every process, after at most about `timeout` seconds."""
     return list(
         await asyncio.gather(*(_inspect_one(state, record, timeout) for record in state.services))
     )

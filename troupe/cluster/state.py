@@ -1,7 +1,7 @@
 """The private files of a cluster under `data_dir/.troupe/`: its state, its lock and its token.
 
-Every user of a machine reaches its loopback ports, so services ask for a token. The token's file
-is readable by the user who started the cluster alone.
+Every user of a machine reaches its loopback ports, so services require a token. Only the user who
+started the cluster can read the token's file.
 
 The supervisor holds the lock for as long as it lives; the kernel drops it with the process. A
 state file whose lock is free is therefore stale, whatever process ids it names.
@@ -39,11 +39,11 @@ from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import one_time_link, read_token
 
 TOKEN_VARIABLE: Final = "TROUPE_TOKEN"
-# Folders with secrets or logs, whose files are made private one by one; the rest is protected by
-# the mode of the data directory.
+# Folders with secrets or logs, whose files are made private one by one; the mode of the data
+# directory protects the rest.
 _SECRET_FOLDERS: Final = (".troupe", "logs", "redis")
 _TOKEN_BYTES: Final = 32
-# For so long a lock is tried for that another supervisor may have.
+# How long to try for a lock that another supervisor may hold.
 _LOCK_SECONDS: Final = 0.2
 Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
@@ -66,7 +66,7 @@ class ServiceRecord(BaseModel):
 
 
 class ClusterState(BaseModel):
-    """Contents of the state file: phase, addresses and processes; has the password of its Redis."""
+    """The contents of the state file: phase, addresses and processes, with the Redis password."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,13 +82,13 @@ class ClusterState(BaseModel):
     redis_url: str
     orchestrator_address: str
     panel_url: str = ""
-    # What stopping it takes at most.
+    # The longest time that stopping it takes.
     stop_seconds: float = 60.0
     services: list[ServiceRecord] = []
 
 
 def state_path(data_dir: Path) -> Path:
-    """The state file of the cluster of `data_dir`."""
+    """Return the path of the state file of the cluster in `data_dir`."""
     return data_dir / ".troupe" / "cluster.json"
 
 
@@ -104,7 +104,7 @@ def write_state(state: ClusterState) -> None:
 
 
 def read_state(data_dir: Path) -> ClusterState | None:
-    """The last state written, perhaps of a cluster that has ended; None when there is none.
+    """Return the last state written, perhaps of an ended cluster; None if there is none.
 
     Raises `StateUnreadable` when the file is damaged.
     """
@@ -115,7 +115,7 @@ def read_state(data_dir: Path) -> ClusterState | None:
         return None
     except (OSError, ValueError, ValidationError) as error:
         raise StateUnreadable(
-            "cannot be read.",
+            "cannot be read",
             field="cluster state",
             value=path,
             remedy="Stop the processes that `ps` shows for it, then delete the file.",
@@ -123,10 +123,10 @@ def read_state(data_dir: Path) -> ClusterState | None:
 
 
 def running_state(data_dir: Path) -> ClusterState | None:
-    """The state of the cluster that runs in `data_dir`; None when none does."""
+    """Return the state of the cluster that runs in `data_dir`; None if none runs."""
     if not is_locked(data_dir):
         return None
-    # The supervisor locks first and writes then: for a moment there is no file, or an old one.
+    # The supervisor locks before it writes: for a moment the file is missing or old.
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         state = read_state(data_dir)
@@ -139,7 +139,7 @@ def running_state(data_dir: Path) -> ClusterState | None:
 
 
 def require_running(data_dir: Path) -> ClusterState:
-    """`running_state`, or `NoCluster`."""
+    """Return `running_state`. Raises `NoCluster` if no cluster runs."""
     state = running_state(data_dir)
     if state is None:
         raise NoCluster(data_dir)
@@ -147,14 +147,14 @@ def require_running(data_dir: Path) -> ClusterState:
 
 
 class ClusterLock:
-    """The lock that the one supervisor of a data directory holds."""
+    """The lock that a data directory's only supervisor holds."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock or raise `ClusterRunning`."""
+        """Take the lock. Raises `ClusterRunning`."""
         path = _lock_path(self._data_dir)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -165,7 +165,7 @@ class ClusterLock:
                 break
             except BlockingIOError:
                 if time.monotonic() < deadline:
-                    time.sleep(0.005)  # `is_locked` of another process has it for a moment
+                    time.sleep(0.005)  # another process's `is_locked` holds it for a moment
                     continue
                 os.close(descriptor)
                 state = read_state(self._data_dir)
@@ -174,23 +174,23 @@ class ClusterLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Release the lock; without effect when it is not held."""
+        """Release the lock if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def is_locked(data_dir: Path) -> bool:
-    """Whether a supervisor holds the lock of `data_dir`."""
+    """Return whether a supervisor holds the lock of `data_dir`."""
     try:
-        # For reading: a cluster whose disk has become read-only can be looked at and stopped.
+        # Open for reading: users can inspect and stop a cluster whose disk became read-only.
         descriptor = os.open(_lock_path(data_dir), os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError as error:  # not a directory, or not one of this user
         raise NotWritable(data_dir, error) from error
     try:
-        # A shared lock, so that two concurrent checks do not see each other's lock.
+        # Take a shared lock, so that two concurrent checks do not see each other's lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -200,14 +200,14 @@ def is_locked(data_dir: Path) -> bool:
 
 
 def created_at(pid: int) -> float | None:
-    """The start time of process `pid`; None when there is none."""
+    """Return the start time of process `pid`; None if it does not exist."""
     with suppress(psutil.Error):
         return float(psutil.Process(pid).create_time())
     return None
 
 
 def is_alive(pid: int | None, created: float | None) -> bool:
-    """Whether process `pid` that started at `created` still runs, and is no zombie."""
+    """Return whether process `pid` that started at `created` still runs and is not a zombie."""
     if pid is None or created is None:
         return False
     with suppress(psutil.Error):
@@ -222,10 +222,10 @@ def _lock_path(data_dir: Path) -> Path:
 
 
 async def end_orphans(state: ClusterState | None, *, timeout: float) -> list[str]:
-    """End the processes that `state` names and that still run; returns their names.
+    """End the processes in `state` that still run; return their names.
 
-    They get SIGTERM, after `timeout` seconds SIGKILL. A process is signalled only when its start
-    time is the recorded one: its id may have been reused.
+    They get SIGTERM, and SIGKILL after `timeout` seconds. A process is signalled only if its start
+    time matches the record: its id may have been reused.
     """
     if state is None:
         return []
@@ -234,7 +234,7 @@ async def end_orphans(state: ClusterState | None, *, timeout: float) -> list[str
     left = await _end(left, signal.SIGKILL, 5.0)
     if left:
         raise ChildNotReady(
-            left[0].name, left[0].address, timeout, "does not end, even when killed", left[0].log
+            left[0].name, left[0].address, timeout, "it does not end even when killed", left[0].log
         )
     return [s.name for s in orphans]
 
@@ -257,16 +257,16 @@ async def _end(
 
 
 def token_path(data_dir: Path) -> Path:
-    """The file with the token of the cluster of `data_dir`."""
+    """Return the path of the file with the token of the cluster in `data_dir`."""
     return data_dir / ".troupe" / "token"
 
 
 def require_token(data_dir: Path, environment: Mapping[str, str]) -> SecretStr:
-    """The token of the cluster of `data_dir`, made and stored when there is none.
+    """Return the token of the cluster in `data_dir`; make and store one if it is missing.
 
-    `TROUPE_TOKEN` of `environment` (the services' own variables), else of this process, overrides
-    the stored one. Raises OSError when the file cannot be written, InvalidArgument for a token that
-    no header can carry.
+    `TROUPE_TOKEN` in `environment` (the services' own variables), else in this process, overrides
+    the stored token. Raises OSError when the file cannot be written, InvalidArgument for a token
+    that a header cannot carry.
     """
     given = environment.get(TOKEN_VARIABLE)
     chosen = ClientSettings(token=SecretStr(given)).token if given else None
@@ -287,17 +287,17 @@ def require_token(data_dir: Path, environment: Mapping[str, str]) -> SecretStr:
 
 
 def sign_in_link(state: ClusterState) -> str:
-    """A link that signs one browser in at the panel, once; empty where there is no panel."""
+    """Return a link that signs one browser in to the panel, once; empty without a panel."""
     token = read_token(token_path(state.data_dir))
     return one_time_link(state.panel_url, token) if state.panel_url and token else ""
 
 
 def close_to_others(data_dir: Path) -> None:
-    """Make `data_dir` 0700, and the files in its folders of secrets 0600.
+    """Set the mode of `data_dir` to 0700, and of the files in its folders of secrets to 0600.
 
-    Raises `NotPrivate` where another user, who could put code there that this one would run, owns
-    the directory, an entry of it, a file in its folders of secrets, or a link or directory on the
-    way to it in a place where every user may write; `CommonDirectory`; OSError.
+    Raises `NotPrivate` if another user owns the directory, one of its entries, a file in its
+    folders of secrets, or a link or directory on the path to it where every user may write: that
+    user could put code there for this one to run. Raises `CommonDirectory`, OSError.
     """
     if is_common(data_dir):
         raise CommonDirectory(data_dir)
@@ -306,7 +306,7 @@ def close_to_others(data_dir: Path) -> None:
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(data_dir, data_dir.stat(), data_dir)
     for entry in data_dir.iterdir():
-        # Entries of root are what a mount or an earlier start as root left.
+        # A mount, or an earlier start as root, leaves entries owned by root.
         if (owner := entry.lstat().st_uid) not in (0, os.geteuid()):
             raise NotPrivate(data_dir, entry, owner)
     for name in _SECRET_FOLDERS:

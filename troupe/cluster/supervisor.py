@@ -1,4 +1,4 @@
-"""`Supervisor`: starts children in the order of their dependencies, restarts and stops them."""
+"""`Supervisor`: starts children in the order of their dependencies, restarts them, stops them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Child processes under supervision, in one event loop; calls must not overlap."""
+    """The supervisor of child processes, in one event loop; calls must not overlap."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Supervisor:
         log_dir: Path,
         changed: Callable[[Child, str], None] = lambda child, event: None,
     ) -> None:
-        """`changed(child, event)` is called whenever a child changes; `event` is for people."""
+        """Call `changed(child, event)` whenever a child changes; `event` is a text for people."""
         _check_order(specs)
         self.children = {
             spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
@@ -35,9 +35,9 @@ class Supervisor:
         self._failure: asyncio.Future[TroupeError] | None = None
 
     async def start(self) -> None:
-        """Start every child as soon as those it needs are ready; return when all are.
+        """Start every child as soon as its dependencies are ready; return when all are ready.
 
-        When one fails, those started are stopped and its error is raised.
+        If a child fails, stop the started ones and raise its error.
         """
         self._failure = asyncio.get_running_loop().create_future()
         if self._rotating is None:
@@ -63,12 +63,12 @@ class Supervisor:
             raise
 
     async def failure(self) -> TroupeError:
-        """Wait until a child is given up; returns its error. The others run on."""
+        """Wait until a child is given up, and return its error. The others keep running."""
         assert self._failure is not None, "start() first"
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Stop all children, those that others need last. Safe to call at any time."""
+        """Stop all children, dependencies last. Safe to call at any time."""
         await self._stop_keepers()
         await self._stop_rotating()
         for level in reversed(levels([c.spec for c in self.children.values()])):
@@ -76,23 +76,23 @@ class Supervisor:
 
     async def kill(self) -> None:
         """Kill all children at once, as a power cut does."""
-        # No await in between, so that none is restarted before all are dead.
+        # Do not await in between, so that no child restarts before all are dead.
         for child in self.children.values():
             child.strike()
         await self._stop_keepers()
         await self._stop_rotating()
-        # Also one that was just being restarted.
+        # Repeat for a child that was just restarting.
         await asyncio.gather(*(child.kill() for child in self.children.values()))
 
     async def park(self, name: str) -> None:
-        """Stop a child until `unpark` is called for it."""
+        """Stop a child until `unpark`."""
         keeper = self._keepers.pop(name)
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         await self.children[name].park()
 
     async def unpark(self, name: str) -> None:
-        """Start a parked child and wait until it is ready; if it fails, it is given up."""
+        """Start a parked child and wait until it is ready; give it up if it fails."""
         child = self.children[name]
         try:
             await child.start()
@@ -142,13 +142,13 @@ class Supervisor:
 
 
 def longest_stop(specs: Sequence[ChildSpec]) -> float:
-    """Seconds that `Supervisor.stop` takes at most."""
+    """Return the longest time that `Supervisor.stop` takes, in seconds."""
     limits = {spec.name: spec.stop_seconds for spec in specs}
     return sum(max(limits[n] for n in level) + GROUP_EXIT_SECONDS for level in levels(specs))
 
 
 def levels(specs: Sequence[ChildSpec]) -> list[list[str]]:
-    """Names in groups, each of which depends only on earlier groups."""
+    """Return the names in groups; each group depends only on earlier groups."""
     depth: dict[str, int] = {}
     for spec in specs:  # ordered: _check_order
         depth[spec.name] = 1 + max((depth[name] for name in spec.after), default=-1)

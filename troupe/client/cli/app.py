@@ -1,4 +1,4 @@
-"""The command line `troupe`: `main`, its commands, and those of them about the cluster itself.
+"""The command line `troupe`: `main`, the list of its commands, and the commands on clusters.
 
 An error is one line on stderr and an exit status, without a traceback.
 """
@@ -55,29 +55,27 @@ from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
 from troupe.storage import LocalPlace, Place, place_at
 from troupe.yaml_input import read_value
 
-environment_app = typer.Typer(
-    help="Environments: does one keep its promises?", no_args_is_help=True
-)
+environment_app = typer.Typer(help="Check environments.", no_args_is_help=True)
 
 
 @environment_app.command()
 def check(
     entrypoint: Annotated[
-        str, typer.Argument(metavar="MODULE:ATTRIBUTE", help="What makes environments.")
+        str, typer.Argument(metavar="MODULE:ATTRIBUTE", help="Class or factory of environments.")
     ],
     args: Annotated[
         list[str] | None,
-        typer.Option("--arg", metavar="NAME=VALUE", help="An argument of it, as YAML."),
+        typer.Option("--arg", metavar="NAME=VALUE", help="Argument of the factory, as YAML."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
-    first_seed: Annotated[int, typer.Option(help="Seed of the first one.")] = 0,
+    first_seed: Annotated[int, typer.Option(help="Seed of the first episode.")] = 0,
 ) -> None:
-    """Try an environment against the whole interface; exit status 1 when something is broken.
+    """Check an environment against the whole interface; exit status 1 when it breaks a rule.
 
     For example: troupe environment check
     troupe.workflow.environments.adapters.openspiel:OpenSpiel --arg game=kuhn_poker
     """
-    # Imports numpy and the environment's own packages, which other commands do without.
+    # Imports numpy and the environment's own packages, which other commands do not need.
     from troupe.workflow.environments.conformance import check as conform
     from troupe.workflow.environments.host import open_environment
     from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -109,7 +107,7 @@ def check(
 
 
 def _arguments(given: list[str]) -> dict[str, Any]:
-    """`name=value` each, the value in YAML. Raises `InvalidArgument`."""
+    """Parse assignments of the form `name=value`, the value in YAML. Raises `InvalidArgument`."""
     arguments = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -134,7 +132,7 @@ def export(
     directory: options.ExportTarget,
     policy: Annotated[
         str | None,
-        typer.Option(help="Which policy, or that of which agent; default: the only one."),
+        typer.Option(help="Policy, or an agent that it plays; default: the only policy."),
     ] = None,
     version: Annotated[
         int | None, typer.Option(help="Checkpointed version; default: the newest.")
@@ -143,34 +141,34 @@ def export(
         bool | None,
         typer.Option(
             "--merged/--adapter",
-            help="Of a policy that trained an adapter: a whole model, or the adapter alone.",
+            help="If the policy trained an adapter: export a whole model, or the adapter alone.",
             show_default="adapter",
         ),
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(help="--merged: where the base is; default: where it was for the job."),
+        typer.Option(help="Path of the base for --merged; default: the job's path."),
     ] = None,
     push_to_hub: Annotated[
         str | None,
         typer.Option(
             metavar="OWNER/NAME",
-            help="Also upload it to this repository (HF_TOKEN, HF_ENDPOINT); a new one is private.",
+            help="Also upload it to this repository (HF_TOKEN, HF_ENDPOINT), private if new.",
         ),
     ] = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy a checkpoint into DIR, where transformers, PEFT and SGLang load it; a small network's,
-    `troupe.networks.exported`.
+    """Copy a checkpoint into DIR. transformers, PEFT and SGLang load it from there;
+    `troupe.networks.exported` loads a small network.
 
-    From the cluster that runs, or else from the data directory of one that has stopped. An upload
-    that failed goes on when the command is repeated: what is in DIR is not copied again.
+    The checkpoint comes from the running cluster, or from the data directory of a stopped one.
+    Repeat the command after a failed upload: it continues, without copying again to DIR.
     """
     place = place_at(directory, "DIR")
     if base is not None and not merged:
         raise InvalidArgument(
-            "is of use with --merged only.",
+            "needs --merged",
             field="--base",
             value=base,
             remedy="Add --merged, or leave --base out.",
@@ -179,7 +177,7 @@ def export(
     if push_to_hub is not None:
         if not isinstance(place, LocalPlace):
             raise InvalidArgument(
-                "must be a directory of this host, from which the upload is repeated if it fails",
+                "must be a directory on this host, so that a failed upload can be repeated from it",
                 field="DIR",
                 value=directory,
                 remedy="Name a directory, or leave --push-to-hub out.",
@@ -208,9 +206,9 @@ def _export(
     cluster: str | None,
     data_dir: Path | None,
 ) -> Lineage | None:
-    """Write the export to `place`, or leave nothing there; returns its lineage."""
+    """Write the export to `place`, or leave nothing there; return its lineage."""
     root = data_directory(data_dir)
-    # An incomplete export is useless, and its directory would refuse the next attempt.
+    # An incomplete export is useless, and its directory would block the next attempt.
     with place.new_folder(last=LINEAGE) as draft, byte_bar() as progress:
         if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
             rewards = _from_cluster(job_id, draft, policy, version, cluster, data_dir, progress)
@@ -232,7 +230,7 @@ def _finish(
     base: Path | None,
     progress: ByteBar,
 ) -> None:
-    """Merge the copied adapter if that is wanted, and write the model card."""
+    """Merge the copied adapter if the user wants that, and write the model card."""
     lineage = Lineage.read(target)
     if lineage is not None:
         rewards = rewards or rewards_in(root / job_id / "metrics.jsonl", lineage.step + 1)
@@ -243,7 +241,7 @@ def _finish(
         merge_in_place(target, base, progress)
     elif merged is False and not is_adapter_folder(target):
         raise FailedPrecondition(
-            "the policy trained all weights, it has no adapter",
+            "the policy trained all weights; it has no adapter",
             kind="no_adapter",
             field="--adapter",
             remedy="Leave --adapter out: the export is the whole model.",
@@ -260,7 +258,7 @@ def _from_cluster(
     data_dir: Path | None,
     progress: ByteBar,
 ) -> dict[str, float]:
-    """Export from a running cluster into `directory`; returns the rewards of the version's step."""
+    """Export from a running cluster into `directory`; return the rewards of the version's step."""
 
     async def export(client: AsyncClient) -> dict[str, float]:
         job = client.job(job_id)
@@ -321,7 +319,7 @@ def up(settings: options.MakeSettings, detach: Detach = False) -> None:
 )
 def head(settings: options.MakeSettings, detach: Detach = False) -> None:
     """Start the head of a cluster of several hosts: Redis, orchestrator, experience store, reward
-    and panel. Nodes join it by `troupe node`, with the same token ($TROUPE_TOKEN)."""
+    service and panel. Nodes join it with `troupe node` and the same token ($TROUPE_TOKEN)."""
     _supervise(settings(role="head"), "the head of a cluster", detach=detach)
 
 
@@ -343,11 +341,11 @@ def head(settings: options.MakeSettings, detach: Detach = False) -> None:
 )
 def node(
     settings: options.MakeSettings,
-    head: Annotated[str, typer.Option(metavar="HOST:PORT", help="Orchestrator of the head.")],
+    head: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head's orchestrator.")],
     detach: Detach = False,
 ) -> None:
-    """Start the workers that this host's devices are for, as a part of a head's cluster. It waits
-    for the head, and for an orchestrator that is started again; SIGTERM drains its workers."""
+    """Start workers on this host's devices and join them to a head's cluster. The node waits for
+    the head, also while its orchestrator restarts; SIGTERM drains its workers."""
     made = settings(role="node", head=check_address(head))
     _supervise(made, f"node {made.name}", detach=detach)
 
@@ -442,7 +440,7 @@ def _health(report: ServiceReport) -> str:
 
 
 def _cluster_of(state: ClusterState) -> Cluster | None:
-    """The cluster as its orchestrator sees it; None where that does not answer."""
+    """Return the cluster as its orchestrator sees it; None if the orchestrator does not answer."""
     if not state.orchestrator_address:
         return None
     try:
@@ -453,7 +451,7 @@ def _cluster_of(state: ClusterState) -> Cluster | None:
 
 
 def _print_trainers(console: Console, cluster: Cluster) -> None:
-    """Trainers and the policies bound to them."""
+    """Print trainers and the policies bound to them."""
     trainers = [one for one in cluster.workers if one.utilization is not None and one.alive]
     for one in trainers:
         slots = f"{one.slots} slots" if one.slots else "any number of policies"
@@ -465,7 +463,7 @@ def _print_trainers(console: Console, cluster: Cluster) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "policy", "state", "version", "samples", "swaps", "swap seconds"):
-        # A narrow terminal shortens other columns: these are copied into the next command.
+        # A narrow terminal shortens other columns: users copy these into the next command.
         table.add_column(column, no_wrap=column in ("job", "policy", "state"))
     for binding in cluster.bindings:
         table.add_row(
@@ -487,7 +485,7 @@ def _binding_state(binding: Binding) -> str:
 
 
 def _print_devices(console: Console, cluster: Cluster) -> None:
-    """The devices of all nodes and what is on them; nothing where there are none."""
+    """Print the devices of all nodes and their users; print nothing if there are no devices."""
     if not any(one.devices for one in cluster.nodes):
         return
     versions = {engine.id: engine for engine in cluster.engines}
@@ -584,9 +582,9 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status.
+    """Run a command line and return the exit status.
 
-    0: done. 1: it failed. 2: the input is wrong. 130, 143: interrupted.
+    0: success. 1: failure. 2: invalid input. 130, 143: interrupted.
     """
     command = typer.main.get_command(app)
     try:

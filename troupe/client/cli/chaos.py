@@ -1,4 +1,4 @@
-"""`troupe chaos`: runs a job undisturbed and with injected faults, and compares the results."""
+"""`troupe chaos`: run a job undisturbed and with injected faults, and compare the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chaos(
     settings: options.MakeSettings,
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     kills: Annotated[int, typer.Option(min=0, help="Processes to kill.")] = 20,
-    seed: Annotated[int, typer.Option(help="Fixes what goes wrong and in which order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the faults and their order.")] = 0,
     faults: Annotated[
         str,
         typer.Option(
@@ -48,7 +48,7 @@ def chaos(
         bool, typer.Option("--baseline/--no-baseline", help="Also run the job undisturbed.")
     ] = True,
     max_minutes: Annotated[
-        float, typer.Option(min=0.1, help="Stop, cleanly, after so long.")
+        float, typer.Option(min=0.1, help="Time after which to stop cleanly.")
     ] = 30.0,
     assignments: options.Assignments = None,
     data_dir: options.DataDir = None,
@@ -56,7 +56,7 @@ def chaos(
         bool, typer.Option("--json", help="Print the report as JSON in the last line.")
     ] = False,
 ) -> None:
-    """Run a job twice, once undisturbed and once while processes are killed, and compare.
+    """Run a job twice, undisturbed and while processes are killed, and compare the results.
 
     Exit status 1 when a sample was lost or trained twice, or when the weights differ.
     """
@@ -65,8 +65,8 @@ def chaos(
         from testbed.chaos import ChaosPlan, parse_kinds
     except ModuleNotFoundError as error:
         raise FailedPrecondition(
-            f"the package {error.name} is not here: the chaos harness is in Troupe's repository, "
-            "not in what pip installs",
+            f"the package {error.name} is missing: the chaos harness is part of Troupe's "
+            "repository, but not of the package that pip installs",
             kind="package_missing",
             remedy="Run it in a checkout of the repository, at its root.",
         ) from error
@@ -125,7 +125,7 @@ class _Screen:
         self._console.print(f"{now} {escape(text)}", style="dim", highlight=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """Replace the status line; without effect where there is no terminal."""
+        """Replace the status line; do nothing without a terminal."""
         if self._status is not None:
             self._status.update(escape(text))
 

@@ -1,4 +1,4 @@
-"""A job on a terminal: its progress while it runs, its scores and places when it has ended."""
+"""The display of a job: its progress while it runs, its scores and files when it has ended."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class PolicyLine:
 
     name: str
     version: int
-    # Whether the newest step updated it; None: the step has no metric about that.
+    # Whether the newest step updated it; None if no metric says so.
     updated: bool | None
-    # Whether all advantages of the newest step are zero.
+    # Whether all advantages of the newest step were zero.
     flat: bool
     loss: float | None
     grad_norm: float | None
@@ -79,7 +79,7 @@ class PolicyLine:
 
     @property
     def without_loss(self) -> str:
-        """Why the newest step has no loss; empty: it has."""
+        """Why the newest step has no loss; empty if it has one."""
         return "no update" if self.updated is False else "no signal" if self.flat else ""
 
 
@@ -87,7 +87,7 @@ class Progress:
     """State of a job for display, built from its events, which `apply` takes in order."""
 
     def __init__(self, job: Job) -> None:
-        """Starts from the job's record as it was before the first event."""
+        """Start from the job's record as it was before the first event."""
         spec = job.spec
         self.job_id = job.id
         self.mode = job.mode
@@ -101,7 +101,7 @@ class Progress:
         self.activity = ""
         self.activity_done: tuple[float, float] = (0.0, 0.0)
         self.metrics: dict[str, float] = {}
-        # Metrics of the newest step alone: a missing value must not be one of an earlier step.
+        # Only metrics of the newest step: an earlier step's value must not fill a gap.
         self.newest: Mapping[str, float] = {}
         self.rewards: defaultdict[str, list[float]] = defaultdict(list)
         self.before: dict[str, float] = {}
@@ -119,7 +119,7 @@ class Progress:
                 self.state = event.state
                 self.problem = event.problem
                 if event.state != JobState.RUNNING:
-                    # Time spent paused or starting must not count as that of a step.
+                    # Time spent paused or starting must not count as a step's time.
                     self._last_step_at = None
                 if event.state.ended:
                     self.activity = ""
@@ -159,27 +159,27 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generated tokens per second in the newest step."""
+        """The number of tokens generated per second in the newest step."""
         return self.newest.get(TOKENS_PER_SECOND)
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the job ends, by the pace of the newest steps; None: unknown."""
+        """The estimated seconds until the job ends, by its recent pace; None if unknown."""
         if not self._pace or self.state.ended:
             return None
         return sum(self._pace) / len(self._pace) * max(0, self.total_steps - self.step)
 
     def reward(self, agent: str) -> float | None:
-        """The agent's mean reward in the newest step."""
+        """Return the agent's mean reward in the newest step."""
         return self.newest.get(mean_reward(agent))
 
     def policy(self, name: str) -> PolicyLine:
-        """The newest metrics of a policy; None each where the newest step did not update it."""
+        """Return a policy's newest metrics; None each if the newest step did not update it."""
         known = f"{name}/{SKIPPED}" in self.newest
         updated = _updates(self.newest, name) if known else None
 
         def get(metric: str) -> float | None:
-            # Not those of an earlier step, where the newest one trained the policy.
+            # If the newest step trained the policy, an earlier step's value must not show.
             newest = self.newest if updated else self.metrics
             return None if updated is False else newest.get(f"{name}/{metric}")
 
@@ -196,24 +196,24 @@ class Progress:
 
 
 def _updates(values: Mapping[str, float], policy: str) -> bool:
-    """Whether a step with these metrics updated the policy."""
+    """Return whether a step with these metrics updated the policy."""
     applied = values.get(f"{policy}/{SKIPPED}") == 0
     return applied and values.get(f"{policy}/{SAMPLES}", 0) > 0
 
 
 def is_step(event: MetricsLogged) -> bool:
-    """Whether the metrics are those of a training step (and not of an evaluation alone)."""
+    """Return whether the metrics come from a training step, not from an evaluation alone."""
     return any(not name.startswith((EVALUATION, EVALUATIONS)) for name in event.values)
 
 
 def evaluation_of(event: MetricsLogged) -> dict[str, float]:
-    """Held-out scores among the metrics: the team's and each agent's, pass@k and maj@k, by name;
-    those of a named evaluation as `<evaluation>/<name>`."""
+    """Return the held-out scores among the metrics by name: the team's and each agent's, pass@k and
+    maj@k. Scores of a named evaluation are called `<evaluation>/<name>`."""
     return {name: event.values[metric] for name, metric in _scores_among(event.values)}
 
 
 def _scores_among(metrics: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Name and metric of each held-out score."""
+    """Yield the name and the metric of each held-out score."""
     for metric in sorted(metrics):
         if metric.startswith(EVALUATIONS):
             label, _, name = metric.removeprefix(EVALUATIONS).partition("/")
@@ -276,7 +276,7 @@ class LiveDisplay:
         self._live.update(self.picture(progress))
 
     def picture(self, progress: Progress) -> RenderableType:
-        """The tables of agents and policies with the current activity."""
+        """Return the tables of agents and policies with the current activity."""
         parts: list[RenderableType] = [self._header(progress), self._agents(progress)]
         if progress.policies:
             parts.append(self._policies(progress))
@@ -347,7 +347,7 @@ def _activity(progress: Progress) -> RenderableType:
 
 
 class PlainDisplay:
-    """Prints a line per event, where the output is no terminal. A context manager."""
+    """A display for output that is not a terminal: one line per event. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
         """`stream` is flushed after each line, for `tee` and CI logs."""
@@ -364,7 +364,7 @@ class PlainDisplay:
         print(text, file=self._stream, flush=True)
 
     def show(self, progress: Progress, event: Event) -> None:
-        """Print a line about `event`, which has been applied to `progress`; none for activities."""
+        """Print a line about `event`, which has been applied to `progress`; skip activities."""
         match event:
             case StateChanged():
                 why = f": {event.problem}" if event.problem else ""
@@ -406,7 +406,7 @@ Display = LiveDisplay | PlainDisplay
 
 
 def make_display(console: Console) -> Display:
-    """The live display on a terminal, else the plain one."""
+    """Return the live display on a terminal, else the plain one."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
     return PlainDisplay(sys.stdout)
@@ -439,7 +439,7 @@ def print_summary(
     progress: Progress | None = None,
     panel: str = "",
 ) -> None:
-    """Print the scores of a job and where its files are. `panel`: how to open the panel."""
+    """Print a job's scores and the places of its files. `panel` tells how to open the panel."""
     console.print()
     took = ""
     if job.started_at and job.ended_at:
@@ -485,7 +485,7 @@ def print_summary(
 
 
 def print_conversations(console: Console, pairs: Sequence[tuple[Trajectory, Trajectory]]) -> None:
-    """Print conversations about held-out queries, those before training beside those after it."""
+    """Print conversations about held-out queries, before and after training side by side."""
     for before, after in pairs:
         asked = next((text for role, text in before.conversation[0].messages if role == "user"), "")
         table = Table(
@@ -507,20 +507,19 @@ def _conversation(trajectory: Trajectory) -> Text:
 
 
 def with_interval(value: float | None, bounds: Interval | None) -> str:
-    """A score with its 95 % interval: `0.280 [0.222, 0.346]`; the score alone if that is not
-    known."""
+    """Return a score with its 95 % interval, if known: `0.280 [0.222, 0.346]`."""
     text = score(value)
     return text if bounds is None else f"{text} [{score(bounds.low)}, {score(bounds.high)}]"
 
 
 def bounds_in(metrics: Mapping[str, float], metric: str) -> Interval | None:
-    """The interval of a metric among the metrics; None if it is not there."""
+    """Return the interval of a metric; None if the metrics do not have it."""
     low, high = (metrics.get(f"{metric}{end}") for end in BOUNDS)
     return None if low is None or high is None else Interval(low, high)
 
 
 def signal_line(job: Job) -> str:
-    """How many steps had a signal, by policy: `solver 12 of 20 steps, checker 0 of 20 steps`."""
+    """Return the number of steps with a signal: `solver 12 of 20 steps, checker 0 of 20 steps`."""
     return ", ".join(
         f"{policy} {count} of {job.step} steps"
         for policy, count in sorted(job.signal_steps.items())
@@ -530,14 +529,14 @@ def signal_line(job: Job) -> str:
 def scores(
     job: Job, progress: Progress | None
 ) -> tuple[str, list[tuple[str, float | None, float | None]]]:
-    """Title and rows (name, before, after) of the table of scores.
+    """Return the title and rows (name, before, after) of the table of scores.
 
-    Held-out evaluation where the job has one, else the training rewards of the first and the last
-    step.
+    It shows the held-out evaluation if the job has one, else the training rewards of the first and
+    the last step.
     """
     names = [n for n in {**job.before, **job.after} if "trajectories/" not in n]
     if names:
-        # Named evaluations one after another, in each of them rewards last.
+        # Grouped by evaluation; within each, rewards come last.
         names.sort(key=lambda n: (n.partition("reward/")[0].rpartition("/")[0], "reward/" in n, n))
         return "held out", [(n, job.before.get(n), job.after.get(n)) for n in names]
     if progress is None:
@@ -547,7 +546,7 @@ def scores(
 
 
 def places(job: Job, checkpoints: list[Checkpoint], panel: str) -> list[tuple[str, str]]:
-    """(name, path or command) of the metrics, logs and checkpoints of a job."""
+    """Return (name, path or command) for a job's metrics, logs and checkpoints."""
     found: list[tuple[str, str]] = []
     if job.directory:
         directory = PurePath(job.directory)

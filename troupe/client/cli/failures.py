@@ -1,4 +1,4 @@
-"""How a command ends: its errors as lines on stderr and an exit status; signals during it."""
+"""The ends of a command: errors as lines on stderr, exit statuses, and signals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
-# The input is wrong or names what does not exist: repeating the command does not help.
+# The input is invalid, or names something that does not exist: repeating does not help.
 _INPUT_ERRORS = (InvalidArgument, NotFound, AlreadyExists)
-# Faults of a path that the user gave, or of its disk, and the remedy; no bug of Troupe.
+# Errors of a path that the user gave, or of its disk, with the remedy; not bugs of Troupe.
 _FILE_ERRORS = {
     errno.EACCES: "Choose a place that you may write to, or read from.",
     errno.EPERM: "Choose a place that you may write to, or read from.",
@@ -39,7 +39,7 @@ _FILE_ERRORS = {
 
 
 def explain(error: BaseException) -> tuple[list[str], int]:
-    """Lines for stderr, one per problem, and the exit status."""
+    """Return lines for stderr, one per problem, and the exit status."""
     match error:
         case JobSpecError():
             return [_line(str(problem)) for problem in error.problems], BAD_INPUT
@@ -52,10 +52,10 @@ def explain(error: BaseException) -> tuple[list[str], int]:
         case SystemExit():
             return [], error.code if isinstance(error.code, int) else FAILED
         case BrokenPipeError():
-            # The reader of our output closed the pipe; keep the interpreter from reporting it.
+            # The reader of our output closed the pipe; the interpreter must not report that.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return [], FAILED
-    if hasattr(error, "format_message"):  # typer's own: a wrong option, a missing argument
+    if hasattr(error, "format_message"):  # from typer: a wrong option, a missing argument
         return _usage(error), BAD_INPUT
     if os.environ.get(TRACEBACK_VARIABLE):
         return [without_secrets(line) for line in traceback.format_exception(error)], FAILED
@@ -80,7 +80,8 @@ def _line(text: str) -> str:
     return "error: " + without_secrets(" ".join(text.split()))
 
 
-# Each interrupts the work in progress: the first can end it in order, the second at once.
+# Each signal interrupts the work in progress: the first allows an orderly end, the second forces
+# one.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -89,25 +90,25 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Handles SIGINT, SIGTERM and SIGHUP of this process; a context manager (main thread only).
+    """A context manager that handles SIGINT, SIGTERM and SIGHUP (main thread only).
 
-    A signal cancels the work that `guard` awaits; between guards it is kept for the next one.
+    A signal cancels the work that `guard` awaits; between guards it is kept for the next guard.
     """
 
     def __init__(self) -> None:
-        """Handlers are installed by `__enter__`."""
+        """Install nothing yet: `__enter__` installs the handlers."""
         self.signal: signal.Signals | None = None
         self._pending = asyncio.Event()
 
     @property
     def status(self) -> int:
-        """The exit status by the shell's convention: 130 after Ctrl-C."""
+        """The exit status by the shell's convention, such as 130 after Ctrl-C."""
         return 128 + (self.signal or signal.SIGINT)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or `Interrupted` when a signal comes first.
+        """Return the result of `work`. Raises `Interrupted` if a signal comes first.
 
-        `work` is cancelled then, and awaited, so that its clean-up is done.
+        In that case `work` is cancelled and awaited, so its clean-up is complete.
         """
         task = asyncio.ensure_future(work)
         waiting = asyncio.ensure_future(self._pending.wait())

@@ -1,4 +1,4 @@
-"""`troupe functions ...`: deploys rewards and tools, calls them, shows their state and output."""
+"""`troupe functions ...`: deploy and call rewards and tools, show their state and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troupe.client.records import Invocation
 from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
 from troupe.yaml_input import UnreadableText, read_json_object, read_value
 
-app = typer.Typer(help="Deploy rewards and tools, call them, look at them.", no_args_is_help=True)
+app = typer.Typer(help="Deploy, call and inspect rewards and tools.", no_args_is_help=True)
 Name = Annotated[
     str, typer.Argument(metavar="NAME", show_default=False, help="NAME or NAME@VERSION.")
 ]
@@ -35,12 +35,12 @@ def deploy(
         typer.Argument(
             metavar="FILE_OR_MODULE",
             show_default=False,
-            help="FILE.py[:function] or a folder, to be uploaded, or package.module[:function].",
+            help="FILE.py[:function] or a folder to upload, or package.module[:function].",
         ),
     ],
     entrypoint: Annotated[
         str | None,
-        typer.Option(help="A function in it; of a folder MODULE[:FUNCTION].", show_default=False),
+        typer.Option(help="A function in it; in a folder MODULE[:FUNCTION].", show_default=False),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Default: as declared.", show_default=False)
@@ -53,14 +53,14 @@ def deploy(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Override what was declared, e.g. --set cores=2. May be repeated.",
+            help="Override the declaration, e.g. --set cores=2. May be repeated.",
         ),
     ] = None,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Deploy what a file or module declares with @troupe.reward and @troupe.tool."""
+    """Deploy the functions that a file or module declares with @troupe.reward and @troupe.tool."""
     own = _assignments(costs or [])
 
     deployed = call(
@@ -82,13 +82,13 @@ def deploy(
 @app.command("list")
 def list_functions(
     everything: Annotated[
-        bool, typer.Option("--all", help="Those of jobs, too, that were not deployed by name.")
+        bool, typer.Option("--all", help="Include functions of jobs, which have no deployed name.")
     ] = False,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """List functions and what became of their calls."""
+    """List functions and the outcomes of their calls."""
     found = call(cluster, data_dir, lambda client: client.functions.list())
     shown = [one for one in found if everything or not one.job_id]
     if as_json:
@@ -122,7 +122,7 @@ def show(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show a function: its costs, its arguments, and what was learned of it."""
+    """Show a function: its costs, arguments and measurements."""
     one = call(cluster, data_dir, lambda client: client.functions.get(*_split(name)))
     fields = dataclasses.asdict(one)
     if as_json:
@@ -142,14 +142,15 @@ def invoke(
         str, typer.Option(metavar="JSON", help="Keyword arguments; -: from stdin.")
     ] = "{}",
     trajectory: Annotated[
-        str, typer.Option(help="Whose files a stateful function finds.", show_default=False)
+        str,
+        typer.Option(help="Trajectory whose files a stateful function uses.", show_default=False),
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 600.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Not what it prints.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide the function's output.")] = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Call a function; prints its value as JSON, and on stderr what it prints meanwhile.
+    """Call a function; print its value as JSON, and its output on stderr meanwhile.
 
     Exit status 1: the call failed.
     """
@@ -183,14 +184,14 @@ def invoke(
 def logs(
     name: Name,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is printed.")
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines.")
     ] = False,
-    lines: Annotated[int, typer.Option(min=0, help="Last lines; 0: all that are kept.")] = 100,
+    lines: Annotated[int, typer.Option(min=0, help="Number of last lines; 0: all.")] = 100,
     job: Annotated[str, typer.Option(help="Only calls of this job.", show_default=False)] = "",
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Prints the logs of a function's calls; Ctrl-C ends `--follow`."""
+    """Print the logs of a function's calls; Ctrl-C ends `--follow`."""
     function, version = _split(name)
 
     async def print_lines(client: AsyncClient) -> None:
@@ -209,7 +210,7 @@ def delete(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Forget a deployed function. Its calls are cancelled."""
+    """Delete a deployed function and cancel its calls."""
     function, version = _split(name)
     if version is None:
         raise InvalidArgument(
@@ -223,7 +224,7 @@ def delete(
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Name and version of NAME or NAME@VERSION."""
+    """Split NAME or NAME@VERSION into name and version."""
     function, at, version = name.partition("@")
     return function, version if at else None
 
@@ -243,7 +244,7 @@ def _assignments(given: list[str]) -> dict[str, Any]:
         field, equals, value = one.partition("=")
         if not equals or not field:
             raise InvalidArgument(
-                "is no assignment", field="--set", value=one, remedy="Write FIELD=VALUE."
+                "is not an assignment", field="--set", value=one, remedy="Write FIELD=VALUE."
             )
         try:
             costs[field] = read_value(value, "its value")

@@ -1,7 +1,7 @@
 """`troupe jobs ...`, `troupe generate`, `troupe evaluate`: commands on jobs and their checkpoints.
 
-`evaluate` submits a job with `pipeline.steps: 0`, which does nothing but the evaluations before its
-first step.
+`evaluate` submits a job with `pipeline.steps: 0`, which only runs the evaluations before the first
+step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def audit(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Account for every sample of a job. Exit status 1 when something contradicts the promise."""
+    """Account for every sample of a job. Exit status 1 if one was lost or trained too often."""
     found = call(cluster, data_dir, lambda client: client.job(job_id).audit())
     if as_json:
         print(json.dumps(audit_values(found), indent=2))
@@ -53,7 +53,7 @@ def audit(
 
 
 def audit_values(found: Audit) -> dict[str, Any]:
-    """An audit as JSON values."""
+    """Return an audit as JSON values."""
     versions = [
         {**dataclasses.asdict(one), "published_at": one.published_at.isoformat()}
         for one in found.versions
@@ -108,20 +108,20 @@ def generate(
     job_id: options.JobId,
     policy: Policy,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", show_default=False, help="What to say; -: from stdin.")
+        str, typer.Argument(metavar="TEXT", show_default=False, help="User message; -: from stdin.")
     ],
     system: Annotated[str | None, typer.Option(help="System message before it.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of likeliest tokens.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same answer again.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, for a repeatable answer.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Let a policy answer, at its newest version."""
+    """Let the newest version of a policy answer a message."""
     prompt = sys.stdin.read() if text == "-" else text
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
@@ -144,7 +144,7 @@ def generate(
     print(json.dumps(dataclasses.asdict(answer)) if as_json else answer.text)
 
 
-app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and control jobs.", no_args_is_help=True)
 app.command("audit")(audit)
 # Default length of `troupe jobs list`.
 _LISTED = 50
@@ -154,13 +154,13 @@ _LISTED = 50
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
     limit: Annotated[
-        int, typer.Option(min=1, help="At most so many; the newest.", metavar="N")
+        int, typer.Option(min=1, help="Show at most the newest N.", metavar="N")
     ] = _LISTED,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """List the newest jobs of the cluster, the newest last."""
+    """List the newest jobs of the cluster, newest last."""
     jobs = call(cluster, data_dir, lambda client: client.jobs(state, limit + 1))
     more, jobs = len(jobs) > limit, jobs[-limit:]
     if as_json:
@@ -193,7 +193,7 @@ def show(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show a job: where it is, its scores, and where its files are."""
+    """Show a job: its progress, its scores and its files."""
 
     async def fetch(client: AsyncClient) -> tuple[Job, Any]:
         handle = client.job(job_id)
@@ -221,13 +221,12 @@ def profile(
     job_id: options.JobId,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write it to this new file, for `troupe plan --profile`."),
+        typer.Option(help="Write the profile to this new file, for `troupe plan --profile`."),
     ] = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show what a job was measured to do: turns, lengths, waits, and how fast its engines and
-    trainers are."""
+    """Show a job's measurements: turns, lengths, waits, and the speed of engines and trainers."""
     if write is not None and write.exists():
         raise InvalidArgument(
             "the file exists", field="--write", value=str(write), remedy="Name a new file."
@@ -294,7 +293,7 @@ def watch(
 def pause(
     job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
-    """Let the step in flight finish, then give the workers back."""
+    """Pause a job: let the step in flight finish, then release the workers."""
     _print_state(call(cluster, data_dir, lambda client: client.job(job_id).pause()))
 
 
@@ -304,14 +303,14 @@ def resume(
     spec: Annotated[
         Path | None,
         typer.Option(
-            help="Go on under this job file: the same job with more steps, other limits, ...",
+            help="Continue with this job file: the same job with more steps, other limits, ...",
             show_default=False,
         ),
     ] = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Go on with a paused, failed or cancelled job from its last committed step."""
+    """Continue a paused, failed or cancelled job from its last committed step."""
     _print_state(call(cluster, data_dir, lambda client: client.job(job_id).resume(spec)))
 
 
@@ -322,7 +321,7 @@ def cancel(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """End a job now. What it committed stays, and it can be resumed."""
+    """Cancel a job now. Its committed steps stay, and it can be resumed."""
     _print_state(call(cluster, data_dir, lambda client: client.job(job_id).cancel(reason)))
 
 
@@ -330,14 +329,14 @@ def cancel(
 def forget(
     job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
-    """Delete what the cluster's memory holds of an ended job: its record, log, metrics,
-    trajectories, rows and weights. What is in its directory stays, as checkpoints do."""
+    """Delete an ended job from the cluster's memory: its record, log, metrics, trajectories, rows
+    and weights. Files in its directory, such as checkpoints, stay."""
     job = call(cluster, data_dir, lambda client: client.job(job_id).forget())
     Console().print(f"{job.id} is forgotten; its files stay in {job.directory}", highlight=False)
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as JSON values."""
+    """Return a job as JSON values."""
 
     def value(item: Any) -> Any:
         if isinstance(item, datetime):
@@ -357,7 +356,7 @@ def _print_state(job: Job) -> None:
     Console().print(f"{job.id} is {job.state}", highlight=False)
 
 
-# What the section `evaluation`, which has no name, is called here.
+# The name of the unnamed section `evaluation` in this command.
 UNNAMED = "evaluation"
 
 
@@ -370,8 +369,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="JOB.yaml|JOB_ID|CHECKPOINT",
-            help="A job file: its models as they are. A job: its newest checkpoints. The directory "
-            "of a checkpoint: that one.",
+            help="A job file, to evaluate its initial models; a job's id, for its newest "
+            "checkpoints; or the directory of a checkpoint.",
             show_default=False,
         ),
     ],
@@ -380,19 +379,19 @@ def evaluate(
         typer.Option(
             "--set",
             metavar="NAME|KEY.PATH=VALUE",
-            help=f"Only the evaluation of this name (`{UNNAMED}`: that of the section). With `=`: "
+            help=f"Run only the evaluation of this name (`{UNNAMED}`: the unnamed one). With `=`: "
             "change a field of the job. May be repeated.",
         ),
     ] = None,
     version: Annotated[
-        int | None, typer.Option(help="JOB_ID: this version of every policy that has it.")
+        int | None, typer.Option(help="With a job's id: this version of every policy that has it.")
     ] = None,
     cluster: options.ClusterAddress = None,
 ) -> None:
-    """Evaluate a job's models or checkpoints, as its `evaluation` and `evaluations` say.
+    """Evaluate a job's models or checkpoints as its `evaluation` and `evaluations` specify.
 
-    Starts an embedded cluster unless one runs here. Paths of checkpoints must be readable where
-    trainers and rollout workers run.
+    Starts an embedded cluster unless one runs here. Trainers and rollout workers must be able to
+    read the checkpoints' paths.
     """
     cluster_settings = settings(panel=False)
     given = sets or []
@@ -423,18 +422,19 @@ def evaluate(
 def only_evaluated(
     raw: Mapping[str, Any], names: Collection[str], models: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """The unvalidated job with no steps, the evaluations `names` (none: all) and the models of
-    checkpoints by policy. Raises `InvalidArgument` for an unknown evaluation, or a job without."""
+    """Return the unvalidated job with no steps, the evaluations `names` (none: all) and the models
+    of checkpoints by policy. Raises `InvalidArgument` if an evaluation is unknown or the job has
+    none."""
     named = dict(raw.get("evaluations") or {})
     section = raw.get("evaluation") or {}
     known = [*([UNNAMED] if section.get("queries") else []), *named]
     for name in names:
         if name not in known:
             raise InvalidArgument(
-                "the job has no such evaluation",
+                "is not an evaluation of the job",
                 field="--set",
                 value=name,
-                remedy=f"It has: {', '.join(known) or 'none; add the section `evaluations`'}.",
+                remedy=f"The job has: {', '.join(known) or 'none; add the section `evaluations`'}.",
             )
     if not known:
         raise InvalidArgument(
@@ -468,7 +468,7 @@ def only_evaluated(
 def found_checkpoints(
     target: str, version: int | None, data_dir: Path
 ) -> tuple[Path, dict[str, Path]]:
-    """The file of the job, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
+    """Return the job's file, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
     path = Path(target).expanduser()
     if path.is_file():
         return path, {}
@@ -478,12 +478,12 @@ def found_checkpoints(
     directory = path if (path / SPEC_FILE).is_file() else data_dir / target
     if not (directory / SPEC_FILE).is_file():
         raise InvalidArgument(
-            "is neither a job file, nor a job in the data directory, nor a checkpoint in the "
-            "directory of its job",
+            "is neither a job file, nor a job in the data directory, nor a checkpoint in its job's "
+            "directory",
             field="JOB.yaml|JOB_ID|CHECKPOINT",
             value=target,
-            remedy="Name the data directory with --data-dir; an exported checkpoint is evaluated "
-            "as `policies.NAME.model.path` of a job file.",
+            remedy="Name the data directory with --data-dir; to evaluate an exported checkpoint, "
+            "name it as `policies.NAME.model.path` in a job file.",
         )
     kept = versions_of_all(directory)
     found = {
@@ -498,7 +498,7 @@ def found_checkpoints(
 
 
 def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:
-    """The checkpoint as a whole model: an adapter is merged into its base below `scratch`."""
+    """Return the checkpoint as a whole model, merging an adapter into its base below `scratch`."""
     if not is_adapter_folder(checkpoint):
         return checkpoint
     lineage = Lineage.read(checkpoint)

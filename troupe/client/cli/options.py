@@ -1,4 +1,4 @@
-"""Options, calls of a cluster and number formats that several commands share."""
+"""What several commands share: options, calls of a cluster, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.retry import RetryPolicy
 
 T = TypeVar("T")
-# A person waits: long enough for a restart of the orchestrator, not for a mistyped address.
+# Long enough for a restart of the orchestrator, short enough for a user with a mistyped address.
 _RETRY = RetryPolicy(max_attempts=7)
 
-# Characters of a message that is shown in part.
+# Characters shown of a long message.
 _SHOWN = 600
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
@@ -55,7 +55,7 @@ ClusterAddress = Annotated[
     typer.Option(
         "--cluster",
         metavar="HOST:PORT",
-        help="Orchestrator to use; default: the cluster that runs in the data directory.",
+        help="Orchestrator; default: that of the cluster that runs in the data directory.",
         show_default=False,
     ),
 ]
@@ -70,21 +70,21 @@ Assignments = Annotated[
 ]
 
 
-# Options of commands that start a cluster, by the field of `ClusterSettings` that each sets: their
-# type, default and help.
+# The type, default and help of each option of commands that start a cluster, by the field of
+# `ClusterSettings` that it sets.
 _CLUSTER_OPTIONS: Final[Mapping[str, tuple[Any, Any, str]]] = {
     "data_dir": (
         Path | None,
         None,
         "Directory of jobs, logs and the cluster's state; default: $TROUPE_DATA_DIR or runs.",
     ),
-    "name": (str | None, None, "Name of the node; default: that of the host."),
+    "name": (str | None, None, "Name of the node; default: the host's name."),
     "host": (str, "0.0.0.0", "Interface to listen on."),
     "advertise": (
         str | None,
         None,
         "Name or address at which other hosts reach this one; default: --host, or the machine's "
-        "name if that is all interfaces.",
+        "name if --host is all interfaces.",
     ),
     "port": (int | None, None, "Port of the orchestrator."),
     "rollouts": (int | None, None, "Rollout workers to start."),
@@ -96,31 +96,31 @@ _CLUSTER_OPTIONS: Final[Mapping[str, tuple[Any, Any, str]]] = {
     ),
     "panel": (bool, True, "Start the control panel."),
     "panel_port": (int | None, None, "Port of the control panel; default: 8080 or a free one."),
-    "redis_url": (str | None, None, "A Redis that runs already, instead of an embedded one."),
+    "redis_url": (str | None, None, "A running Redis to use instead of an embedded one."),
     "redis_port": (int | None, None, "Port of the embedded Redis."),
-    "start_timeout": (float, 120.0, "Seconds that a service may take until it is ready."),
+    "start_timeout": (float, 120.0, "Seconds that a service may take to become ready."),
     "trainer_idle_seconds": (
         float | None,
         None,
-        "End trainers that no policy has wanted for so long, until one does; default: never.",
+        "Seconds after which unused trainers stop, until a policy needs one; default: never.",
     ),
     "devices": (
         str | None,
         None,
-        "Devices of this host in place of those that its driver reports, such as 8xH100-80GB; "
+        "Devices of this host, instead of the driver's list, such as 8xH100-80GB; "
         "default: $TROUPE_DEVICES.",
     ),
-    "engine_devices": (int | None, None, "Devices for engines; default: half, and the odd one."),
-    "trainer_devices": (int | None, None, "Devices for trainers; default: the others."),
+    "engine_devices": (int | None, None, "Devices for engines; default: half, rounded up."),
+    "trainer_devices": (int | None, None, "Devices for trainers; default: the rest."),
     "devices_per_trainer": (
         int | None,
         None,
-        "Devices of each trainer, for gangs of so many; default: 1.",
+        "Devices of each trainer, for gangs of that size; default: 1.",
     ),
     "jobs_dir": (
         Path | None,
         None,
-        "Directory of jobs where all hosts share one; default: the data directory.",
+        "Directory of jobs, if all hosts share one; default: the data directory.",
     ),
     "colocate": (
         bool,
@@ -131,9 +131,9 @@ _CLUSTER_OPTIONS: Final[Mapping[str, tuple[Any, Any, str]]] = {
 
 
 def cluster_option(name: str) -> Any:
-    """Typer's description of an option of a cluster."""
+    """Return Typer's description of a cluster's option."""
     _, default, text = _CLUSTER_OPTIONS[name]
-    # A flag that is off is not shown with its opposite.
+    # Help does not show the opposite of a flag that is off by default.
     flags = [f"--{name.replace('_', '-')}"] if default is False else []
     return typer.Option(*flags, help=text, show_default=default is not None)
 
@@ -142,15 +142,15 @@ DataDir = Annotated[Path | None, cluster_option("data_dir")]
 
 
 class MakeSettings(Protocol):
-    """Makes the settings of a cluster of a command's options; `given`: further fields."""
+    """A maker of a cluster's settings from a command's options; `given` are further fields."""
 
     def __call__(self, **given: Any) -> ClusterSettings: ...
 
 
 def with_cluster_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of a cluster, behind its own.
+    """Give a command these options of a cluster, after its own.
 
-    Its parameter `settings` (`MakeSettings`) makes `cluster_settings` of them.
+    Its parameter `settings` (`MakeSettings`) turns them into `cluster_settings`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +170,7 @@ def with_cluster_options(*names: str) -> Callable[[Callable[..., None]], Callabl
             )
             for name in names
         ]
-        # Typer makes the command line of it.
+        # Typer derives the command line from the signature.
         run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         return run
 
@@ -180,8 +180,8 @@ def with_cluster_options(*names: str) -> Callable[[Callable[..., None]], Callabl
 def cluster_settings(
     *, data_dir: Path | None, start_timeout: float, **given: Any
 ) -> ClusterSettings:
-    """Settings from options; `given` are fields of `ClusterSettings`, None where the option was
-    left out. Raises `InvalidArgument` naming the option that is out of range."""
+    """Make settings from options; `given` are fields of `ClusterSettings`, None if the user left
+    the option out. Raises `InvalidArgument`, which names the option that is out of range."""
     try:
         return ClusterSettings(
             data_dir=data_directory(data_dir),
@@ -200,7 +200,7 @@ def cluster_settings(
 def call(
     address: str | None, data_dir: Path | None, use: Callable[[AsyncClient], Awaitable[T]]
 ) -> T:
-    """`use(client)` on the cluster at `address`, else on the one that runs in `data_dir`."""
+    """Run `use(client)` on the cluster at `address`, else on the one that runs in `data_dir`."""
 
     async def run() -> T:
         target = resolve_address(address, data_dir)
@@ -212,7 +212,7 @@ def call(
 
 
 def make_table(left: Sequence[str] = (), right: Sequence[str] = (), title: str = "") -> Table:
-    """A table with its left-aligned columns first, then its right-aligned ones."""
+    """Return a table with its left-aligned columns first, then its right-aligned ones."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title=escape(title) or None, title_justify="left"
     )
@@ -224,7 +224,7 @@ def make_table(left: Sequence[str] = (), right: Sequence[str] = (), title: str =
 
 
 def duration(seconds: float | None) -> str:
-    """`42s`, `3m07s`, `2h05m`, `3d04h`; a dash when unknown."""
+    """Return a duration as `42s`, `3m07s`, `2h05m` or `3d04h`; a dash when unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = max(0, round(seconds))
@@ -238,7 +238,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits without needless zeros; a dash when unknown."""
+    """Return a number with three significant digits, without trailing zeros; a dash if unknown."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -255,17 +255,17 @@ def number(value: float | None) -> str:
 
 
 def score(value: float | None) -> str:
-    """A reward or success rate: three decimals, so that a column of them lines up."""
+    """Return a reward or success rate with three decimals, so that a column lines up."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def change(before: float | None, after: float | None) -> str:
-    """The signed difference; empty when one is unknown."""
+    """Return the signed difference; empty when a value is unknown."""
     return "" if before is None or after is None else f"{after - before:+.3f}"
 
 
 def size(num_bytes: float) -> str:
-    """`512 B`, `4.0 KiB`, `1.2 GiB`."""
+    """Return a size as `512 B`, `4.0 KiB` or `1.2 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -275,7 +275,7 @@ def size(num_bytes: float) -> str:
 
 @contextmanager
 def byte_bar() -> Iterator[ByteBar]:
-    """Context with bars of bytes on standard error, if that is a terminal."""
+    """Return a context with progress bars of bytes on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -296,12 +296,12 @@ def byte_bar() -> Iterator[ByteBar]:
 
 
 def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = False) -> str:
-    """The newest `width` values as bars between their own smallest and largest."""
+    """Return the newest `width` values as bars, scaled between their minimum and maximum."""
     bars = _PLAIN_BARS if ascii_only else _BARS
     shown = [v for v in values[-width:] if math.isfinite(v)]
     if not shown:
         return ""
-    if math.isinf(max(shown) - min(shown)):  # the range itself is no number
+    if math.isinf(max(shown) - min(shown)):  # the range overflows
         shown = [v / 4 for v in shown]
     low, high = min(shown), max(shown)
     if high - low < 1e-9:
@@ -310,5 +310,5 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
 
 
 def shortened(text: str) -> str:
-    """The beginning of a long text, with its length."""
+    """Return a text, cut if it is long, with its length."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"

@@ -36,11 +36,11 @@ def plan(
     ],
     hosts: Annotated[int, typer.Option(help="Hosts that the devices are spread over.")] = 1,
     assignments: options.Assignments = None,
-    turns: Annotated[float, typer.Option(help="Rounds of a trajectory, mean.")] = 4.0,
-    prompt_tokens: Annotated[float, typer.Option(help="New tokens that a turn reads.")] = 500.0,
+    turns: Annotated[float, typer.Option(help="Mean number of rounds in a trajectory.")] = 4.0,
+    prompt_tokens: Annotated[float, typer.Option(help="New prompt tokens of a turn.")] = 500.0,
     response_tokens: Annotated[
         float,
-        typer.Option(help="Tokens that a turn draws; 0: a third of its agent's max_new_tokens."),
+        typer.Option(help="Tokens sampled in a turn; 0: a third of its agent's max_new_tokens."),
     ] = 0.0,
     wait_seconds: Annotated[
         float, typer.Option(help="Seconds of tools or the environment after a turn.")
@@ -49,27 +49,27 @@ def plan(
         str | None,
         typer.Option(
             metavar="JOB_ID|FILE",
-            help="Lengths, waits and speeds that a run of this job measured, instead of "
-            "assumptions: its id in the cluster, or what `troupe jobs profile` wrote.",
+            help="Use measurements of an earlier run of this job instead of assumptions: its id in "
+            "the cluster, or the file that `troupe jobs profile` wrote.",
         ),
     ] = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
     tflops: Annotated[
-        float, typer.Option(help="Peak of a device, dense bfloat16; default: of its class.")
+        float, typer.Option(help="Device's peak in dense bfloat16; default: by its class.")
     ] = 0.0,
     gigabytes_per_second: Annotated[
-        float, typer.Option(help="Bandwidth of its memory; default: of its class.")
+        float, typer.Option(help="Device's memory bandwidth; default: by its class.")
     ] = 0.0,
     write: Annotated[
         Path | None, typer.Option(help="Write the job with the best split to this new file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """How many devices should generate and how many train, and what step time follows.
+    """Find how many devices should generate and how many should train, and predict the step time.
 
-    Tries splits in a simulated cluster that takes the services' decisions. Lengths and waits are
-    assumptions: give those of your job, or a run of it (--profile).
+    The planner tries splits in a simulated cluster that decides as the services do. Lengths and
+    waits are assumptions: give your job's values, or an earlier run of it (--profile).
     """
     plans = _plans()
     given = plans.plan_devices(devices, "--devices")
@@ -104,7 +104,7 @@ def plan(
 
 
 def _plans() -> ModuleType:
-    """The planner. Raises FailedPrecondition without simpy."""
+    """Return the planner. Raises FailedPrecondition without simpy."""
     try:
         from troupe.twin import plans
     except ModuleNotFoundError as error:
@@ -118,7 +118,8 @@ def _plans() -> ModuleType:
 
 
 def _profile(given: str, cluster: str | None, data_dir: Path | None) -> JobProfile:
-    """The profile in a file, or of a job of the cluster. Raises InvalidArgument for other files."""
+    """Return the profile in a file, or of a job of the cluster. Raises InvalidArgument for other
+    files."""
     from troupe.twin.profile import JobProfile
 
     path = Path(given).expanduser()

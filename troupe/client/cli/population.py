@@ -1,4 +1,4 @@
-"""`troupe population ...`: shows pools, payoffs and matches of a job; exports members."""
+"""`troupe population ...`: show pools, payoffs and matches of a job; export members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from troupe.client.cli.options import call, duration, make_table, number, size, 
 from troupe.client.population_records import MetaStrategy, Pool, Population
 from troupe.storage import place_at
 
-app = typer.Typer(help="Look at pools of policies and their matches.", no_args_is_help=True)
+app = typer.Typer(help="Inspect pools of policies and their matches.", no_args_is_help=True)
 # Rows and columns of the payoff matrix on a terminal; the panel and --json have all.
 _COLUMNS = 12
 
@@ -29,7 +29,7 @@ def show(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Show pools with their members, what they got against each other, and whom learners meet."""
+    """Show pools and their members, the payoff matrix, and the opponents of learners."""
     found = call(cluster, data_dir, lambda client: client.job(job_id).population())
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
@@ -46,8 +46,8 @@ def show(
 @app.command()
 def matches(
     job_id: options.JobId,
-    member: Annotated[str, typer.Option(help="Only those in which this member played.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 30,
+    member: Annotated[str, typer.Option(help="Show only matches of this member.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of matches.")] = 30,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
@@ -61,7 +61,7 @@ def matches(
     if not found:
         console.print("no matches")
         return
-    grid = make_table(("match", "iteration", "who got what", "state", "took"))
+    grid = make_table(("match", "iteration", "payoffs", "state", "took"))
     for one in found:
         players = (
             f"{agent} {member} {number(one.payoffs.get(agent))}"
@@ -88,8 +88,8 @@ def export(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy the weights of one member into DIR, where transformers and SGLang load them; a small
-    network's, `troupe.networks.exported`."""
+    """Copy the weights of one member into DIR. transformers and SGLang load them from there;
+    `troupe.networks.exported` loads a small network."""
     place = place_at(directory, "DIR")
     with place.new_folder(last=LINEAGE) as draft:
         call(cluster, data_dir, lambda client: client.job(job_id).export_member(member, draft))
@@ -152,7 +152,7 @@ def _share(solved: MetaStrategy | None, pool: Pool, member_id: str) -> str:
 
 
 def _payoffs(found: Population) -> Table | None:
-    """The payoff matrix of the first agent; None unless the game has two agents."""
+    """Return the payoff matrix of the first agent; None unless the game has two agents."""
     if len(found.agents) != 2 or not found.cells:
         return None
     row_pool, column_pool = (found.pool_of(agent) for agent in found.agents)
@@ -162,7 +162,7 @@ def _payoffs(found: Population) -> Table | None:
     }
     columns = kept[column_pool.name][-_COLUMNS:]
     rows = kept[row_pool.name][-_COLUMNS:]
-    title = f"what {found.agents[0]} gets"
+    title = f"payoffs of {found.agents[0]}"
     if len(columns) < len(kept[column_pool.name]) or len(rows) < len(kept[row_pool.name]):
         title += f" (the newest {_COLUMNS}; --json has all)"
     grid = make_table(("",), [escape(column_pool.members[at].id) for at in columns], title)
@@ -173,7 +173,8 @@ def _payoffs(found: Population) -> Table | None:
 
 
 def _payoff(found: Population, row: int, column: int) -> str:
-    """The first agent's mean payoff in a cell, with its confidence interval; a dot: not played."""
+    """Return the first agent's mean payoff in a cell, with its confidence interval; a dot if the
+    cell has not been played."""
     for cell in found.cells:
         if cell.members == (row, column):
             at = 0

@@ -1,4 +1,4 @@
-"""`troupe samples ...`: counts, lists and exports the rows that the store has of a job."""
+"""`troupe samples ...`: count, list and export a job's rows in the experience store."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from troupe.storage import place_at
 # Rows per Parquet row group: enough to compress well, few enough to hold in memory.
 _GROUP_ROWS: Final = 1000
 
-app = typer.Typer(help="Look at the rows that policies are trained on.", no_args_is_help=True)
+app = typer.Typer(help="Inspect the rows that policies are trained on.", no_args_is_help=True)
 Policy = Annotated[
     str | None,
-    typer.Option(help="Only this policy, or that of this agent; default: every trained one."),
+    typer.Option(help="Policy, or an agent that it plays; default: every trained policy."),
 ]
 Step = Annotated[
-    int | None, typer.Option(min=0, max=2**63 - 1, help="Only this step, counted from 0.")
+    int | None, typer.Option(min=0, max=2**63 - 1, help="Show only this step, counted from 0.")
 ]
 State = Annotated[
-    str | None, typer.Option(help="Only pending, ready, claimed, trained or dropped ones.")
+    str | None, typer.Option(help="Show only pending, ready, claimed, trained or dropped rows.")
 ]
 
 
@@ -44,7 +44,7 @@ def counts(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Count a job's samples by policy and state; how far each table lags, what waits longest."""
+    """Count a job's samples by policy and state, and show how far each table lags."""
     tables = call(cluster, data_dir, lambda client: client.job(job_id).tables())
     if as_json:
         print(json.dumps(dataclasses.asdict(tables), indent=2))
@@ -69,7 +69,7 @@ def counts(
         console.print(waits, highlight=False)
     for one in tables.tables:
         for reason, number in sorted(one.drop_reasons.items()):
-            # Trajectories that ended before they had rows count as one each.
+            # A trajectory that ended before it had rows counts as one.
             what = f"{escape(one.policy)} dropped {number:,} rows or trajectories"
             console.print(f"{what}: {escape(reason)}", soft_wrap=True)
     bound = f" of {size(tables.high_water_bytes)}" if tables.high_water_bytes else ""
@@ -87,7 +87,7 @@ def list_samples(
     policy: Policy = None,
     step: Step = None,
     state: State = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 50,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
@@ -140,7 +140,7 @@ def export(
 ) -> None:
     """Write rows to a Parquet or JSON Lines file.
 
-    Rows of committed steps come without token ids and log-probs, which are freed by then.
+    Rows of committed steps have no token ids and log-probs: the store has freed them.
     """
     kind, place = writer_of(file), place_at(file, "FILE")
 
@@ -171,7 +171,7 @@ def writer_of(file: str) -> type[SampleWriter]:
     kind = kinds.get(PurePath(file).suffix)
     if kind is None:
         raise InvalidArgument(
-            "is neither Parquet nor JSON Lines.",
+            "is neither Parquet nor JSON Lines",
             field="FILE",
             value=file,
             remedy="Name it FILE.parquet or FILE.jsonl.",
@@ -180,11 +180,11 @@ def writer_of(file: str) -> type[SampleWriter]:
 
 
 class SampleWriter(ABC):
-    """Writes samples to a new file. A context manager."""
+    """A context manager that writes samples to a new file."""
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises `FailedPrecondition` where a package is missing."""
+        """Open the file. Raises `FailedPrecondition` if a package is missing."""
 
     @abstractmethod
     def add(self, sample: Sample) -> None:
@@ -192,7 +192,7 @@ class SampleWriter(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining rows and close the file."""
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +213,7 @@ class _Jsonl(SampleWriter):
 
 
 class _Parquet(SampleWriter):
-    """One column per field; user-defined columns as one column of JSON."""
+    """A Parquet file: one column per field, and one column of JSON for user-defined columns."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -221,7 +221,7 @@ class _Parquet(SampleWriter):
             import pyarrow.parquet
         except ImportError as error:
             raise FailedPrecondition(
-                "Parquet needs the package pyarrow, which is not installed.",
+                "Parquet needs the package pyarrow, which is not installed",
                 field="FILE",
                 value=path.name,
                 remedy="`pip install 'troupe-rl[parquet]'`, or export to FILE.jsonl.",

@@ -1,8 +1,9 @@
-"""`troupe slurm`: a job as one allocation of Slurm, head and nodes included.
+"""`troupe slurm`: run a job as one Slurm allocation, head and nodes included.
 
-The batch script runs on the first node: the head there, a node on each host, and `troupe train`.
-What outlasts the allocation (Redis, jobs, checkpoints) is in a directory that all hosts share.
-The same script, requeued or submitted again, goes on with the job from its last committed step.
+The batch script runs on the first host. It starts the head there, a node on each host, and
+`troupe train`. A directory that all hosts share keeps the state that outlasts the allocation
+(Redis, jobs, checkpoints). When the same script is requeued or submitted again, it continues the
+job from its last committed step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from troupe.rpc.ids import check_name
 from troupe.rpc.tokens import read_token
 
 _TIME: Final = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
-# Time for a step to end before the allocation does: pausing waits for the step in flight.
+# Time for the step in flight to end before the allocation does: pausing waits for it.
 _LEAST_NOTICE: Final = 30
 
 _SCRIPT: Final = """\
@@ -42,7 +43,7 @@ _SCRIPT: Final = """\
 #SBATCH --output={directory}/slurm-%j.out
 #SBATCH --signal=B:TERM@{notice}
 {further}
-# Made by `troupe slurm`. Requeued, preempted or submitted again, it goes on with the job.
+# Made by `troupe slurm`. When requeued, preempted or submitted again, it continues the job.
 set -u
 umask 077
 cd {project}
@@ -72,7 +73,7 @@ srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 {step_resources}--job
   "$shared" "${{troupe[@]}}" node --head "$head" --jobs-dir "$shared/jobs" {node_options}&
 node_step=$!
 
-# The end of the allocation is near, or somebody cancels it: the job is paused after its step.
+# The allocation ends soon, or somebody cancels it: pause the job after its step.
 leave() {{
   trap '' TERM
   echo "troupe: pausing $job before the allocation ends"
@@ -94,7 +95,7 @@ training=$!
 trap leave TERM
 wait $training
 status=${{status:-$?}}
-# After a signal `wait` returns at once, and the command has yet to end.
+# After a signal `wait` returns at once, while the command is still running.
 wait $training 2>/dev/null
 kill -TERM $node_step 2>/dev/null
 wait $node_step
@@ -114,20 +115,20 @@ def slurm(
         Path,
         typer.Option(
             "--shared-dir",
-            help="Directory that all hosts share; Redis, jobs and checkpoints are kept in it.",
+            help="Directory that all hosts share, for Redis, jobs and checkpoints.",
         ),
     ] = Path("runs"),
     job_id: Annotated[str | None, typer.Option(help="Id of the job; default: its name.")] = None,
     time: Annotated[str | None, typer.Option(metavar="[DAYS-]HH:MM:SS", help="Time limit.")] = None,
     notice: Annotated[
         int,
-        typer.Option(min=_LEAST_NOTICE, help="Seconds before the time limit at which it pauses."),
+        typer.Option(min=_LEAST_NOTICE, help="Pause the job this many seconds before the limit."),
     ] = 600,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="A further option, such as --qos=high."),
+        typer.Option("--sbatch", metavar="OPTION", help="Further option, such as --qos=high."),
     ] = None,
     engine_devices: Annotated[int | None, options.cluster_option("engine_devices")] = None,
     trainer_devices: Annotated[int | None, options.cluster_option("trainer_devices")] = None,
@@ -141,15 +142,15 @@ def slurm(
 ) -> None:
     """Submit a job to Slurm as one allocation: a head, a node on each host, and the training.
 
-    Submitted again, or requeued by Slurm, it goes on from the last committed step. Some minutes
-    before the time limit the job is paused.
+    The job pauses some minutes before the time limit. When it is submitted again, or requeued by
+    Slurm, it continues from the last committed step.
     """
     spec = load_with(job, assignments or [])
     name = job_id or re.sub(r"[^a-z0-9_-]+", "-", spec.name.lower()).strip("-") or "job"
     check_name("--job-id", name)
     if time is not None and not _TIME.fullmatch(time):
         raise InvalidArgument(
-            "is no time limit",
+            "is not a time limit",
             field="--time",
             value=time,
             remedy="Write hours, minutes and seconds, such as 24:00:00 or 2-00:00:00.",
@@ -157,7 +158,7 @@ def slurm(
     for one in option or ():
         if not one.startswith("--") or "\n" in one:
             raise InvalidArgument(
-                "is no option of sbatch",
+                "is not an option of sbatch",
                 field="--sbatch",
                 value=one,
                 remedy="Write it as in a batch script, such as --sbatch=--qos=high.",
@@ -195,7 +196,7 @@ def slurm(
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise FailedPrecondition(
-            "there is no sbatch on this machine",
+            "sbatch is not installed on this machine",
             kind="slurm_missing",
             field="PATH",
             value=os.environ.get("PATH"),
@@ -207,7 +208,7 @@ def slurm(
     )
     if done.returncode:
         raise FailedPrecondition(
-            f"sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}",
+            f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}",
             kind="slurm_refused",
             field="sbatch",
             value=str(shared / "troupe.sbatch"),
@@ -222,7 +223,7 @@ def slurm(
 def write_files(shared: Path, script: str, spec: str) -> None:
     """Write the batch script, the job (JSON is YAML) and, once, the cluster's token.
 
-    Raises `InvalidArgument` where another user may have made the directory or knows the token.
+    Raises `InvalidArgument` if another user may have made the directory or may know the token.
     """
     try:
         own_directory(shared)
@@ -240,10 +241,10 @@ def write_files(shared: Path, script: str, spec: str) -> None:
     except FileExistsError as error:
         if read_token(shared / "token") is None:
             raise InvalidArgument(
-                "is not a file that only you can read, so that others may know the token",
+                "is not a file that only you can read, so others may know the token",
                 field="shared_dir",
                 value=str(shared / "token"),
-                remedy="Remove it: a new one is made.",
+                remedy="Remove it; the command makes a new one.",
             ) from error
         return
     with os.fdopen(descriptor, "w") as file:

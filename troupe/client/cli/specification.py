@@ -1,7 +1,7 @@
-"""`troupe job ...`: validates job files, says what fits on which devices, prints the schema and the
-job reference. No cluster.
+"""`troupe job ...`: validate job files, check which policies fit on which devices, print the schema
+and the job reference. These commands need no cluster.
 
-Also `--set key.path=value`, which changes fields of a job's YAML before it is validated.
+The module also applies `--set key.path=value` to a job's YAML before its validation.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
 )
-# Rewards that look at the row before the reply, and how many rows of a split they are tried on:
-# mathematics takes some milliseconds for each.
+# Rewards that read the row before the reply, and the number of rows of a split that each is tried
+# on: mathematics takes some milliseconds per row.
 _COMPARING: Final = ("exact", "math", "json_schema", "tests")
 _TRIED_ROWS: Final = 100
-# What errors call the value of an assignment.
+# The name that errors give to the value of an assignment.
 _VALUE: Final = "its value"
 _INTRO = """# Job reference
 
@@ -88,26 +88,26 @@ def validate(
         bool,
         typer.Option(
             "--imports",
-            help="Import its workflow, tasks, environment, tools, rewards and functions of the "
-            "algorithm, and read its data sets, too. Services do so where they run.",
+            help="Also read its data sets, and import its workflow, tasks, environment, tools, "
+            "rewards and functions of the algorithm. Services do so where they run.",
         ),
     ] = False,
     devices: Annotated[
         str | None,
         typer.Option(
             metavar="COUNTxCLASS-MEMORY",
-            help="Show what each policy needs on these devices (8xH100-80GB, 2x24GB, ...), and "
-            "whether it fits; the exit status is 1 if one fits on none.",
+            help="Show how much memory each policy needs on these devices (8xH100-80GB, 2x24GB, "
+            "...), and whether it fits. Exit status 1 if a policy fits on none.",
         ),
     ] = None,
 ) -> None:
-    """Check a job file; every fault is one line, and the exit status is 2. What is without effect
-    is noted, and is no fault."""
+    """Check a job file. Each fault is one line, and the exit status is then 2. Settings without
+    effect give a note, not a fault."""
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
     _refuse_quantized(spec)
     _refuse_templates(spec)
-    code = "whether its code can be imported: --imports"
+    code = "--imports checks that its code can be imported"
     data: list[str] = []
     if imports:
         tried = ", ".join(try_imports(spec))
@@ -125,7 +125,7 @@ def validate(
 
 
 def _refuse_quantized(spec: JobSpec) -> None:
-    """Raise JobSpecError for policies whose checkpoint is here and quantized."""
+    """Raise JobSpecError for policies whose checkpoint is on this machine and quantized."""
     problems = []
     for name, policy in spec.policies.items():
         model = policy.model
@@ -143,8 +143,8 @@ def _refuse_quantized(spec: JobSpec) -> None:
 
 
 def _refuse_templates(spec: JobSpec) -> None:
-    """Raise JobSpecError for policies whose tokenizer is here, with a chat template that exceeds
-    the bounds of rendering."""
+    """Raise JobSpecError for policies whose tokenizer is on this machine and has a chat template
+    that exceeds the bounds of rendering."""
     from troupe.chat_templates.chat import TEMPLATE_REMEDY, directory_fault
 
     problems = []
@@ -172,9 +172,9 @@ Kind = tuple[str, int]  # class and memory in bytes
 
 
 def show_sizing(spec: JobSpec, devices: Sequence[Device], console: Console) -> bool:
-    """Print what each policy of a language model needs; whether each fits somewhere.
+    """Print the memory that each language-model policy needs; return whether each fits somewhere.
 
-    Policies that share devices take turns, so each is judged by itself.
+    Policies that share devices take turns, so each is judged separately.
     """
     kinds = Counter((one.device_class, one.memory) for one in devices)
     fitting = True
@@ -184,8 +184,8 @@ def show_sizing(spec: JobSpec, devices: Sequence[Device], console: Console) -> b
         shape = read_shape(policy.model)
         if shape is None:
             console.print(
-                f"{name}: its size is not known here, as this machine cannot read the model's "
-                "configuration, or has no rule for its architecture; the trainer counts it",
+                f"{name}: its size is unknown, because this machine cannot read the model's "
+                "configuration or has no rule for its architecture; the trainer will measure it",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
@@ -222,7 +222,7 @@ def _show_policy(
 
 
 class _Judged:
-    """Memory needed by a policy, with the gang that the job asks for, on one kind of device."""
+    """The memory that a policy needs on one kind of device, with the gang that the job asks for."""
 
     def __init__(
         self,
@@ -243,9 +243,9 @@ class _Judged:
         elif setup.ranks > count:
             self.verdict = f"a gang of {setup.ranks} needs more devices"
         elif setup.adapter or not setup.trainable:
-            self.verdict = "does not fit, and is on one device"
+            self.verdict = "does not fit on its one device"
         else:
-            self.verdict = f"does not fit, nor on all {count}"
+            self.verdict = f"does not fit, even on all {count}"
 
 
 def _judged(spec: JobSpec, name: str, shape: ModelShape, kind: Kind, count: int) -> _Judged:
@@ -268,7 +268,7 @@ def _judged(spec: JobSpec, name: str, shape: ModelShape, kind: Kind, count: int)
 def write_reference(
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Print the job reference in Markdown, made from the fields' docstrings."""
+    """Print the job reference in Markdown, generated from the fields' docstrings."""
     text = reference()
     if out is None:
         print(text, end="")
@@ -277,17 +277,17 @@ def write_reference(
 
 
 def load_with(path: Path, assignments: list[str]) -> JobSpec:
-    """The job of a file with `--set` assignments applied. Raises `JobSpecError`."""
+    """Load the job from a file and apply `--set` assignments. Raises `JobSpecError`."""
     if not assignments:
         return load_job(path)
     return job_of(apply_assignments(load_text(path), assignments, str(path)))
 
 
 def apply_assignments(text: str, assignments: list[str], source: str = "the job") -> dict[str, Any]:
-    """The mapping in YAML `text` with every `key.path=value` of `--set` applied; `value` is YAML.
+    """Return the mapping in YAML `text` with each `--set key.path=value` applied; `value` is YAML.
 
     Missing sections on the path are made. Validation comes later, so a misspelt field is refused
-    as it would be in the file. Raises `JobSpecError`.
+    just as in the file. Raises `JobSpecError`.
     """
     raw = read_mapping(text, source)
     for assignment in assignments:
@@ -338,7 +338,7 @@ def _child(node: Any, part: str) -> Any:
 
 
 def _index(items: list[Any], part: str) -> int | None:
-    """The index in `items` that `part` writes; None: it is not one of them."""
+    """Return `part` as an index of `items`; None if it is not one."""
     plain = part.isascii() and part.isdigit() and len(part) <= len(str(len(items)))
     return int(part) if plain and int(part) < len(items) else None
 
@@ -350,11 +350,11 @@ def _bad_assignment(assignment: str, message: str) -> JobSpecError:
 
 
 def try_imports(job: JobSpec) -> list[str]:
-    """Import the code that `job` names, and try out functions of its algorithm; returns the fields.
+    """Import the code that `job` names and try out functions of its algorithm; return the fields.
 
     Modules of the working directory are found, too. Raises `JobSpecError` with every entrypoint
-    that cannot be imported, whatever its import raises; `InvalidArgument` for files that cannot be
-    sent with the job.
+    that cannot be imported, whatever its import raises, and `InvalidArgument` for files that cannot
+    be sent with the job.
     """
     add_working_directory()
     if (code := job.code) is not None:
@@ -381,9 +381,9 @@ def try_imports(job: JobSpec) -> list[str]:
 
 
 def read_data(job: JobSpec) -> list[str]:
-    """Read the data sets of a job's tasks; returns what became of their rows.
+    """Read the data sets of a job's tasks; return notes on the use of their rows.
 
-    Raises `JobSpecError` for one that cannot be read as the job says.
+    Raises `JobSpecError` for a data set that cannot be read as the job says.
     """
     sets = {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
     learned = {
@@ -449,8 +449,8 @@ def read_data(job: JobSpec) -> list[str]:
 
 
 def _bad_rows(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProblem]:
-    """The first row that nothing can be learned from. The models' tokenizers need not be here, so
-    tokens are bytes, in a template without thoughts."""
+    """Report the first row that a policy cannot learn from. The models' tokenizers need not be on
+    this machine, so tokens are bytes, in a template without thoughts."""
     from troupe.workflow.trying.tokenizer import ByteTokenizer
 
     assert job.offline is not None, "its rows are tried"
@@ -472,8 +472,8 @@ def _bad_rows(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProbl
 
 
 def _bad_references(job: JobSpec, tasks: TaskSplit) -> Iterator[FieldProblem]:
-    """For each ready reward that compares replies with a reference, the first row that has none
-    that it can use."""
+    """Report, for each ready reward that compares replies with a reference, the first row without a
+    usable reference."""
     rows = [tasks[number] for number in range(min(len(tasks), _TRIED_ROWS))]
     for name, reward in job.rewards.items():
         if reward.ready not in _COMPARING or reward.code is None:
@@ -490,7 +490,7 @@ def _bad_references(job: JobSpec, tasks: TaskSplit) -> Iterator[FieldProblem]:
 
 
 def _bad_questions(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[FieldProblem]:
-    """The first row that the ready workflow cannot ask."""
+    """Report the first row that the ready workflow cannot ask."""
     if job.workflow != f"{ask.__module__}:{ask.__name__}":
         return
     for number in range(min(len(tasks), _TRIED_ROWS)):
@@ -504,14 +504,15 @@ def _bad_questions(job: JobSpec, tasks: TaskSplit, field: str) -> Iterator[Field
 
 
 def _load_own(entrypoint: str, field: str) -> Any:
-    """A user's loss, correction or advantage, tried out on an example."""
+    """Try out a user's loss, correction or advantage on an example."""
     from troupe.algorithms.registry import OwnFunction  # torch takes seconds to import
 
     return OwnFunction(cast("Field", field.removeprefix("algorithm.")), entrypoint)
 
 
 def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
-    """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
+    """Return (field, entrypoint) of the code that a job names, without built-in and deployed
+    code."""
     if job.workflow is not None:
         yield "workflow", job.workflow
     sources: dict[str, TasksSpec | None] = {"tasks": job.tasks}
@@ -537,7 +538,7 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def reference() -> str:
-    """docs/job-reference.md: every field of a job in Markdown, each section once."""
+    """Return docs/job-reference.md: every field of a job in Markdown, each section once."""
     places: dict[type[BaseModel], list[str]] = {JobSpec: ["the job itself"]}
     for path, model in _sections("", JobSpec):
         places.setdefault(model, []).append(f"`{path}`")
@@ -553,7 +554,7 @@ def reference() -> str:
 
 
 def _sections(prefix: str, model: type[BaseModel]) -> list[_Section]:
-    """Every section below `model` with its path, in the order of the fields."""
+    """Return every section below `model` with its path, in the order of the fields."""
     found: list[_Section] = []
     for name, field in model.model_fields.items():
         inner, path = _inner(field.annotation), f"{prefix}{name}"
@@ -572,7 +573,8 @@ def _sections(prefix: str, model: type[BaseModel]) -> list[_Section]:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field's section, also in a mapping or list, or optional; None: none."""
+    """Return the model of a field's section, which may be optional or in a mapping or list; None if
+    the field is not a section."""
     if get_origin(annotation) in (dict, list):
         annotation = get_args(annotation)[-1]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -583,7 +585,7 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def _choices(annotation: Any) -> list[type[BaseModel]]:
-    """The models of a field that is a union of several sections; else none."""
+    """Return the models of a field that is a union of several sections; else none."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
     found = [one for one in map(_inner, get_args(annotation)) if one is not None]
@@ -596,9 +598,9 @@ def _section_text(
     titles: Mapping[type[BaseModel], str],
     earlier: Sequence[type[BaseModel]],
 ) -> str:
-    """The heading, description and fields of a section.
+    """Return the heading, description and fields of a section.
 
-    Fields that it inherits like an earlier section are named with a link to that one.
+    Fields that it shares with an earlier section are named with a link to that section.
     """
     lines = [f"## {paths[0]}", "", _with_links(model.__doc__ or ""), ""]
     if len(paths) > 1:
@@ -615,7 +617,7 @@ def _section_text(
 
 
 def _rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> dict[str, str]:
-    """The table's row of each field of a section, by the field's name."""
+    """Return the table's row of each field of a section, by the field's name."""
     rows = {}
     for name, field in model.model_fields.items():
         text = _with_links(field.description or "").replace("|", "\\|")
@@ -634,7 +636,8 @@ def _shared_with(
     titles: Mapping[type[BaseModel], str],
     earlier: Sequence[type[BaseModel]],
 ) -> tuple[type[BaseModel] | None, list[str]]:
-    """The earlier section that shares most inherited fields with `model`, and these fields."""
+    """Return the earlier section that shares most inherited fields with `model`, and these
+    fields."""
     found: tuple[type[BaseModel] | None, list[str]] = (None, [])
     for other in earlier:
         bases = [base for base in model.__mro__ if base in other.__mro__]
@@ -647,12 +650,12 @@ def _shared_with(
 
 
 def _with_links(text: str) -> str:
-    """A docstring on one line; the pages of docs/ that it names are links."""
+    """Return a docstring on one line; the pages of docs/ that it names become links."""
     return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", " ".join(text.split()))
 
 
 def _link(text: str, title: str) -> str:
-    """A link to the heading `title`; its anchor is the same on GitHub and in MkDocs."""
+    """Return a link to the heading `title`; its anchor is the same on GitHub and in MkDocs."""
     return f"[{text}](#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')})"
 
 
@@ -667,7 +670,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _within(annotation: Any) -> Iterator[Any]:
-    """The bounds of an optional field."""
+    """Return the bounds of an optional field."""
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
         for one in get_args(annotation):
             if get_origin(one) is Annotated:
@@ -676,7 +679,7 @@ def _within(annotation: Any) -> Iterator[Any]:
 
 
 def _number(value: float) -> str:
-    """A number as text: 2^63 rather than its 19 digits."""
+    """Return a number as text: 2^63 rather than its 19 digits."""
     if not isinstance(value, int):
         return f"{value:.12g}"
     for power, less in ((abs(value), ""), (value + 1, " - 1")):

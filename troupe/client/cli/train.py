@@ -1,4 +1,4 @@
-"""`troupe train`: runs a job on an embedded or given cluster, and shows its progress and result."""
+"""`troupe train`: run a job on an embedded or given cluster, and show its progress and result."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from troupe.cluster.state import ClusterState, running_state, sign_in_link
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
-# Held-out queries whose conversations are shown as they were before training and after it.
+# Held-out queries whose conversations are shown, before and after training.
 _CONVERSATIONS = 2
 
 
 @dataclass(frozen=True)
 class Session:
-    """A connection to the cluster that trains, and that cluster where this command started it."""
+    """A connection to the cluster that trains, with the cluster if this command started it."""
 
     client: AsyncClient
     panel: str
-    # The cluster of this command, which ends with it; None: another one, which runs on.
+    # The cluster that this command started and will stop; None: another one, which stays up.
     own: EmbeddedCluster | None
 
 
@@ -62,7 +62,7 @@ async def open_session(
     interrupts: Interrupts,
     say: Callable[[str], None],
 ) -> AsyncIterator[Session]:
-    """Connect to a running cluster or start one, which is stopped at the end in any case.
+    """Connect to a running cluster, or start one that is always stopped at the end.
 
     Raises `Interrupted` when a signal comes while it starts, or the error of its start.
     """
@@ -73,7 +73,7 @@ async def open_session(
         else:
             state = running_state(settings.data_dir)
             if state is not None:
-                say(f"using the cluster that runs in {settings.data_dir}")
+                say(f"using the running cluster in {settings.data_dir}")
             elif keep_up:
                 say(f"starting a cluster in {settings.data_dir} (`troupe down` stops it)")
                 state = await interrupts.guard(asyncio.to_thread(start_detached, settings))
@@ -101,7 +101,7 @@ def _addresses(state: ClusterState) -> str:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Arguments of one `troupe train`."""
+    """The arguments of one `troupe train`."""
 
     spec: JobSpec | None
     job_id: str | None
@@ -131,7 +131,7 @@ def train(
     job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", show_default=False)] = None,
     assignments: options.Assignments = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="JOB_ID", help="Go on with a job instead of a new one.")
+        str | None, typer.Option(metavar="JOB_ID", help="Resume this job instead of a new one.")
     ] = None,
     job_id: Annotated[str | None, typer.Option(help="Id of the new job.")] = None,
     cluster: options.ClusterAddress = None,
@@ -142,22 +142,22 @@ def train(
         float, typer.Option(help="Seconds that Ctrl-C gives the step in flight to finish.")
     ] = 20.0,
 ) -> None:
-    """Train a job, showing progress. Starts an embedded cluster unless one runs here.
+    """Train a job and show its progress. Starts an embedded cluster unless one runs here.
 
     Ctrl-C pauses the job and stops the cluster; the job can be resumed.
     """
     if (job is None) == (resume is None):
         raise InvalidArgument(
-            "give either a job file or --resume JOB_ID.", field="JOB.yaml", value=job
+            "give either a job file or --resume JOB_ID", field="JOB.yaml", value=job
         )
     unused = {"--set": assignments, "--job-id": job_id}
     for option, value in unused.items():
         if resume is not None and value:
             raise InvalidArgument(
-                "is of a new job; one that is resumed goes on as it was.",
+                "applies to a new job; a resumed job continues unchanged",
                 field=option,
                 value=value if isinstance(value, str) else value[0],
-                remedy=f"Leave it out, or change the job: troupe jobs resume {resume} --spec FILE.",
+                remedy=f"Omit it, or change the job: troupe jobs resume {resume} --spec FILE.",
             )
     spec = None if job is None else load_with(job, assignments or [])
     plan = TrainPlan(
@@ -176,12 +176,12 @@ def train(
 
 
 def _largest_gang(spec: JobSpec) -> int:
-    """Devices that the job's largest gang needs of one trainer."""
+    """Return the number of devices of one trainer that the job's largest gang needs."""
     return max((one.trainer.gang for one in spec.policies.values() if one.trainable), default=1)
 
 
 async def run(plan: TrainPlan, console: Console) -> int:
-    """Train as `plan` says; returns the exit status. Raises errors for the command line."""
+    """Train as `plan` says; return the exit status. Raises errors for the command line."""
     with Interrupts() as interrupts:
         try:
             async with open_session(
@@ -194,12 +194,12 @@ async def run(plan: TrainPlan, console: Console) -> int:
                 conclude = await _Training(plan, session, interrupts, console).run()
         except Interrupted:
             return interrupts.status
-    # After the cluster has stopped, so that the summary is the last output.
+    # The cluster has stopped, so the summary is the last output.
     return conclude()
 
 
 class _Training:
-    """Submits or resumes one job and follows it until it has ended or a signal comes."""
+    """A run of one job: submitted or resumed, then followed until its end or a signal."""
 
     def __init__(
         self, plan: TrainPlan, session: Session, interrupts: Interrupts, console: Console
@@ -210,7 +210,7 @@ class _Training:
         self._console = console
 
     async def run(self) -> Callable[[], int]:
-        """Run until the job has ended or a signal comes; returns the conclusion as a function.
+        """Run until the job has ended or a signal comes; return the conclusion as a function.
 
         That function prints the summary and returns the exit status, or raises the job's error.
         """
@@ -282,15 +282,15 @@ class _Training:
         try:
             await self._interrupts.guard(self._pause(handle))
         except (Interrupted, TimeoutError):
-            say("stopping within a step: what is committed stays", style="yellow")
+            say("stopping within a step: committed steps stay", style="yellow")
         except TroupeError as error:
-            # The job has ended meanwhile, or the orchestrator is unreachable: stop all the same.
+            # The job has ended meanwhile, or the orchestrator is unreachable: stop anyway.
             say(str(error), style="yellow", highlight=False)
 
     def _print_how_to_resume(self, job_id: str) -> int:
         if self._session.own is None:
             text = (
-                f"the job goes on; `troupe jobs watch {job_id}` shows it, "
+                f"the job keeps running; `troupe jobs watch {job_id}` shows it, "
                 f"`troupe jobs pause {job_id}` or `cancel` stops it"
             )
         else:

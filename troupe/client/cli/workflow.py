@@ -1,4 +1,4 @@
-"""`troupe workflow try`: runs a workflow without a model and without a cluster."""
+"""`troupe workflow try`: run a workflow without a model and without a cluster."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def try_workflow(
     ],
     job: Annotated[
         Path | None,
-        typer.Option(help="A job whose agents, tasks and functions to use.", show_default=False),
+        typer.Option(help="Job that supplies agents, tasks, functions.", show_default=False),
     ] = None,
     policy: Annotated[
-        PolicyName | None, typer.Option(help="Who takes the turns.", show_default="random")
+        PolicyName | None, typer.Option(help="Stand-in for the models.", show_default="random")
     ] = None,
     script: Annotated[
         Path | None,
@@ -73,7 +73,7 @@ def try_workflow(
         list[str] | None,
         typer.Option(
             metavar="JSON",
-            help="A query to play instead of the job's tasks. May be repeated.",
+            help="Query to play instead of the job's tasks. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -86,18 +86,18 @@ def try_workflow(
     ] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """Play a workflow without a model: what is said, rewarded, and would be trained on.
+    """Play a workflow without a model; show messages, rewards and the rows to train on.
 
-    Exit status 1: a trajectory failed; 2: the input is wrong.
+    Exit status 1: a trajectory failed; 2: invalid input.
     """
     if split not in ("train", "held_out"):
         raise InvalidArgument(
-            "there is no such split", field="--split", value=split, remedy="train or held_out."
+            "is not a split", field="--split", value=split, remedy="Use train or held_out."
         )
     chosen = _policy(policy, script)
     setting = _open(source, job, split)
     asked = _queries(setting, query or [], queries, split)
-    # asyncio would log tasks that a failed workflow leaves; its failure is shown anyway.
+    # asyncio would log the tasks of a failed workflow; the command shows the failure itself.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     rehearsal = Rehearsal(setting, asked, chosen, group_size, seed, timeout)
     console = Console()
@@ -126,7 +126,8 @@ def try_workflow(
 
 
 def _open(source: str, job: Path | None, split: str) -> Setting:
-    """The setting; an exception of the user's modules is shown with their traceback alone."""
+    """Load the setting; an exception in the user's modules shows only their part of the
+    traceback."""
     try:
         return open_setting(source, job, split=split)
     except EntrypointError as error:
@@ -139,10 +140,10 @@ def _open(source: str, job: Path | None, split: str) -> Setting:
 def _policy(name: PolicyName | None, script: Path | None) -> Policy:
     if (name is PolicyName.SCRIPT) != (script is not None) and not (script and name is None):
         raise InvalidArgument(
-            "a script goes with `--policy script`, and only with it",
+            "--script requires `--policy script`, and vice versa",
             field="--script",
             value=script and str(script),
-            remedy="Give `--script replies.yaml` alone, or another policy without it.",
+            remedy="Give `--script replies.yaml` alone, or omit it with another policy.",
         )
     if script is None:
         return EchoPolicy() if name is PolicyName.ECHO else RandomPolicy()
@@ -165,9 +166,9 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
         return [Query(f"q{i}", split, i, _parsed(text)) for i, text in enumerate(given)]
     if setting.tasks is None:
         raise InvalidArgument(
-            "there is no query to play",
+            "needs a query to play",
             field="--query",
-            remedy="""Give `--query '{"question": "..."}'`, or a job whose tasks to use.""",
+            remedy="""Give `--query '{"question": "..."}'`, or a job with tasks.""",
         )
     tasks, found = setting.tasks, []
 
@@ -180,7 +181,7 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
                 data = call_contained(item, index)
         except Exception as error:  # the user's code
             raise InvalidArgument(
-                f"{split}[{index}] raised or is no mapping: {described(error)}",
+                f"{split}[{index}] raised an error or is not a mapping: {described(error)}",
                 field="tasks",
                 value=tasks.source,
                 remedy="`tasks[index]` must return a dict of JSON values.",
@@ -202,7 +203,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def as_record(one: Rehearsed) -> dict[str, Any]:
-    """A rehearsed trajectory as JSON values."""
+    """Return a rehearsed trajectory as JSON values."""
     groups = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
     record: dict[str, Any] = {
         "query_id": one.query.id,
@@ -304,7 +305,7 @@ def print_totals(
     say(f"{sum(groups.values())} samples in {len(groups)} groups" + (f": {shown}" if shown else ""))
     if sizes[1]:
         say(
-            f"note: {sizes[1]} groups have one sample, which has nothing to be compared with; see "
+            f"note: {sizes[1]} groups have one sample and nothing to compare it with; see "
             "`algorithm.group_by` and `--group-size`",
             "yellow",
         )
@@ -312,8 +313,8 @@ def print_totals(
         say(f"note: agent {name} was never asked", "yellow")
     if broken := sum(turn.prefix_broken for one in ended for turn in one.turns):
         say(
-            f"note: {broken} turns changed an earlier reply of their agent, so that its tokens "
-            "could not be reused",
+            f"note: {broken} turns changed an earlier reply of their agent, so its tokens could "
+            "not be reused",
             "yellow",
         )
 
