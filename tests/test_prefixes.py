@@ -122,10 +122,10 @@ def test_a_column_is_read_from_references_and_parts_of_messages(large: set[int])
 
 def test_wrong_parts_are_noticed() -> None:
     made = cumulative("q", "t", 3)
-    with pytest.raises(DataLoss, match="turn 0 does, which is not there") as caught:
+    with pytest.raises(DataLoss, match="turn 0, which is missing") as caught:
         prefixes.restore(claimed(made.samples[1:]))
     assert caught.value.kind == "stem_missing"
-    with pytest.raises(DataLoss, match="turn 1 does"):
+    with pytest.raises(DataLoss, match="turn 1, which is missing"):
         prefixes.stems_of(made.samples[2:], {})
     other = store_pb.Sample()
     other.CopyFrom(made.samples[0])

@@ -3,9 +3,9 @@
 `8xH100-80GB` is eight devices of class H100 with 80 GB each. Class and count may be left out
 (`80GB`, `2x24GB`), and kinds are joined by `+` (`4xH100-80GB+2xL4-24GB`).
 
-A process is given devices by the variables of `visible`: CUDA_VISIBLE_DEVICES, and TROUPE_DEVICES
-that describes the same devices, so that the process knows what it has without a driver. Tests and
-dry runs declare devices on machines that have none.
+The variables of `visible` give devices to a process: CUDA_VISIBLE_DEVICES, and TROUPE_DEVICES,
+which describes the same devices, so that the process knows them without a driver. Tests and dry
+runs declare devices on machines that have none.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from troupe.rpc import InvalidArgument
 GIB: Final = 1 << 30
 DECLARED: Final = "TROUPE_DEVICES"
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-# Version of the messages in which nodes report their devices. A head refuses nodes of another.
+# Version of the messages in which nodes report their devices. A head refuses other versions.
 NODE_PROTOCOL: Final = 1
 
-# Class of a device that is written without one.
+# Class of a device that is declared without one.
 _ANY_CLASS: Final = "gpu"
 _KIND: Final = re.compile(
     r"(?:(?P<count>\d{1,6})x)?(?:(?P<name>[A-Za-z][\w.-]*?)-)?(?P<size>\d{1,6}(?:\.\d{1,3})?)"
@@ -44,7 +44,7 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-# Declared devices of one kind are taken as linked with each other where one host can hold them.
+# Declared devices of one kind count as linked with each other if one host can hold them.
 _MOST_LINKED: Final = 16
 
 
@@ -55,30 +55,30 @@ class Device:
     index: int
     """Its number on the host, in the order of the PCI bus."""
     device_class: str
-    """What it is, such as "H100"."""
+    """Class, such as "H100"."""
     memory: int
     """Bytes."""
     links: tuple[int, ...] = ()
     """Indices of the devices that NVLink joins it to."""
     numa_node: int | None = None
     uuid: str = ""
-    """As its driver names it, "GPU-..."; empty for a declared device."""
+    """The driver's name for it, "GPU-..."; empty for a declared device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Use of a device as its driver reports it."""
+    """The use of a device as its driver reports it."""
 
     used_bytes: int
     utilization: float
-    """Fraction of the last moments in which it computed."""
+    """Fraction of the most recent time in which it computed."""
 
 
 def parse_devices(text: str, field: str = "devices") -> tuple[Device, ...]:
-    """The devices that `text` describes, numbered from 0 in the order of the text.
+    """Return the devices that `text` describes, numbered from 0 in the order of the text.
 
-    GB and MB are powers of two, as in what makers and drivers say of a device's memory. A text that
-    is a JSON list is taken as `visible` writes it. Raises InvalidArgument that names `field`.
+    GB and MB are powers of two, as vendors and drivers use them for a device's memory. A JSON list
+    is read in the format that `visible` writes. Raises InvalidArgument, which names `field`.
     """
     if text.lstrip().startswith("["):
         return _from_json(text, field)
@@ -126,7 +126,7 @@ def _from_json(text: str, field: str) -> tuple[Device, ...]:
             raise ValueError("two devices have one index")
     except (ValueError, TypeError, AttributeError) as error:
         raise InvalidArgument(
-            f"is no list of devices: {error}",
+            f"is not a list of devices: {error}",
             field=field,
             value=text[:200],
             remedy="Write COUNTxCLASS-MEMORY, such as 8xH100-80GB.",
@@ -135,7 +135,7 @@ def _from_json(text: str, field: str) -> tuple[Device, ...]:
 
 
 def find_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """The devices that a process with this environment may use; none without a driver.
+    """Return the devices that a process with this environment may use; none without a driver.
 
     TROUPE_DEVICES takes the place of what NVML reports. CUDA_VISIBLE_DEVICES, as Slurm and
     Kubernetes set it, selects from either. Raises `InvalidArgument`.
@@ -147,18 +147,18 @@ def find_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
 
 
 def visible(devices: Sequence[Device]) -> dict[str, str]:
-    """Environment variables with which a process sees these devices and no others."""
+    """Return environment variables with which a process sees only these devices."""
     return {
         VISIBLE: ",".join(str(one.index) for one in devices),
-        # CUDA counts the fastest device first by default, NVML and this module the bus.
+        # By default CUDA numbers the fastest device first; NVML and this module use the bus order.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         DECLARED: json.dumps([asdict(one) for one in devices]) if devices else "",
     }
 
 
 def _selected(devices: tuple[Device, ...], selection: str) -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES selects, in its order; as CUDA does, up to the first
-    name that there is none of."""
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, in its order; like CUDA, stop at the
+    first unknown name."""
     by_index = {str(one.index): one for one in devices}
     found: list[Device] = []
     for part in selection.split(","):
@@ -166,7 +166,7 @@ def _selected(devices: tuple[Device, ...], selection: str) -> tuple[Device, ...]
         if name.isdecimal():
             one = by_index.get(str(int(name)))
         else:
-            # A prefix of the UUID suffices where it is of one device only.
+            # A prefix of the UUID suffices if it is unique.
             fitting = [d for d in devices if name and d.uuid.startswith(name)]
             one = fitting[0] if len(fitting) == 1 else None
         if one is None or one in found:
@@ -176,8 +176,8 @@ def _selected(devices: tuple[Device, ...], selection: str) -> tuple[Device, ...]
 
 
 def pin(pid: int, devices: Iterable[Device]) -> None:
-    """Keep a process that has just started on the cores of its devices' NUMA nodes, as far as this
-    process may use them; without effect where nodes are unknown."""
+    """Pin a process that has just started to the cores of its devices' NUMA nodes, as far as this
+    process may use them; do nothing if the nodes are unknown."""
     cores: set[int] = set()
     for node in {one.numa_node for one in devices}:
         if node is None:
@@ -193,7 +193,7 @@ def pin(pid: int, devices: Iterable[Device]) -> None:
 
 
 def _cores_of(node: int) -> set[int]:
-    """The cores of a NUMA node, from the kernel's list ("0-3,8")."""
+    """Return the cores of a NUMA node, from the kernel's list ("0-3,8")."""
     cores: set[int] = set()
     text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
     for part in text.split(",") if text else ():
@@ -203,8 +203,8 @@ def _cores_of(node: int) -> set[int]:
 
 
 class _Driver:
-    """NVML of this process, which stays open, since a node asks it every few seconds. It is opened
-    anew after a fault, such as a device that fell off the bus."""
+    """This process's connection to NVML. It stays open, since a node asks every few seconds, and is
+    reopened after a fault, such as a device that fell off the bus."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class _Driver:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[bool]:
-        """Context in which NVML can be asked; yields whether there is a driver."""
+        """Return a context in which NVML can be queried; yields whether a driver is present."""
         with self._lock:
             if not self._open:
                 with contextlib.suppress(pynvml.NVMLError):
@@ -258,8 +258,8 @@ def _described(index: int, handles: Sequence[Any]) -> Device:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes that this process may use in all, and those of them that are free: the host's, or what
-    its control groups leave of them (a container's limit). `root`: where /proc and /sys are."""
+    """Return the total and the free bytes that this process may use: the host's memory, or less
+    under control groups (a container's limit). `root`: where /proc and /sys are."""
     total, free = psutil.virtual_memory()[:2]
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -268,7 +268,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
                 continue
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
             limit_name, use_name, idle_name = _MEMORY_FILES[bool(controllers)]
-            # Of every level: a parent's limit holds too. A container may see its own as the top.
+            # Check every level: a parent's limit holds too. A container may see its own as the top.
             here = PurePosixPath(path.lstrip("/"))
             for group in (top / level for level in (here, *here.parents)):
                 with contextlib.suppress(OSError, LookupError, ValueError):  # or "max": no limit
@@ -281,7 +281,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def class_of(name: str) -> str:
-    """The class of a device by its name at the driver ("NVIDIA H100 80GB HBM3" -> "H100")."""
+    """Return the class of a device by its name at the driver ("NVIDIA H100 80GB HBM3" ->
+    "H100")."""
     parts = re.split(r"[ -]", re.sub(r"^(NVIDIA|Tesla|GeForce| )*", "", name))
     form = re.compile(r"[0-9]+GB|HBM[0-9]e?|PCIe|SXM[0-9]?")
     return "-".join(part for part in parts if part and not form.fullmatch(part)) or _ANY_CLASS
@@ -290,7 +291,7 @@ def class_of(name: str) -> str:
 def _linked(one: Any, other: Any) -> bool:
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except pynvml.NVMLError:  # a driver that does not know
+    except pynvml.NVMLError:  # the driver does not know
         return False
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
@@ -307,7 +308,7 @@ def _numa_node(handle: Any) -> int | None:
 
 
 def device_use(devices: Iterable[Device]) -> dict[int, DeviceUse]:
-    """The use of each device, by index; devices without a driver are left out."""
+    """Return the use of each device, by index; devices without a driver are left out."""
     found: dict[int, DeviceUse] = {}
     faulty = False
     with _driver.asked() as there:

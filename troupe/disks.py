@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-SLOWEST_BYTES_PER_SECOND: Final = 20e6  # a disk or network that brings less is not waited for
+SLOWEST_BYTES_PER_SECOND: Final = 20e6  # deadlines assume at least this rate of disk and network
 # The system error in the texts of safetensors' and tokenizers' exceptions.
 _NUMBER: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The OSError that `error` is or quotes; None for any other error."""
+    """Return the OSError that `error` is or quotes; None for any other error."""
     if isinstance(error, OSError):
         return error
     match = _NUMBER.search(str(error))
@@ -33,7 +33,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error means that the disk, or the quota of the writing user, is full."""
+    """Return whether an error means that the disk, or the quota of the writing user, is full."""
     return error.errno in _NO_ROOM
 
 
@@ -46,9 +46,9 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def shortage(directory: Path) -> str | None:
-    """Why nothing can be written into `directory` for long, naming its disk; None: there is room.
+    """Return why `directory` is about to become unwritable, naming its disk; None if it has room.
 
-    Blocks while it writes and removes a small file, which is how a quota is noticed.
+    Blocks while it writes and removes a small file, which detects a quota.
     """
     try:
         disk = os.statvfs(directory)
@@ -77,22 +77,22 @@ def shortage(directory: Path) -> str | None:
 log = logging.getLogger(__name__)
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
-# Links in one path that Linux follows.
+# Maximum number of links in one path that Linux follows.
 _MOST_LINKS: Final = 40
 
 
 def memory_root() -> Path:
-    """`/dev/shm`, or the directory for temporary files on hosts without it."""
+    """Return `/dev/shm`, or the directory for temporary files on hosts without it."""
     writable = os.access(_SHARED_MEMORY, os.W_OK)
     return _SHARED_MEMORY if writable else Path(tempfile.gettempdir())
 
 
 def own_directory(path: Path) -> Path:
-    """Make the directory `path`, or check the existing one; returns it.
+    """Make the directory `path`, or check the existing one; return it.
 
-    For directories that an operator may name, perhaps a link or a mount. Raises PermissionError,
-    which says why, where it is one that all users share, where another user may have made it or may
-    lead it elsewhere; other OSErrors when it cannot be made.
+    For directories that an operator may name, perhaps a link or a mount. Raises PermissionError
+    with the reason if all users share it, or if another user may have made or redirected it; other
+    OSErrors if it cannot be made.
     """
     if is_common(path):
         raise PermissionError(errno.EPERM, "it is shared by all users: name a directory in it")
@@ -100,7 +100,7 @@ def own_directory(path: Path) -> Path:
         part, owner = found
         what = "it" if part == path else f"'{part}'"
         raise PermissionError(errno.EPERM, f"{what} belongs to another user (uid {owner})")
-    # `os.path.ismount` does not follow links. What is mounted is for root to choose.
+    # `os.path.ismount` does not follow links. Only root can mount.
     if writable_by_all(path.parent) and not os.path.ismount(path):
         return private_directory(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,17 +108,18 @@ def own_directory(path: Path) -> Path:
 
 
 def is_common(path: Path) -> bool:
-    """Whether `path` is the root directory or one where all users keep their temporary files."""
+    """Return whether `path` is the root directory or one where all users keep their temporary
+    files."""
     common = ("/", "/tmp", "/var/tmp", str(_SHARED_MEMORY), tempfile.gettempdir())
     return os.path.realpath(path) in {os.path.realpath(one) for one in common}
 
 
 def private_directory(path: Path) -> Path:
-    """Make the directory `path` for this user alone, or check the existing one; returns it.
+    """Make the directory `path` for this user alone, or check the existing one; return it.
 
-    For predictable names in directories where every user may write. Raises PermissionError, which
-    says why, where it is a link, belongs to another user, or others may write to it; other OSErrors
-    when it cannot be made.
+    For predictable names in directories where every user may write. Raises PermissionError with the
+    reason if it is a link, belongs to another user, or is writable by others; other OSErrors if it
+    cannot be made.
     """
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -156,11 +157,11 @@ def sync_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
-    """Replace the content of `path` all at once; with `sync`, on the disk when this returns. Raises
-    OSError.
+    """Replace the content of `path` atomically; with `sync`, it is on the disk when this returns.
+    Raises OSError.
 
-    The draft beside it has a random name and is never an existing file, so that nobody can plant a
-    link in its place where every user may write.
+    The draft in the same directory has a random name and is never an existing file, so that nobody
+    can plant a link in its place where every user may write.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -177,11 +178,12 @@ def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def strangers_part(path: Path) -> tuple[Path, int] | None:
-    """The first part of `path` that belongs to another user, and the uid; None if there is none.
+    """Return the first part of `path` that belongs to another user, and the uid; None if there is
+    none.
 
-    Counts files, directories, mounts and links where every user may write: whoever owns one can
-    change what the path leads to. Links are followed, and what they lead to is checked as well.
-    Parts that do not exist yet are nobody's. Raises OSError for a circle of links.
+    This includes files, directories, mounts and links where every user may write, because their
+    owner can redirect the path. Links are followed and their targets checked. Parts that do not
+    exist yet have no owner. Raises OSError for a circle of links.
     """
     return _strangers_part(path.absolute(), _MOST_LINKS)
 
@@ -204,7 +206,7 @@ def _strangers_part(path: Path, links: int) -> tuple[Path, int] | None:
 
 
 def writable_by_all(directory: Path) -> bool:
-    """Whether every user of the host may write into `directory`."""
+    """Return whether every user of the host may write into `directory`."""
     try:
         return bool(directory.stat().st_mode & stat.S_IWOTH)
     except OSError:
@@ -212,19 +214,20 @@ def writable_by_all(directory: Path) -> bool:
 
 
 class Scratch:
-    """A directory of this process; those that killed processes with its `prefix` left are removed.
+    """A directory of this process; directories that killed processes left under its `prefix` are
+    removed.
 
     A process holds a lock on its directory, which the kernel frees however the process ends: unlike
     process ids, this also tells live owners in other containers from dead ones.
     """
 
     def __init__(self, prefix: str, root: Path | None = None) -> None:
-        """Below `root`; None: in host memory. Raises OSError."""
+        """Make the directory below `root` (None: in host memory). Raises OSError."""
         root = root or memory_root()
         _sweep(root, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-            # Another process may remove it before it is locked: then another one is made.
+            # Another process may remove it before it is locked; if so, make another one.
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -256,6 +259,6 @@ def _sweep(root: Path, prefix: str) -> None:
                     continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left)
-                log.info("removed %s, which a killed process had left", left)
+                log.info("removed %s, left by a killed process", left)
             finally:
                 os.close(descriptor)

@@ -1,13 +1,14 @@
 """Definitions shared by services that write to or train from the experience store.
 
-`samples_digest` names a set of samples: the trainer commits a step with that of the samples that it
-trained, and the store compares it with that of the samples that it handed out.
+`samples_digest` identifies a set of samples: the trainer commits a step with the digest of the
+samples that it trained, and the store compares it with the digest of the samples that it handed
+out.
 
 `ExperienceWriter` batches writes: concurrent writes share calls.
 
-A call costs as much as several rows, whatever it carries. Writes are sent at once while few calls
-are in flight; those that arrive while more are in flight go with the next call. Each ending and
-each fill has an id of its own, and is accepted, refused and repeated by itself.
+A call has a fixed cost of several rows. While few calls are in flight, writes are sent at once;
+writes that arrive while more are in flight share the next call. Each ending and each fill has its
+own id, and is accepted, refused and repeated on its own.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from troupe.rpc.protobuf_wire import repeated
 from troupe.v1 import experience_store_pb2 as store_pb
 
 _METHOD: Final = "/troupe.v1.ExperienceStore/Write"
-# Calls in flight: one is being answered while the next one is sent.
+# Calls in flight: while one is being answered, the next one is sent.
 _CALLS: Final = 2
-# Bytes of one call at most, unless a single part is longer.
+# Maximum bytes of one call, unless a single part is longer.
 _CALL_BYTES: Final = 2 * 2**20
 
 _Result: TypeAlias = store_pb.EndingWritten | store_pb.FillWritten
 
 
 def samples_digest(sample_ids: Iterable[str]) -> int:
-    """Sum modulo 2^64 of the xxh3-64 of ids: the same in any order, another if one is missing."""
+    """Return the sum modulo 2^64 of the ids' xxh3-64: independent of their order, different if an
+    id is missing."""
     return sum(xxhash.xxh3_64_intdigest(one.encode()) for one in sample_ids) % (1 << 64)
 
 
@@ -72,7 +74,7 @@ class _Body:
         return [*self.endings, *self.fills]
 
     def serialized(self) -> bytes:
-        """The parts as a serialized WriteRequest."""
+        """Return the parts as a serialized WriteRequest."""
         return b"".join(
             (
                 store_pb.WriteRequest(request_id=self.request_id).SerializeToString(),
@@ -88,12 +90,11 @@ class _Body:
 
 
 class ExperienceWriter:
-    """AppendTrajectory and FillColumns for callers of one event loop."""
+    """A client of AppendTrajectory and FillColumns for callers of one event loop."""
 
     def __init__(self, channel: grpc.aio.Channel, retry: RetryPolicy | None = None) -> None:
-        """`channel`: to the store, made by `troupe.rpc.connect`. `retry`: of parts that the store
-        refuses for now; by default that of every call.
-        """
+        """Write through `channel` to the store, made by `troupe.rpc.connect`. `retry` applies to
+        parts that the store refuses for now; the default is the policy of every call."""
         self._call: Any = channel.unary_unary(
             _METHOD,
             request_serializer=_Body.serialized,
@@ -104,7 +105,7 @@ class ExperienceWriter:
         self._fills: deque[_Part] = deque()
         self._flying: set[asyncio.Task[None]] = set()
         self._woken = False
-        # Calls carry parts of many trajectories: their log lines name none.
+        # Calls carry parts of many trajectories, so their log lines name none.
         self._context = contextvars.copy_context()
 
     async def append(
@@ -112,7 +113,7 @@ class ExperienceWriter:
     ) -> store_pb.AppendTrajectoryResponse:
         """End a trajectory; the answer comes within `timeout` seconds.
 
-        Raises `TroupeError`: what AppendTrajectory raises.
+        Raises the `TroupeError` of AppendTrajectory.
         """
         result: store_pb.EndingWritten = await self._write(self._endings, request, timeout)
         return result.response
@@ -122,7 +123,7 @@ class ExperienceWriter:
     ) -> store_pb.FillColumnsResponse:
         """Fill columns of samples; the answer comes within `timeout` seconds.
 
-        Raises `TroupeError`: what FillColumns raises.
+        Raises the `TroupeError` of FillColumns.
         """
         result: store_pb.FillWritten = await self._write(self._fills, request, timeout)
         return result.response
@@ -142,14 +143,14 @@ class ExperienceWriter:
                 async with asyncio.timeout(seconds):
                     result = await part.done
             except TimeoutError:
-                raise DeadlineExceeded(f"the store took no row within {timeout:g} s") from None
+                raise DeadlineExceeded(f"the store accepted no row within {timeout:g} s") from None
             if not isinstance(result, TroupeError) and result.WhichOneof("result") == "error":
                 raise from_status(result.error)
             return result
 
         result = await self._retry.run(attempt, timeout)
         if isinstance(result, TroupeError):
-            # The whole call failed, and has been repeated where that could help.
+            # The whole call failed, after any retries that could help.
             raise result
         return result
 
@@ -158,7 +159,7 @@ class ExperienceWriter:
         self._woken = False
         while (self._fills or self._endings) and len(self._flying) < _CALLS:
             body = _Body()
-            # Fills first: rows that wait for a column should not wait for other rows, too.
+            # Fills first: rows that wait for a column should not also wait for other rows.
             size = _take(self._fills, body.fills, 0)
             size = _take(self._endings, body.endings, size)
             if size:
@@ -189,12 +190,12 @@ class ExperienceWriter:
 
 
 def _take(waiting: deque[_Part], into: list[_Part], size: int) -> int:
-    """Move as many parts as one call of `size` bytes can still carry, at least one; returns the
-    call's bytes then.
+    """Move as many parts as one call of `size` bytes can still carry, at least one; return the
+    call's new size.
     """
     while waiting and not (into and size + len(waiting[0].message) > _CALL_BYTES):
         part = waiting.popleft()
-        # Parts whose caller has left are skipped.
+        # Skip parts whose caller has left.
         if not part.done.done():
             into.append(part)
             size += len(part.message)

@@ -1,9 +1,8 @@
 """Bounded reading of HTTP request bodies: bytes per body, per client and in memory, and time.
 
 ASGI servers deliver bodies in chunks of unlimited total size, and frameworks buffer them whole: one
-request could fill the memory of the process. Memory is reserved as bytes arrive, so that a body
-that is announced and not sent takes none, and each client has a share of it, so that none can keep
-the others out.
+request could fill the memory of the process. Memory is reserved as bytes arrive, so a body that is
+announced but not sent takes none. Each client has a share of it, so that none can block the others.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any, Final
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-# A body has this time and as much more as its bytes need at the lowest rate that is put up with.
+# A body has this time, plus the time that its bytes need at the lowest tolerated rate.
 BODY_SECONDS: Final = 10.0
 _BYTES_PER_SECOND: Final = 512 << 10
-# How long a body that has arrived in part waits for memory.
+# How long a partly received body waits for memory.
 ROOM_SECONDS: Final = 30.0
 # A body that is too large is read up to this multiple of the limit, so that the client reads the
 # error response.
@@ -40,7 +39,8 @@ class BodyTooLarge(Exception):
 
 
 class BodyTooSlow(Exception):
-    """A body did not arrive in `seconds`: the client is slow, or other bodies use the memory."""
+    """A body did not arrive within `seconds`: the client is slow, or other bodies use the
+    memory."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the body did not arrive within {seconds:g} s")
@@ -60,29 +60,30 @@ class _Holding:
 
 
 class BodyReader:
-    """Reads request bodies of one server. Used from one event loop."""
+    """The reader of one server's request bodies. Use it from one event loop."""
 
     def __init__(self, limit: int, *, total: int | None = None, share: int | None = None) -> None:
-        """Bytes: `limit` of one body, `total` of all bodies in memory, `share` of those of one
-        client."""
+        """Set limits in bytes: `limit` for one body, `total` for all bodies in memory, `share` for
+        the bodies of one client."""
         self.limit = limit
-        # What is left of the total is for the body that goes ahead.
+        # The rest of the total is for the body that goes ahead.
         self._shared = max(0, (_AT_ONCE * limit if total is None else total) - limit)
         self._share = _SHARE * limit if share is None else share
         self._held = 0
         self._held_by: Counter[Hashable] = Counter()
-        # Bodies that wait for memory, in the order in which they began to, and what wakes them.
+        # Bodies that wait for memory, in the order of their arrival, with the event that wakes
+        # them.
         self._waiting: dict[_Holding, asyncio.Event] = {}
-        # The body that is let through although there is no memory left: else bodies that have
-        # arrived in part could wait for one another.
+        # The body that may exceed the memory; otherwise partly received bodies could wait for one
+        # another.
         self._ahead: _Holding | None = None
 
     @asynccontextmanager
     async def read(
         self, headers: Any, receive: Receive, owner: Hashable = None
     ) -> AsyncIterator[bytearray]:
-        """The body of a request with ASGI `headers`; its memory is held until the block ends.
-        `owner`: the client whose share it is of.
+        """Yield the body of a request with ASGI `headers`; its memory is held until the block ends.
+        `owner` is the client whose share it uses.
 
         Raises `BodyTooLarge`, `BodyTooSlow`, `ClientGone`.
         """
@@ -138,7 +139,7 @@ class BodyReader:
         self._held_by[holding.owner] += count
 
     def _may_hold(self, holding: _Holding, count: int) -> bool:
-        """Whether there is memory for `count` more bytes, or `holding` is let through without."""
+        """Return whether `holding` may take `count` more bytes."""
         if self._ahead is holding:
             return True
         if (
@@ -164,7 +165,7 @@ class BodyReader:
 
 
 def _declared(headers: Any) -> int | None:
-    """Content-Length; None for a chunked body. The server has checked the number."""
+    """Return Content-Length; None for a chunked body. The server has checked the number."""
     sent = dict(headers)
     if b"transfer-encoding" in sent:
         return None

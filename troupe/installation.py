@@ -31,15 +31,16 @@ def refuse_other_troupe() -> None:
 
 
 def _check(installed: Path) -> None:
-    """Raise unless `installed` is this project's metadata, from before its name was `troupe-rl`."""
+    """Raise unless `installed` is metadata of this project, from before its name was
+    `troupe-rl`."""
     entry_points = installed / "entry_points.txt"
     if entry_points.exists() and _COMMAND in entry_points.read_text():
         return
     version = installed.name.removeprefix("troupe-").removesuffix(".dist-info")
     message = (
         f"the package troupe {version} in {installed.parent.absolute()} is another project, whose "
-        "files mix with those of troupe-rl. Run `pip uninstall troupe`, then "
-        "`pip install --force-reinstall --no-deps troupe-rl` (or the wheel's path in place of the "
+        "files mix with troupe-rl's. Run `pip uninstall troupe`, then "
+        "`pip install --force-reinstall --no-deps troupe-rl` (or the wheel's path instead of the "
         "name). In a checkout `make -B setup` does both."
     )
     if Path(sys.argv[0]).name == "troupe":

@@ -31,7 +31,7 @@ Indices = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """How many layers a model has, and how its routers choose `top_k` of `experts` in each."""
+    """The routing of a model: its layers, each of which chooses `top_k` of `experts`."""
 
     layers: int
     top_k: int
@@ -39,15 +39,15 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of stored indices of experts: a byte each up to 256 experts, else two."""
+        """The type of stored expert indices: one byte each up to 256 experts, else two."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
 
     def compact(self, indices: Indices) -> Indices:
-        """Indices of experts in the smallest type."""
+        """Return expert indices in the smallest type."""
         return np.ascontiguousarray(indices, self.dtype)
 
     def problem(self, routes: Indices, tokens: int) -> str:
-        """Why `routes` are not those of a sample of `tokens` tokens; empty if they are."""
+        """Return why `routes` cannot belong to a sample of `tokens` tokens; empty if they can."""
         wanted = (tokens - 1, self.layers, self.top_k)
         if routes.shape != wanted:
             return f"its routed experts have shape {list(routes.shape)}, not {list(wanted)}"
@@ -57,12 +57,12 @@ class RoutingShape:
 
 
 def is_mixture(config: Any) -> bool:
-    """Whether a transformers configuration is that of a mixture of experts."""
+    """Return whether a transformers configuration describes a mixture of experts."""
     return _number((config.get_text_config(),), _EXPERTS) > 0
 
 
 def shape_in(config: Any) -> RoutingShape | None:
-    """How a model of this configuration routes; None for dense models."""
+    """Return the routing of a model with this configuration; None for dense models."""
     text = config.get_text_config()
     experts = _number((text,), _EXPERTS)
     if not experts:
@@ -71,15 +71,15 @@ def shape_in(config: Any) -> RoutingShape | None:
 
 
 class RoutingListener(Protocol):
-    """Receiver of the selections of one forward pass over T tokens."""
+    """A receiver of the selections of one forward pass over T tokens."""
 
     def chose(
         self, layer: int, logits: torch.Tensor, indices: torch.Tensor, *, again: bool
     ) -> None:
-        """A layer's router chose `indices` int64 [T, k] by `logits` [T, experts].
+        """Receive the `indices` int64 [T, k] that a layer's router chose by `logits` [T, experts].
 
-        `again`: the layer is computed again for its backward pass (activation checkpointing). The
-        same operations must follow as the first time, without effect.
+        `again`: the layer is recomputed for its backward pass (activation checkpointing). The
+        listener must repeat the operations of the first time, without effect.
         """
         ...
 
@@ -98,7 +98,7 @@ class RecordedRoutes:
         self.by_layer[layer] = indices
 
     def compact(self) -> Indices:
-        """The experts of all tokens, [T, layers, k], as samples bring them (`ROUTES_COLUMN`)."""
+        """Return the experts of all tokens, [T, layers, k], as in samples (`ROUTES_COLUMN`)."""
         some = next(iter(self.by_layer.values()))
         routes = torch.zeros((len(some), self.shape.layers, self.shape.top_k), dtype=torch.int16)
         for layer, indices in self.by_layer.items():
@@ -112,7 +112,7 @@ class Routers:
     def __init__(self, shape: RoutingShape, mixed: tuple[int, ...]) -> None:
         self.shape = shape
         self.mixed = mixed
-        """Numbers of the layers that have experts."""
+        """Take the numbers of the layers that have experts."""
         self._listener: RoutingListener | None = None
         # [T, layers, k]; negative: the router's own choice.
         self._routes: torch.Tensor | None = None
@@ -120,8 +120,8 @@ class Routers:
 
     @classmethod
     def of(cls, model: Any) -> Routers | None:
-        """The routers of a transformers model; None for dense models, and for those whose routers
-        do not select by top-k."""
+        """Return the routers of a transformers model; None if it is dense or its routers do not
+        select by top-k."""
         if _ROUTERS in model.__dict__:
             known: Routers | None = model.__dict__[_ROUTERS]
             return known
@@ -144,7 +144,7 @@ class Routers:
 
     @classmethod
     def shape_of(cls, model: Any) -> RoutingShape | None:
-        """How the routers of a model choose; None where it has none that can be recorded."""
+        """Return the routing of a model; None if it has no routers that can be recorded."""
         found = cls.of(model)
         return None if found is None else found.shape
 
@@ -152,10 +152,10 @@ class Routers:
     def passing(
         self, listener: RoutingListener | None, routes: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """One forward pass over T tokens follows; `listener` is told of its selections.
+        """Report the selections of one forward pass over T tokens to `listener`.
 
         `routes` [T, layers, k]: experts to use instead, where they are not negative. Both stay in
-        force for its backward pass.
+        force for the backward pass.
         """
         self._listener, self._routes, self._passing = listener, routes, True
         try:
@@ -165,12 +165,12 @@ class Routers:
 
     @property
     def _active(self) -> bool:
-        # Other calls of the model between its passes are not meant.
+        # Calls of the model between its passes are not recorded.
         mine = self._passing or torch._C._current_graph_task_id() != -1
         return mine and (self._listener is not None or self._routes is not None)
 
     def _given(self, layer: int) -> torch.Tensor | None:
-        """Experts to use in a layer, int64 [T, k]."""
+        """Return the experts to use in a layer, int64 [T, k]."""
         return None if self._routes is None else self._routes[:, layer].long()
 
     def _chose(self, layer: int, logits: torch.Tensor, indices: torch.Tensor) -> None:
@@ -180,7 +180,8 @@ class Routers:
 
 @dataclass
 class _Router:
-    """One router. `logits_at`: place of its logits in its output; `routers`: all of the model."""
+    """One router. `logits_at`: place of its logits in its output; `routers`: the model's
+    routers."""
 
     layer: int
     top_k: int
@@ -206,7 +207,7 @@ def _routed(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Selection(TorchFunctionMode):
-    """Records, and replaces by `given`, what a router selects by `topk`."""
+    """A mode that records a router's `topk` selection, and replaces it by `given`."""
 
     def __init__(self, router: _Router, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ class _Selection(TorchFunctionMode):
         if func not in _TOPK:
             return found
         scores = args[0] if args else kwargs["input"]
-        # Others select groups of experts, or score them.
+        # Other calls select groups of experts, or score them.
         if (scores.shape[-1], found.indices.shape[-1]) != (
             self._router.experts,
             self._router.top_k,
@@ -234,7 +235,7 @@ class _Selection(TorchFunctionMode):
 
 
 def _routers_in(model: Any) -> list[tuple[Any, _Router]]:
-    """The modules that transformers takes router logits from, with what is known of them."""
+    """Return the modules that transformers takes router logits from, with their descriptions."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import OutputRecorder
 
@@ -262,8 +263,8 @@ def _routers_in(model: Any) -> list[tuple[Any, _Router]]:
 
 
 def mixed_blocks(model: Any) -> list[Any]:
-    """The modules that hold a router and its experts, one by layer; none where a router is not
-    known or has no module of its own to share with its experts."""
+    """Return the modules that hold a router and its experts, one per layer; none if a router is
+    unknown or does not share a module with its experts."""
     routers = {id(module) for module, _ in _routers_in(model)}
     found = []
     for part in model.modules():
@@ -274,14 +275,14 @@ def mixed_blocks(model: Any) -> list[Any]:
 
 
 def _number(owners: Sequence[Any], names: Sequence[str]) -> int:
-    """The first whole number above 0 among the attributes `names`; 0: there is none."""
+    """Return the first positive integer among the attributes `names`; 0 if there is none."""
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v), 0)
 
 
 def _selects(module: Any) -> bool:
-    """Whether a router of this class calls `topk`; that of PhiMoE masks maxima instead."""
+    """Return whether a router of this class calls `topk`; PhiMoE's masks maxima instead."""
     try:
         return "topk(" in inspect.getsource(type(module).forward)
-    except (OSError, TypeError):  # its source is not there
+    except (OSError, TypeError):  # its source is not available
         return False

@@ -90,7 +90,7 @@ def _depth_is_bounded(value: Any) -> bool:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _float(text: str) -> float:
@@ -172,7 +172,7 @@ class _TextPart(NamedTuple):
 
 
 class _Reader:
-    """Parses a reply in one pass over its tags."""
+    """A parser of one reply, in one pass over its tags."""
 
     def __init__(
         self, text: str, syntax: CallSyntax | None, tags: ThinkTags, *, thinking: bool
@@ -271,7 +271,7 @@ class _Reader:
         return attempts
 
     def _try_calls(self, index: int) -> int:
-        """Parse calls that begin at tag `index`; returns the offset after them, 0 if there are
+        """Parse calls that begin at tag `index`; return the offset after them, 0 if there are
         none."""
         closing = self._attempts.get(index)
         if closing is None or self._syntax is None:
@@ -380,14 +380,14 @@ def _opening(line: str) -> _Fence | None:
         return _Fence("", run, info.strip(), len(before.expandtabs(4)), ">" in before)
     if found := _LATE_FENCE.fullmatch(line):
         before, run, info = found.groups()
-        # A sentence about fences opens no block.
+        # A sentence about fences does not open a block.
         if before.rstrip().endswith((":", ">")) or len(f"{run}{info}".split()) == 1:
             return _Fence(before, run, info.strip(), _column(line), quoted=False)
     return None
 
 
 def _column(line: str) -> int:
-    """The column of the first character that is neither white space nor a quote marker."""
+    """Return the column of the first character that is neither white space nor a quote marker."""
     line = line.expandtabs(4)
     return len(line) - len(line.lstrip(" >"))
 
@@ -395,7 +395,8 @@ def _column(line: str) -> int:
 def _until_closed(
     lines: Sequence[str], begin: int, fence: _Fence, closings: Sequence[tuple[int, str]]
 ) -> tuple[Sequence[str], int]:
-    """The lines of a block from line `begin` on, and the number of the line after the block."""
+    """Return the lines of a block from line `begin` on, and the number of the line after the
+    block."""
     for number in range(bisect_left(closings, (begin, "")), len(closings)):
         at, run = closings[number]
         # A fence inside a string of indented code is further in.

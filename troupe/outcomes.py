@@ -1,8 +1,8 @@
-"""Converts what user code returns or raises to text, numbers and JSON, safely.
+"""Safe conversion of user code's values and exceptions to text, numbers and JSON.
 
 Workflows, environments, tools, rewards and metric sinks are user code. A value that they return may
-raise when it is inspected, and its text may be none that protobuf or UTF-8 can carry. Services
-inspect such values only by this module, which raises nothing but its own `ValueError`s.
+raise when it is inspected, and protobuf or UTF-8 may not be able to carry its text. Services
+inspect such values only through this module, which raises only its own `ValueError`s.
 `troupe.user_code` calls the code itself. Standard library only.
 """
 
@@ -19,12 +19,12 @@ from itertools import accumulate
 from typing import Any, Final
 
 TEXT_CHARS: Final = 2000
-"""Characters of the text of an exception or a value."""
+"""Maximum characters of the text of an exception or a value."""
 TRACEBACK_LINES: Final = 30
 TRACEBACK_CHARS: Final = 16 * 2**10
 JSON_DEPTH: Final = 200
-"""Nesting of lists and dicts. Serializers give up at different depths (pydantic at 255, `json` near
-1000, less the caller's stack); up to this one all of them work."""
+"""Maximum nesting of lists and dicts. Serializers give up at different depths (pydantic at 255,
+`json` near 1000, less the caller's stack); all of them work up to this depth."""
 JSON_BYTES: Final = 256 * 1024
 """Longest JSON in a column of a sample; arrays may be larger."""
 
@@ -41,7 +41,7 @@ _OTHERS: Final = bytes(set(range(256)) - _OPENS.keys())
 
 
 class NotFiniteError(ValueError):
-    """The value is no finite number."""
+    """The value is not a finite number."""
 
 
 class NotJsonError(ValueError):
@@ -49,15 +49,15 @@ class NotJsonError(ValueError):
 
 
 class Interruption(BaseException):
-    """Raised by Troupe inside user code that blocks, or that a person interrupts; it passes through
-    all that contains exceptions of user code."""
+    """An interruption that Troupe raises inside user code that blocks, or that a person interrupts;
+    it passes through all containment of exceptions."""
 
 
 # Texts.
 
 
 def utf8_text(text: str) -> str:
-    """`text` as UTF-8 can encode it: surrogate pairs are joined, lone surrogates become U+FFFD."""
+    """Return `text` so that UTF-8 can encode it: join surrogate pairs, make lone ones U+FFFD."""
     text = str.__str__(text)  # of a subclass, its characters
     if text.isascii():  # known without reading it
         return text
@@ -69,8 +69,8 @@ def utf8_text(text: str) -> str:
 
 
 def safe_text(value: object, limit: int = TEXT_CHARS) -> str:
-    """`str(value)` as text that protobuf, JSON, Redis and logs take: UTF-8 without NUL, of at most
-    `limit` characters; the type's name if `str` raises."""
+    """Return `str(value)` as text that protobuf, JSON, Redis and logs accept: UTF-8 without NUL, at
+    most `limit` characters; the type's name if `str` raises."""
     kind = type(value)
     try:
         if issubclass(kind, str):
@@ -85,7 +85,7 @@ def safe_text(value: object, limit: int = TEXT_CHARS) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """`repr(value)` for messages, as safe and bounded as `safe_text`."""
+    """Return `repr(value)` for messages, as safe and bounded as `safe_text`."""
     try:
         text = str.__str__(_bounded_repr(limit).repr(value))
     except BaseException:
@@ -94,7 +94,7 @@ def shown(value: object, limit: int = 60) -> str:
 
 
 def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
-    """Type and message of an exception; of a group, with those of its first members."""
+    """Return type and message of an exception; for a group, also of its first members."""
     kind = type_name(error)
     if not _is_group(error):
         message = safe_text(error, limit)
@@ -105,25 +105,25 @@ def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of the type of `value`."""
+    """Return the name of the type of `value`."""
     return _clipped(_NAME(type(value)), TEXT_CHARS)
 
 
 def traceback_text(error: BaseException, hidden: str = "") -> str:
-    """The last lines of a traceback, without leading frames of the file `hidden`."""
+    """Return the last lines of a traceback, without leading frames of the file `hidden`."""
     frames = error.__traceback__
     while hidden and frames is not None and frames.tb_frame.f_code.co_filename == hidden:
         frames = frames.tb_next
     try:
         lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
-    except BaseException:  # of the exception's own attributes
+    except BaseException:  # raised by the exception's own attributes
         return described(error)
     shown_lines = [_clipped(line, TEXT_CHARS) for line in lines[-TRACEBACK_LINES:]]
     return "\n".join(shown_lines)[-TRACEBACK_CHARS:]
 
 
 def _leaves(error: BaseException, most: int) -> Iterator[BaseException]:
-    """The first `most` members of a group that are no groups themselves, at any depth."""
+    """Yield the first `most` members of a group that are not groups themselves, at any depth."""
     pending = [error]
     while pending and most:
         one = pending.pop()
@@ -150,12 +150,12 @@ def _bounded_repr(limit: int) -> reprlib.Repr:
 
 def _fallback_text(value: object) -> str:
     if type(value) is int:
-        return f"a whole number of {value.bit_length():,} bits"
+        return f"an integer of {value.bit_length():,} bits"
     return f"a {type_name(value)} that cannot be shown"
 
 
 def _clipped(text: str, limit: int) -> str:
-    """`text` as UTF-8 without NUL, cut to `limit` with an ellipsis."""
+    """Return `text` as UTF-8 without NUL, cut to `limit` with an ellipsis."""
     # Cut first: the text may have any length.
     text = utf8_text(text[: limit + 1]).replace("\0", "\N{SYMBOL FOR NULL}")
     return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."
@@ -165,7 +165,7 @@ def _clipped(text: str, limit: int) -> str:
 
 
 def finite_number(value: object) -> float:
-    """`value`, a number of Python, numpy or torch, as a finite float. Raises `NotFiniteError`."""
+    """Return a Python, numpy or torch number as a finite float. Raises `NotFiniteError`."""
     kind, why = type(value), ""
     if not issubclass(kind, (str, bytes, bytearray)):
         try:
@@ -175,7 +175,7 @@ def finite_number(value: object) -> float:
         except BaseException as error:
             if not issubclass(kind, (int, float)):
                 why = f" ({described(error, 200)})"
-    raise NotFiniteError(f"{shown(value)} is no finite number{why}")
+    raise NotFiniteError(f"{shown(value)} is not a finite number{why}")
 
 
 def json_text(
@@ -184,11 +184,11 @@ def json_text(
     allow_nan: bool = False,
     depth: int = JSON_DEPTH,
 ) -> str:
-    """`value` as JSON; numpy and torch scalars and arrays as numbers. In ASCII, unless it has
-    surrogates, which are treated as by `utf8_text`.
+    """Return `value` as JSON, numpy and torch scalars and arrays as numbers. The text is ASCII
+    unless the value has surrogates, which are handled as by `utf8_text`.
 
-    Raises `NotJsonError`, also for NaN and infinities (unless `allow_nan`), and for a nesting of
-    more than `depth`.
+    Raises `NotJsonError`, also for NaN and infinities (unless `allow_nan`) and for nesting deeper
+    than `depth`.
     """
     try:
         text = json.dumps(value, allow_nan=allow_nan, default=_as_plain)
@@ -208,10 +208,10 @@ def json_text(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text from an untrusted writer.
+    """Return the value of a JSON text from an untrusted writer.
 
-    Raises `NotJsonError` for what `json_text` would not write: NaN and infinities, numbers beyond a
-    float, a nesting of more than `JSON_DEPTH`.
+    Raises `NotJsonError` for values that `json_text` would not write: NaN and infinities, numbers
+    beyond a float, nesting deeper than `JSON_DEPTH`.
     """
     try:
         written = text.decode() if isinstance(text, bytes) else text
@@ -238,7 +238,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Nesting of lists and dicts in a JSON text; 0 if small. Linear in its length."""
+    """Return the nesting of lists and dicts in a JSON text; 0 if small. Linear in its length."""
     if text.count("[") + text.count("{") <= JSON_DEPTH:
         return 0
     brackets = _STRING.sub("", text).encode(errors="replace").translate(None, _OTHERS)
@@ -246,7 +246,7 @@ def _depth(text: str) -> int:
 
 
 def _too_deep(most: int = JSON_DEPTH) -> str:
-    return f"more than {most} lists and dicts in each other"
+    return f"lists and dicts are nested deeper than {most} levels"
 
 
 def _is_utf8(text: str) -> bool:
@@ -258,11 +258,11 @@ def _is_utf8(text: str) -> bool:
 
 
 def _refused_constant(name: str) -> float:
-    raise NotJsonError(f"{name} is no number that JSON has")
+    raise NotJsonError(f"{name} is not a JSON number")
 
 
 def _parsed_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise NotJsonError(f"{safe_text(text, 60)} is beyond the numbers that a float can be")
+        raise NotJsonError(f"{safe_text(text, 60)} exceeds the range of a float")
     return number

@@ -1,15 +1,15 @@
-"""Stems: samples of one conversation that carry each of its tokens once.
+"""Stems: shared prefixes, with which the samples of one conversation store each token once.
 
-The prompt of a turn usually begins with all that was said before: the prompt and the response of an
-earlier turn. Such a sample has a `Stem`, which names the earlier sample and how many of its tokens
-come first; its `prompt_ids` hold the others only. So it is with columns along the tokens, as routes
-to experts. Turns that branch off share what they have in common; an agent of another policy has
-samples of its own and shares nothing with these. A trainer packs the same trees again by their ids
+The prompt of a turn usually begins with the prompt and the response of an earlier turn. Such a
+sample has a `Stem`, which names the earlier sample and the number of its leading tokens to take;
+its `prompt_ids` hold only the rest. The same applies to columns along the tokens, such as routes to
+experts. Turns that branch off share their common prefix; an agent of another policy has its own
+samples and shares nothing. A trainer rebuilds the same trees from ids when it packs sequences
 (services/trainer/learning/sequences/packing.py).
 
-`PrefixIndex` makes stems where a trajectory ends, `share` in a micro-batch that is kept, `restore`
-puts whole samples together. Checksums of the whole values travel with the stems: a sample that was
-put together from wrong parts is found as one whose bytes have changed.
+`PrefixIndex` makes stems at the end of a trajectory, `share` makes them in a micro-batch that is
+kept, and `restore` reassembles whole samples. Checksums of the whole values travel with the stems,
+so a sample that was reassembled from wrong parts is detected like changed bytes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Key: TypeAlias = tuple[str, str, int]
 
 # Columns along the tokens of prompt and response, whose beginnings are shared, too.
 SHARED_COLUMNS: Final = frozenset({ROUTES_COLUMN, TEAM_COLUMN})
-# A shorter common beginning is not worth a stem, which takes some 40 bytes here and in records.
+# A shorter common prefix is not worth a stem, which takes some 40 bytes here and in records.
 LEAST_TOKENS: Final = 32
 _ID_BYTES: Final = 4
 
 
 def key_of(sample: store_pb.Sample) -> Key:
-    """Key of `sample` among those of a table."""
+    """Return the key of `sample` in its table."""
     return sample.policy, sample.trajectory_id, sample.turn
 
 
 def stem_key_of(sample: store_pb.Sample) -> Key:
-    """Key of the sample that the stem of `sample` refers to."""
+    """Return the key of the sample that the stem of `sample` refers to."""
     return sample.policy, sample.trajectory_id, sample.stem.turn
 
 
@@ -59,7 +59,7 @@ class _IndexedRow:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What a row does not share with earlier ones."""
+    """The part of a row that earlier rows do not share."""
 
     stem: store_pb.Stem | None
     prompt: Array
@@ -80,9 +80,9 @@ class PrefixIndex:
         response: Array,
         columns: Mapping[str, Any],
     ) -> OwnPart:
-        """Add a row; returns what it does not share with those before.
+        """Add a row; return the part that earlier rows do not share.
 
-        `prompt`, `response`: int32 [n]. Of `columns` those in `SHARED_COLUMNS` are shared. A prompt
+        `prompt`, `response`: int32 [n]. Only `columns` in `SHARED_COLUMNS` are shared. A prompt
         keeps at least its last token.
         """
         arrays = {
@@ -100,7 +100,7 @@ class PrefixIndex:
         own = dict(columns)
         for name, value in arrays.items():
             entries = _entries(row.stem.columns.get(name), value)
-            # Less than it takes to say so.
+            # A stem would take more bytes.
             if entries * (value.nbytes // max(1, len(value))) >= LEAST_TOKENS * _ID_BYTES:
                 stem.columns[name].entries = entries
                 stem.columns[name].checksum = _checksum(value)
@@ -109,7 +109,8 @@ class PrefixIndex:
 
 
 def _longest(rows: Sequence[_IndexedRow], prompt: Array) -> tuple[_IndexedRow | None, int]:
-    """The row with the longest beginning of `prompt` but its last token, and how long that is."""
+    """Return the row with the longest prefix of `prompt` without its last token, and the prefix
+    length."""
     best, found = 0, None
     for row in reversed(rows):
         most = min(len(row.ids), len(prompt) - 1)
@@ -122,21 +123,22 @@ def _longest(rows: Sequence[_IndexedRow], prompt: Array) -> tuple[_IndexedRow | 
             break
     if found is None or best < LEAST_TOKENS:
         return None, 0
-    # The row that has these tokens itself: fewer samples depend on one another.
+    # Prefer the row that has these tokens itself, so that fewer samples depend on one another.
     while found.stem is not None and found.shared >= best:
         found = found.stem
     return found, best
 
 
 def _common(one: Array, other: Array) -> int:
-    """The number of leading elements that two arrays of one length and axis have in common."""
+    """Return the number of leading elements that two arrays of one length and axis have in
+    common."""
     differs = one != other
     first = int(differs.argmax()) if len(differs) else 0
     return first if len(differs) and differs[first] else len(differs)
 
 
 def _entries(one: Array | None, other: Array) -> int:
-    """The number of leading entries that are the same bytes in two arrays."""
+    """Return the number of leading entries that are the same bytes in two arrays."""
     if one is None or one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
         return 0
     most = min(len(one), len(other))
@@ -152,7 +154,7 @@ def _checksum(array: Array) -> int:
 
 
 def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSample]:
-    """Copies of whole samples, in their order, with stems that refer to others of them."""
+    """Return copies of whole samples, in order, with stems that refer to one another."""
     indices: dict[str, PrefixIndex] = {}
     made: dict[int, store_pb.ClaimedSample] = {}
     for place, item in sorted(enumerate(claimed), key=lambda one: one[1].sample.turn):
@@ -180,7 +182,7 @@ def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSam
 def stems_of(
     samples: Iterable[store_pb.Sample], known: Mapping[Key, store_pb.Sample]
 ) -> list[store_pb.Sample]:
-    """Those of `known` that `samples` refer to, directly or not, and that are not among them.
+    """Return the samples of `known` that `samples` refer to, directly or not, but do not contain.
 
     Raises `DataLoss` of kind "stem_missing".
     """
@@ -199,9 +201,9 @@ def stems_of(
 def restore(
     claimed: Iterable[store_pb.ClaimedSample], stems: Iterable[store_pb.Sample] = ()
 ) -> list[store_pb.ClaimedSample]:
-    """The samples of a claim without stems: those that have one are put together in copies.
+    """Return a claim's samples without stems; samples with a stem are reassembled as copies.
 
-    `stems`: further samples that they refer to. Raises `DataLoss` of kind "stem_missing".
+    `stems` are further samples that they refer to. Raises `DataLoss` of kind "stem_missing".
     """
     given = list(claimed)
     joiner = _Joiner([*(item.sample for item in given), *stems])
@@ -217,7 +219,7 @@ def restore(
 
 
 def restored(sample: store_pb.Sample, stems: Iterable[store_pb.Sample]) -> store_pb.Sample:
-    """`restore` of one sample."""
+    """Restore one sample, as `restore` does."""
     if not sample.HasField("stem"):
         return sample
     (item,) = restore([store_pb.ClaimedSample(sample=sample)], stems)
@@ -225,7 +227,7 @@ def restored(sample: store_pb.Sample, stems: Iterable[store_pb.Sample]) -> store
 
 
 class _Joiner:
-    """Puts samples together from their own parts and those of the samples that they refer to."""
+    """The reassembly of samples from their own parts and the samples that they refer to."""
 
     def __init__(self, samples: Iterable[store_pb.Sample]) -> None:
         self._samples = {key_of(sample): sample for sample in samples}
@@ -259,7 +261,7 @@ class _Joiner:
         sample.ClearField("stem")
 
     def _path(self, sample: store_pb.Sample) -> list[store_pb.Sample]:
-        """The samples that `sample` refers to, from one without a stem on."""
+        """Return the samples that `sample` refers to, from one without a stem on."""
         path: list[store_pb.Sample] = []
         while sample.HasField("stem"):
             earlier = self._samples.get(stem_key_of(sample))
@@ -270,7 +272,7 @@ class _Joiner:
         return path[::-1]
 
     def _ids(self, sample: store_pb.Sample) -> bytes:
-        """The tokens of a sample's whole prompt and response."""
+        """Return the tokens of a sample's whole prompt and response."""
         if (found := self._tokens.get(key_of(sample))) is not None:
             return found
         ids = b""
@@ -285,12 +287,13 @@ class _Joiner:
 
 
 def _id_bytes(ids: common_pb.Tensor) -> bytes:
-    """Token ids as int32, of which stems hold the checksum."""
+    """Return token ids as int32, the form whose checksum stems hold."""
     return ids.data if ids.dtype == common_pb.DTYPE_INT32 else from_proto(ids).tobytes()
 
 
 def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[Any]:
-    """The first `entries` entries of the column of the last sample of `path`, as ColumnParts."""
+    """Return the first `entries` entries of the column of the last sample of `path`, as
+    ColumnParts."""
     found: list[store_pb.ColumnPart] = []
     for at in range(len(path) - 1, -1, -1):
         shared = path[at].stem.columns[name].entries if name in path[at].stem.columns else 0
@@ -306,7 +309,7 @@ def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[
 
 
 def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> common_pb.Tensor:
-    """The tensor that consists of `parts`, which are tensors."""
+    """Return the tensor that consists of `parts`, which are tensors."""
     first = parts[0].column.tensor
     data, entries = [], 0
     for part in parts:
@@ -322,7 +325,7 @@ def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> common_pb.Te
 
 
 def column_value(parts: store_pb.ColumnParts, load: Callable[[str], Array]) -> Array:
-    """The array of a column in parts; `load` gives the value behind a reference.
+    """Return the array of a column in parts; `load` gives the value behind a reference.
 
     Raises `ChecksumError`, and what `load` raises.
     """
@@ -333,13 +336,14 @@ def column_value(parts: store_pb.ColumnParts, load: Callable[[str], Array]) -> A
         arrays.append(array[: part.entries] if part.entries else array)
     whole = np.concatenate(arrays)
     if _checksum(whole) != parts.checksum:
-        raise ChecksumError("a column was put together from other parts than it was made of")
+        raise ChecksumError("a column was reassembled from the wrong parts")
     return whole
 
 
 def _missing(sample: store_pb.Sample) -> DataLoss:
     return DataLoss(
-        f"sample {sample.sample_id} begins as turn {sample.stem.turn} does, which is not there",
+        f"sample {sample.sample_id} shares its beginning with turn {sample.stem.turn}, which is "
+        "missing",
         kind="stem_missing",
         field="stem.turn",
         value=sample.stem.turn,

@@ -1,8 +1,8 @@
-"""Values of sampling parameters, which jobs, workflows and clients of an endpoint write alike.
+"""The values of sampling parameters, which jobs, workflows and clients of an endpoint share.
 
 A job checks them by its schema (`troupe.job.sections.SamplingSpec`), a workflow's turn and a
-request by `READERS`. Both use the bounds below, and both turn the spellings that other servers know
-into the one that engines are given.
+request by `READERS`. Both use the bounds below, and both convert other servers' spellings to the
+spelling of engines.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Final
 
 MAX_TEMPERATURE: Final = 1000
 MAX_INT: Final = 2**31 - 1
-"""Largest whole number of the contracts."""
+"""Largest integer of the contracts."""
 ALL_TOKENS: Final = -1
 """`top_k` that keeps all tokens."""
 _GREEDY_BELOW: Final = 1e-5
 
 
 def engine_temperature(temperature: float) -> float:
-    """0 (greedy) for a temperature that engines cannot divide logits by, else the temperature.
+    """Return 0 (greedy) if engines cannot divide logits by the temperature, else the temperature.
 
-    vLLM draws greedily below 1e-5, SGLang below 1e-6. Log-probs of a greedy response count as those
-    of temperature 1; divided by 1e-30 they would be infinite.
+    vLLM samples greedily below 1e-5, SGLang below 1e-6. Log-probs of a greedy response are reported
+    at temperature 1; divided by 1e-30 they would be infinite.
     """
     return 0.0 if temperature < _GREEDY_BELOW else temperature
 
 
 def engine_top_k(top_k: int) -> int:
-    """-1 for 0, which means all tokens in vLLM and transformers, else `top_k`."""
+    """Return -1 for 0, which means all tokens in vLLM and transformers, else `top_k`."""
     return top_k or ALL_TOKENS
 
 
@@ -63,7 +63,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 _temperature = _number(0, MAX_TEMPERATURE)
 _top_k = _whole(ALL_TOKENS)
-# Seeds and token ids: what every engine accepts.
+# The range of seeds and token ids that every engine accepts.
 _natural = _whole(0)
 
 READERS: Final[Mapping[str, tuple[Callable[[Any], Any], str]]] = {

@@ -21,7 +21,7 @@ class IllegalTransition(ValueError):
 
 
 def _table(enum: Any, moves: Mapping[str, str]) -> Table:
-    """The table of `enum`; `moves`: by state those that may follow it, without their prefix."""
+    """Return the table of `enum`; `moves` has each state's successors, without the prefix."""
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return {
         enum.Value(prefix + state): frozenset(enum.Value(prefix + one) for one in after.split())
@@ -114,17 +114,17 @@ _ENUMS: Final = {
 
 
 def allowed(table: Table, source: int, target: int) -> bool:
-    """Whether `table` allows the move from `source` to `target`."""
+    """Return whether `table` allows the move from `source` to `target`."""
     return target in table.get(source, frozenset())
 
 
 def check(table: Table, source: int, target: int) -> None:
-    """Raises `IllegalTransition`, naming both states, unless the transition is allowed."""
+    """Raise `IllegalTransition`, naming both states, unless the transition is allowed."""
     if not allowed(table, source, target):
         enum: Any = _ENUMS[id(table)]
         raise IllegalTransition(f"{enum.Name(source)} -> {enum.Name(target)} is not allowed")
 
 
 def is_terminal(table: Table, state: int) -> bool:
-    """Whether no state follows `state`."""
+    """Return whether no state follows `state`."""
     return not table[state]

@@ -1,8 +1,8 @@
-"""Where the files go that a user asks for: to a path of this host, or to a URL.
+"""The destinations of files that users ask for: a path on this host, or a URL.
 
-A command that writes a folder or a file writes a draft on this host, which is published when it is
-whole (`Place`). URLs are those of the file systems that fsspec knows (`s3://`, `gs://`, `abfs://`,
-`sftp://`, `file://`, ...); most of them need a package of their own, which fsspec names.
+A command that writes a folder or a file writes a draft on this host and publishes it when it is
+complete (`Place`). fsspec knows the URLs' file systems (`s3://`, `gs://`, `abfs://`, `sftp://`,
+`file://`, ...); most of them need their own package, which fsspec names.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhau
 
 # A scheme of one letter would be a drive.
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
-# User and password in a URL, which are not printed.
+# User and password in a URL; they are never printed.
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@]+@")
 
 
 class Place(ABC):
-    """A path or URL at which there is nothing yet.
+    """A path or URL at which nothing exists yet.
 
-    Errors are of the kinds "target_not_vacant", "target_not_writable" and "storage_full", and have
-    the field that the place was given as.
+    Errors have the kinds "target_not_vacant", "target_not_writable" and "storage_full", and name
+    the field in which the user gave the place.
     """
 
     def __init__(self, name: str, field: str) -> None:
@@ -42,10 +42,9 @@ class Place(ABC):
     def new_folder(self, last: str = "") -> contextlib.AbstractContextManager[Path]:
         """Yield an empty folder of this host, whose files are at the place when the context ends.
 
-        When the context ends with an error, nothing is left there. `last`: the file that tells
-        readers of the folder that it is whole; where files appear one by one, it is the last.
-        Raises `FailedPrecondition` where there is something or nothing can be written, and
-        `ResourceExhausted`.
+        When the context ends with an error, nothing is left there. The file `last` tells readers
+        that the folder is complete; if files appear one by one, it comes last. Raises
+        `FailedPrecondition` if the place is occupied or not writable, and `ResourceExhausted`.
         """
 
     @abstractmethod
@@ -55,20 +54,20 @@ class Place(ABC):
 
     @contextlib.contextmanager
     def draft(self, parent: Path) -> Iterator[Path]:
-        """Yield a new folder in `parent`, which is removed at the end. Errors of the disk become
-        those of this place."""
+        """Yield a new folder in `parent`, which is removed at the end. Disk errors become errors of
+        this place."""
         try:
             folder = Path(tempfile.mkdtemp(prefix=f".{os.path.basename(self.name)}-", dir=parent))
         except OSError as error:
             raise self.not_writable(error) from error
         try:
             yield folder
-        except FileNotFoundError:  # what is copied is gone
+        except FileNotFoundError:  # the source is gone
             raise
         except OSError as error:
             if is_full(error):
                 raise ResourceExhausted(
-                    f"there is no room on the disk of {parent}; nothing was left there",
+                    f"the disk of {parent} is full; no files were left there",
                     kind="storage_full",
                     field=self.field,
                     value=self.name,
@@ -79,32 +78,32 @@ class Place(ABC):
             shutil.rmtree(folder, ignore_errors=True)
 
     def occupied(self, what: str) -> FailedPrecondition:
-        """Return the error for a place where there is something."""
+        """Return the error for an occupied place."""
         return FailedPrecondition(
             f"the target {what}.",
             kind="target_not_vacant",
             field=self.field,
             value=self.name,
-            remedy="Choose a place where there is nothing yet, or remove what is there.",
+            remedy="Choose a new place, or remove the existing files.",
         )
 
     def not_writable(self, error: BaseException) -> FailedPrecondition:
-        """Return the error for a place at which nothing can be written."""
+        """Return the error for a place that is not writable."""
         text = (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
         return FailedPrecondition(
-            f"nothing can be written there: {text}.",
+            f"is not writable: {text}",
             kind="target_not_writable",
             field=self.field,
             value=self.name,
-            remedy="Choose another place, or check the rights to this one.",
+            remedy="Choose another place, or check its permissions.",
         )
 
 
 def place_at(where: str | Path, field: str = "to") -> Place:
-    """Return the place that a user names by a path or URL; `field`: its name in errors.
+    """Return the place that a user names by a path or URL; errors call it `field`.
 
-    Raises `InvalidArgument` for a URL of a file system that is not known, and `FailedPrecondition`
-    where its package is not installed.
+    Raises `InvalidArgument` for a URL of an unknown file system, and `FailedPrecondition` if the
+    file system's package is not installed.
     """
     if isinstance(where, str) and _URL.match(where):
         return UrlPlace(where, field)
@@ -112,7 +111,7 @@ def place_at(where: str | Path, field: str = "to") -> Place:
 
 
 class LocalPlace(Place):
-    """A path of this host. Drafts lie beside it, and are published by renaming them."""
+    """A path of this host. Drafts are in the same directory, and are published by renaming."""
 
     def __init__(self, path: Path, field: str = "to") -> None:
         self.path = path.expanduser().absolute()
@@ -140,7 +139,7 @@ class LocalPlace(Place):
             raise self.occupied("exists")
         if not self.path.parent.is_dir():
             raise InvalidArgument(
-                "its directory does not exist.",
+                "its directory does not exist",
                 field=self.field,
                 value=self.name,
                 remedy=f"Make {self.path.parent} first.",
@@ -151,14 +150,14 @@ class LocalPlace(Place):
 
 
 class UrlPlace(Place):
-    """A URL. Drafts lie in this host's directory for temporary files, and are uploaded.
+    """A URL. Drafts are in this host's directory for temporary files, and are uploaded.
 
     Most object stores cannot rename: the files of a folder appear one by one.
     """
 
     def __init__(self, url: str, field: str = "to") -> None:
         super().__init__(_CREDENTIALS.sub("", url), field)
-        # Here, as it takes long to import and paths do not need it.
+        # Imported here: it takes long, and paths do not need it.
         import fsspec
 
         try:
@@ -173,7 +172,7 @@ class UrlPlace(Place):
             ) from error
         except ValueError as error:
             raise InvalidArgument(
-                f"is no URL of a file system that is known: {error}",
+                f"is not a URL of a known file system: {error}",
                 field=field,
                 value=self.name,
                 remedy="Name a path, or a URL such as s3://BUCKET/FOLDER.",
@@ -201,12 +200,12 @@ class UrlPlace(Place):
 
     def _require_vacant(self) -> None:
         try:
-            # A store may have found nothing here before the last change.
+            # A store may cache that it found nothing here.
             self._system.invalidate_cache()
             occupied = bool(self._system.find(self._root))
         except FileNotFoundError:
             occupied = False
-        except Exception as error:  # every file system raises its own
+        except Exception as error:  # every file system raises its own exceptions
             raise self.not_writable(error) from error
         if occupied:
             raise self.occupied("exists and is not empty")
@@ -215,14 +214,14 @@ class UrlPlace(Place):
         try:
             self._system.put_file(str(path), target)
         except FileNotFoundError:
-            # The folder may be missing. A missing bucket is not made: its name may be a mistake.
+            # Make a missing folder, but not a missing bucket: its name may be a mistake.
             if not self._system.exists(target[: target.find("/", 1)]):
                 raise
             self._system.makedirs(os.path.dirname(target), exist_ok=True)
             self._system.put_file(str(path), target)
 
     def _upload(self, files: list[tuple[Path, str]]) -> None:
-        """Upload the files in this order; when one fails, those before it are deleted."""
+        """Upload the files in this order; if one fails, delete the earlier ones."""
         sent = []
         try:
             for path, target in files:

@@ -1,4 +1,4 @@
-"""Tensors on the wire: dtype, shape, raw little-endian bytes and a checksum; never a pickle."""
+"""Tensors on the wire: dtype, shape, raw little-endian bytes and a checksum, never a pickle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMPY: Final[dict[int, np.dtype[Any]]] = {
     common_pb.DTYPE_INT32: np.dtype("<i4"),
     common_pb.DTYPE_INT64: np.dtype("<i8"),
     common_pb.DTYPE_FLOAT16: np.dtype("<f2"),
-    # numpy has no bfloat16: its bits travel as uint16 and only torch gives them a value.
+    # numpy has no bfloat16: its bits travel as uint16, and only torch interprets them.
     common_pb.DTYPE_BFLOAT16: np.dtype("<u2"),
     common_pb.DTYPE_FLOAT32: np.dtype("<f4"),
     common_pb.DTYPE_FLOAT64: np.dtype("<f8"),
@@ -40,13 +40,13 @@ ID_DTYPES: Final = (common_pb.DTYPE_INT32, common_pb.DTYPE_PACKED16, common_pb.D
 
 
 class ChecksumError(DataLoss):
-    """A tensor's bytes are not those that its writer checksummed."""
+    """A tensor's bytes differ from the bytes that its writer checksummed."""
 
     default_kind = "checksum_mismatch"
 
 
 def to_proto(tensor: Array | torch.Tensor) -> common_pb.Tensor:
-    """`tensor` (numpy or torch, any strides, any device) as a message.
+    """Return `tensor` (numpy or torch, any strides, any device) as a message.
 
     Raises `InvalidArgument` for a dtype that the contract lacks (`common_pb.Dtype` lists them).
     """
@@ -67,7 +67,7 @@ def to_proto(tensor: Array | torch.Tensor) -> common_pb.Tensor:
 
 
 def ids_to_proto(ids: Array) -> common_pb.Tensor:
-    """Token ids, int32 [n], as a message: in two or three bytes each where the largest fits."""
+    """Return token ids, int32 [n], as a message, in two or three bytes each if the largest fits."""
     ids = np.ascontiguousarray(ids, dtype="<i4")
     # A negative id is a large number without a sign.
     largest = int(ids.view("<u4").max(initial=0))
@@ -87,25 +87,26 @@ def _message(number: int, array: Array, data: bytes) -> common_pb.Tensor:
 
 
 def _bytes_between(items: Array, before: int, after: int) -> Array:
-    """uint8 [n, after]: the lower bytes of items of `before` bytes each, then zeros."""
+    """Return uint8 [n, after]: the lower bytes of items of `before` bytes each, then zeros."""
     given = items.view(np.uint8).reshape(-1, before)
     found = np.zeros((len(given), after), np.uint8)
-    # By place, as numpy copies a short last axis element by element: a third of the time.
+    # By byte position: numpy copies a short last axis element by element, which takes three times
+    # as long.
     for place in range(min(before, after)):
         found[:, place] = given[:, place]
     return found
 
 
 def from_proto(message: common_pb.Tensor) -> Array:
-    """The array of `message`, read-only, sharing its bytes unless these are packed ids, which come
-    as int32. bfloat16 comes as uint16 bits.
+    """Return the array of `message`, read-only. It shares the message's bytes, except that packed
+    ids become int32. bfloat16 is returned as uint16 bits.
 
-    Raises `ChecksumError` for bytes that changed on the way and `InvalidArgument` for a dtype or
+    Raises `ChecksumError` for bytes that changed in transit and `InvalidArgument` for a dtype or
     shape that does not describe them.
     """
     width = ITEM_BYTES.get(message.dtype)
     if width is None:
-        raise InvalidArgument("no dtype of the contract", field="dtype", value=message.dtype)
+        raise InvalidArgument("is not a dtype of the contract", field="dtype", value=message.dtype)
     shape = tuple(message.shape)
     expected = math.prod(shape) * width
     if any(size < 0 for size in shape) or expected != len(message.data):
@@ -120,7 +121,7 @@ def from_proto(message: common_pb.Tensor) -> Array:
             f"tensor of shape {list(shape)} has checksum {actual:016x}, "
             f"its writer recorded {message.checksum:016x}",
             field="checksum",
-            remedy="The bytes changed on the way; send the tensor again.",
+            remedy="The bytes changed in transit; send the tensor again.",
         )
     if message.dtype in _PACKED:
         array = _bytes_between(np.frombuffer(message.data, np.uint8), width, 4).view("<i4")

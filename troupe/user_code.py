@@ -1,5 +1,5 @@
-"""Calls user code from services, so that nothing it raises ends a task, the event loop or the
-process, and so that waiting for it can be bounded.
+"""Calls of user code from services, contained so that its exceptions cannot end a task, the event
+loop or the process, and bounded in time.
 
 In a task, `SystemExit` and `KeyboardInterrupt` end the event loop and `CancelledError` looks like a
 cancellation by the service; in a future, `StopIteration` is lost. User code may raise any of them,
@@ -36,8 +36,9 @@ _MISREAD: Final = (
 
 
 class UserCodeExit(RuntimeError):
-    """User code raised what would end a thread, task or process: SystemExit, KeyboardInterrupt,
-    GeneratorExit, a cancellation without a canceller, or a group with one of these."""
+    """User code raised an exception that would end a thread, task or process: SystemExit,
+    KeyboardInterrupt, GeneratorExit, a cancellation without a canceller, or a group with one of
+    these."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(described(raised))
@@ -49,8 +50,8 @@ class UserCodeTimeout(Exception):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """`error`, which user code raised, if a service may raise it; a `UserCodeExit` if it would end
-    a thread, task, event loop or process, or look like a cancellation."""
+    """Return user code's `error` if a service may raise it; a `UserCodeExit` if it would end a
+    thread, task, event loop or process, or look like a cancellation."""
     if _passes(error):
         return error  # type: ignore[return-value]
     replacement = UserCodeExit(error)
@@ -63,8 +64,8 @@ def _passes(error: BaseException) -> bool:
 
 
 def is_closing(error: BaseException) -> bool:
-    """Whether `error` closes the coroutine whose `await` raised it, which must let it pass. A
-    GeneratorExit that the awaited user code raised has a frame of that code in its traceback.
+    """Return whether `error` closes the coroutine whose `await` raised it, which must let it pass.
+    A GeneratorExit that the awaited user code raised has a frame of that code in its traceback.
 
     Only for the frame that awaits and catches.
     """
@@ -130,7 +131,7 @@ async def call_in_thread(
     """Call user code that may block, in a daemon thread of its own.
 
     Raises only `Exception` (see `as_exception`), and `UserCodeTimeout` after `seconds`. A thread
-    cannot be ended: one that is late, or whose caller was cancelled, runs on.
+    cannot be ended: it keeps running if it is late or its caller was cancelled.
     """
     context = contextvars.copy_context()
     call = asyncio.wrap_future(_started(lambda: context.run(function, *args)))
@@ -147,7 +148,7 @@ async def call_in_thread(
 
 
 def call_within(function: Callable[..., T], /, *args: Any, seconds: float) -> T:
-    """`call_in_thread` for a caller that may block."""
+    """Do the same as `call_in_thread`, for a caller that may block."""
     call = _started(lambda: function(*args))
     concurrent.futures.wait([call], timeout=seconds)
     if not call.done():
@@ -173,7 +174,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def _started(call: Callable[[], T]) -> Future[T]:
-    """A future of `call`, which runs in a daemon thread of its own."""
+    """Return a future of `call`, which runs in its own daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""YAML and JSON text of users, read into plain values with bounds on size.
+"""The reading of users' YAML and JSON text into plain values, with bounds on size.
 
 A few bytes of YAML can expand beyond all memory: an alias repeats its anchor, a merge key (`<<`)
 copies it, one long literal makes an integer that takes minutes to parse. So depth, values,
@@ -50,7 +50,7 @@ _QUOTE: Final = "Quote the value to make it a string."
 
 
 class UnreadableText(ValueError):
-    """Text that is not YAML or JSON, or too large: place, problem and remedy."""
+    """Text that is not YAML or JSON, or is too large: place, problem and remedy."""
 
     def __init__(self, where: str, problem: str, remedy: str) -> None:
         super().__init__(f"{where}: {problem}. {remedy}")
@@ -69,7 +69,7 @@ class Word(str):
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of at most `MAX_BYTES`. Raises `UnreadableText` with the path."""
+    """Return the text of a file of at most `MAX_BYTES`. Raises `UnreadableText` with the path."""
     where = str(path)
     try:
         with path.open("rb") as file:
@@ -88,7 +88,7 @@ def read_file(path: Path) -> str:
 
 
 def read_text(text: str, source: str) -> Any:
-    """Plain values of YAML or JSON text; `source` names the text in errors.
+    """Return the plain values of YAML or JSON text; `source` names the text in errors.
 
     Boolean words of YAML 1.1 are read as `Word`. Raises `UnreadableText`, also for duplicate keys.
     """
@@ -107,12 +107,12 @@ def read_text(text: str, source: str) -> Any:
 
 
 def read_value(text: str, source: str) -> Any:
-    """As `read_text`, with booleans of YAML 1.1: for arguments of any shape."""
+    """Do the same as `read_text`, with booleans of YAML 1.1, for arguments of any shape."""
     return as_yaml_1_1(read_text(text, source))
 
 
 def read_json_object(text: str, source: str) -> dict[str, Any]:
-    """The object in strict JSON text. Raises `UnreadableText`."""
+    """Return the object in strict JSON text. Raises `UnreadableText`."""
     if len(text) > MAX_BYTES:
         raise _too_long(source)
     try:
@@ -120,7 +120,7 @@ def read_json_object(text: str, source: str) -> dict[str, Any]:
     except RecursionError as error:
         raise _too_deep(source) from error
     except ValueError as error:
-        raise UnreadableText(source, f"is not JSON: {error}", "Mend its syntax.") from error
+        raise UnreadableText(source, f"is not JSON: {error}", "Correct its syntax.") from error
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise UnreadableText(source, f"is a {kind}, not an object", 'Write `{"name": value}`.')
@@ -129,7 +129,7 @@ def read_json_object(text: str, source: str) -> dict[str, Any]:
 
 
 def as_yaml_1_1(value: Any) -> Any:
-    """The value with each `Word` converted to a boolean."""
+    """Return the value with each `Word` converted to a boolean."""
     if isinstance(value, Word):
         return value.boolean
     if isinstance(value, dict):
@@ -181,7 +181,7 @@ def _reading(read: Callable[[], T], source: str) -> T:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else source
         problem = getattr(error, "problem", None) or "not valid YAML"
-        remedy = _QUOTE if isinstance(error, _TooLong) else "Mend the YAML syntax there."
+        remedy = _QUOTE if isinstance(error, _TooLong) else "Correct the YAML syntax there."
         raise UnreadableText(where, str(problem), remedy) from error
     except UnicodeEncodeError as error:
         raise UnreadableText(source, "has half of a surrogate pair", "Remove it.") from error
@@ -265,7 +265,7 @@ class _Loader(_Scanner):
                 key.tag = _TEXT
             name = (key.tag == _MERGE, key.value)
             if name in seen:
-                problem = f"`{key.value}` is there a second time; a name stands for one thing"
+                problem = f"`{key.value}` appears twice; keys must be unique"
                 raise ComposerError(None, None, problem, key.start_mark)
             seen.add(name)
         return node
@@ -281,7 +281,7 @@ def _scalar(loader: _Loader, node: yaml.ScalarNode) -> str:
             node.start_mark,
         )
     if ":" in text:
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return text
 
 
@@ -338,11 +338,11 @@ for _tag, _pattern, _first in (
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object (`object_pairs_hook`). Raises ValueError for a name that is there twice."""
+    """Return a JSON object (`object_pairs_hook`). Raises ValueError for a duplicate name."""
     made: dict[str, Any] = {}
     for name, value in pairs:
         if name in made:
-            raise ValueError(f"{name[:80]!r} is there a second time")
+            raise ValueError(f"{name[:80]!r} appears twice")
         made[name] = value
     return made
 
@@ -354,7 +354,7 @@ def _int(text: str) -> int:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_long(source: str) -> UnreadableText:

@@ -18,7 +18,7 @@ from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
 
 def main() -> int:
-    """Serve until SIGTERM; returns the exit status."""
+    """Serve until SIGTERM; return the exit status."""
     settings = read_settings(PanelSettings, "control panel")
     if settings is None:
         return 2
@@ -58,9 +58,9 @@ def main() -> int:
 
 
 def tls_options(settings: PanelSettings) -> dict[str, Any]:
-    """uvicorn's options for HTTPS, by the same `TROUPE_TLS_*` as the services' TLS; {} without.
+    """Return uvicorn's options for HTTPS, by the services' `TROUPE_TLS_*`; {} without TLS.
 
-    Raises InvalidArgument that names the file which is missing, unreadable or does not match.
+    Raises InvalidArgument, which names the file that is missing, unreadable or does not match.
     """
     if settings.tls_cert is None and settings.tls_key is None:
         return {}
@@ -74,7 +74,7 @@ def tls_options(settings: PanelSettings) -> dict[str, Any]:
         )
     except ssl.SSLError as error:
         raise InvalidArgument(
-            f"the certificate and its key do not fit, or are not PEM: {error.reason}",
+            f"the certificate and its key do not match, or are not PEM: {error.reason}",
             field="tls_cert",
             value=settings.tls_cert,
             remedy="Set TROUPE_TLS_CERT and TROUPE_TLS_KEY to a PEM certificate and its key.",

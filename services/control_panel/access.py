@@ -3,15 +3,15 @@
 A job is code that the cluster runs, so pages of other websites in a browser on the same machine
 must not reach the panel. Three independent checks:
 
-- `Host` is loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`): the name
-  of another site that resolves to this machine (DNS rebinding) is refused.
+- `Host` must be loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`):
+  another site's name that resolves to this machine (DNS rebinding) is refused.
 - `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, name the panel's own
   page. Other programs send neither.
 - Bodies have a type that no HTML form and no simple cross-origin request can send.
 
-Where the cluster has a token, everything below /api needs it: as a bearer token from programs, as
-a session cookie from browsers. The token itself opens a session, or a link that works once (`troupe
-up` prints it).
+If the cluster has a token, everything below /api requires it: as a bearer token from programs, as
+a session cookie from browsers. The token opens a session, and so does a link that works once
+(`troupe up` prints it).
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class Panel(FastAPI):
     """The FastAPI application of the panel, behind the access checks."""
 
     def __init__(self, *, hosts: Iterable[str], token: str | None, **options: Any) -> None:
-        """`hosts`: names of the panel besides loopback. `options` are FastAPI's."""
+        """Accept `hosts` as names of the panel besides loopback. `options` are FastAPI's."""
         super().__init__(**options)
         self._hosts = frozenset(hosts)
         self.state.token = None if token is None else PanelToken(token)
 
     def build_middleware_stack(self) -> ASGIApp:
-        """The access checks as the outermost layer, so that errors have their headers, too."""
+        """Wrap all layers in the access checks, so that error answers have their headers, too."""
         return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.token)
 
 
@@ -100,11 +100,11 @@ class PanelToken:
         self.codes = LinkCodes(SecretStr(token))
 
     def is_token(self, sent: str) -> bool:
-        """Whether `sent` is the token."""
+        """Return whether `sent` is the token."""
         return secrets.compare_digest(sent.encode("utf-8", "replace"), self._token)
 
     def admits(self, request: Request) -> bool:
-        """Whether the request has the token, or a session."""
+        """Return whether the request has the token, or a session."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_token(sent):
             return True
@@ -115,13 +115,14 @@ class AccessGuard:
     """ASGI middleware that refuses requests of other sites, and of callers without the token."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], token: PanelToken | None) -> None:
-        """`hosts`: names of the panel besides loopback. `token`: None where callers need none."""
+        """Accept `hosts` as names of the panel besides loopback, and callers with `token` (None:
+        all callers)."""
         self._app = app
         self._hosts = hosts
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request or pass it to `app`; security headers on every answer."""
+        """Refuse the request or pass it to `app`; set security headers on every answer."""
         if scope["type"] == "websocket":  # the panel has none
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -148,7 +149,7 @@ class AccessGuard:
         return None if problem is None else calls.answer(problem)
 
     def _missing_token(self, request: Request) -> views.Problem | None:
-        """The problem of a call below /api without the token; None: it has it, or needs none."""
+        """Return the problem of a call below /api that lacks a required token, else None."""
         if self._token is None or not request.scope["path"].startswith("/api"):
             return None
         return None if self._token.admits(request) else _unauthenticated()
@@ -162,10 +163,10 @@ class AccessGuard:
         return views.Problem(
             title="unknown_host",
             status=421,
-            detail="this name does not mean the panel",
+            detail="is not a name of the panel",
             field="Host",
             value=", ".join(given) or None,
-            remedy="Open it at 127.0.0.1, or set TROUPE_PANEL_HOSTS to the names it is known by.",
+            remedy="Open it at 127.0.0.1, or set TROUPE_PANEL_HOSTS to its names.",
         )
 
 
@@ -182,13 +183,13 @@ class Token(BaseModel):
 
 @router.get("")
 async def follow_link(request: Request, code: str) -> Response:
-    """Open a session for the browser that follows a link which works once."""
+    """Open a session for the browser that follows a one-time link."""
     token: PanelToken | None = request.app.state.token
     if token is not None and not token.codes.redeem(code):
         return calls.problem_answer(
             "unauthenticated",
             401,
-            "this link was used already, or is of an earlier start of the panel",
+            "this link was already used, or comes from an earlier start of the panel",
             field="code",
             remedy="`troupe status` prints a new one.",
         )
@@ -217,7 +218,8 @@ def _with_session(request: Request, token: PanelToken | None, response: Response
 
 
 def _cookie_name(request: Request) -> str:
-    """The cookie's name has the port: browsers send cookies of a host to all of its ports."""
+    """Return the cookie's name has the port: browsers send cookies of a host to all of its
+    ports."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"troupe-session-{port if port.isascii() and port.isdecimal() else request.url.scheme}"
 
@@ -234,7 +236,8 @@ def _unauthenticated() -> views.Problem:
 
 
 def _foreign_page(request: Request) -> views.Problem | None:
-    """The problem of a request by another site's page; None for the panel's and for programs."""
+    """Return the problem of a request by another site's page; None for the panel's and for
+    programs."""
     headers, path = request.headers, request.scope["path"]
     origins = headers.getlist("origin")
     if any(not _same_origin(one, headers.get("host", "")) for one in origins):
@@ -255,16 +258,17 @@ def _foreign(field: str, value: str) -> views.Problem:
     return views.Problem(
         title="foreign_origin",
         status=403,
-        detail="a page of another site asks; the panel answers its own page, and programs",
+        detail="the request comes from another site's page; the panel answers only its own page "
+        "and programs",
         field=field,
         value=value,
-        remedy="Open the panel itself. A proxy before it must pass `Host` on as the browser "
+        remedy="Open the panel itself. A proxy in front of it must pass on `Host` as the browser "
         "sent it.",
     )
 
 
 def _wrong_type(request: Request) -> views.Problem | None:
-    """The problem of a body that is neither JSON nor YAML; None: it is, or is empty."""
+    """Return the problem of a body that is neither empty nor JSON nor YAML, else None."""
     if request.method in SAFE_METHODS:
         return None
     headers = request.headers
@@ -278,7 +282,7 @@ def _wrong_type(request: Request) -> views.Problem | None:
     return views.Problem(
         title="unsupported_media_type",
         status=415,
-        detail="bodies are JSON, or a job's YAML, and must say so",
+        detail="the body must be declared as JSON, or as a job's YAML",
         field="Content-Type",
         value=", ".join(given) or None,
         remedy=f"Send `Content-Type: {JSON_TYPE}`, or `{YAML_TYPES[0]}` for a job's "
@@ -296,7 +300,8 @@ def protect(headers: MutableHeaders, path: str) -> None:
 
 
 def host_name(authority: str) -> str:
-    """The host that a name, an address or a `Host` header means; empty if it is malformed."""
+    """Return the host that a name, an address or a `Host` header means; empty if it is
+    malformed."""
     text = authority.strip()
     if text.count(":") > 1 and not text.startswith("["):
         text = f"[{text}]"  # an IPv6 address in the settings
@@ -304,7 +309,8 @@ def host_name(authority: str) -> str:
 
 
 def _connected_to(request: Request) -> str:
-    """The local address of the connection, which does not depend on DNS; "" where unknown."""
+    """Return the local address of the connection, which does not depend on DNS; "" where
+    unknown."""
     server = request.scope.get("server")
     try:
         return str(ipaddress.ip_address(server[0])) if server else ""
@@ -313,7 +319,7 @@ def _connected_to(request: Request) -> str:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether `origin` ("scheme://host:port") is that of `host` ("host:port")."""
+    """Return whether `origin` ("scheme://host:port") is that of `host` ("host:port")."""
     scheme, separator, authority = origin.strip().lower().partition("://")
     default = {"http": ":80", "https": ":443"}.get(scheme)
     if not separator or default is None or not authority:

@@ -37,9 +37,9 @@ def create_app(
     client: ClientSettings | None = None,
     hosts: Iterable[str] = (),
 ) -> FastAPI:
-    """The panel of the orchestrator at `orchestrator_address`.
+    """Yield the panel of the orchestrator at `orchestrator_address`.
 
-    With `token`, calls below /api need it as `Authorization: Bearer`, or a session that it opened.
+    With `token`, calls below /api need it as `Authorization: Bearer`, or need a session.
     `hosts`: host names besides loopback at which browsers reach the panel.
     """
 
@@ -55,7 +55,7 @@ def create_app(
         token=token,
         title="Troupe control panel",
         version=__version__,
-        description="Submit, watch and steer jobs. Errors are `application/problem+json`.",
+        description="Submit, watch and control jobs. Errors are `application/problem+json`.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -154,7 +154,7 @@ class BoundedBodies:
                 status=408,
                 detail=str(error),
                 field="body",
-                remedy="Send it again, faster or when the panel has less to do.",
+                remedy="Send it again, faster or when the panel is less busy.",
             )
         except ClientGone:
             return None
@@ -175,7 +175,7 @@ async def known_query(request: Request) -> None:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         raise InvalidArgument(
-            "there is no such parameter",
+            "is not a parameter of this call",
             field=f"query.{name}",
             value=value,
             remedy=f"Did you mean `{close[0]}`?"

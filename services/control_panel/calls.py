@@ -36,7 +36,7 @@ HTTP_STATUS = {
 
 
 def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
-    """The HTTP response of a problem."""
+    """Return the HTTP response of a problem."""
     headers = {"Retry-After": str(-(-retry_after_ms // 1000))} if retry_after_ms else None
     return JSONResponse(
         _encodable(problem.model_dump(exclude_none=True)),
@@ -47,12 +47,12 @@ def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
 
 
 def problem_answer(title: str, status: int, detail: str, **fields: Any) -> JSONResponse:
-    """The HTTP response of a problem with these fields."""
+    """Return the HTTP response of a problem with these fields."""
     return answer(Problem(title=title, status=status, detail=detail, **fields))
 
 
 def of_error(error: TroupeError) -> Problem:
-    """The problem of a failed call of a service."""
+    """Return the problem of a failed call of a service."""
     return Problem(
         title=error.kind,
         status=HTTP_STATUS.get(error.code, 500),
@@ -89,7 +89,7 @@ def install(app: FastAPI) -> None:
                 422,
                 f"the body is not JSON: {why} at character {place}",
                 field="body",
-                remedy="Mend the JSON syntax there.",
+                remedy="Correct the JSON syntax there.",
             )
         found = problem_of(
             first, tuple(location), _body_of(request), "See docs/rest-api.md or /docs."
@@ -109,8 +109,8 @@ def install(app: FastAPI) -> None:
         return problem_answer(
             "invalid_argument",
             422,
-            f"{half} alone is no character: half of a surrogate pair",
-            remedy="Send, and return, text that UTF-8 can say.",
+            f"{half} alone is not a character, but half of a surrogate pair",
+            remedy="Send, and return, text that UTF-8 can encode.",
         )
 
     @app.exception_handler(Exception)
@@ -123,12 +123,12 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         title = "not_found" if error.status_code == 404 else "http_error"
         detail = f"{request.method} {request.url.path}: {error.detail}"
-        remedy = "See /docs for the calls there are."
+        remedy = "See /docs for the available calls."
         return problem_answer(title, error.status_code, detail, remedy=remedy)
 
 
 def _body_of(request: Request) -> type[BaseModel] | None:
-    """The model of the called route's body; None where it has none."""
+    """Return the model of the called route's body; None if it has no body."""
     route = request.scope.get("route")
     taken = route.dependant.body_params if isinstance(route, APIRoute) else []
     found = taken[0].field_info.annotation if taken else None
@@ -153,6 +153,6 @@ class Upstream:
 
 
 def upstream(request: Request) -> Upstream:
-    """The application's connection to the orchestrator."""
+    """Return the application's connection to the orchestrator."""
     found: Upstream = request.app.state.upstream
     return found

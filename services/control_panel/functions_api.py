@@ -32,17 +32,17 @@ class DeploymentRequest(views.View):
     name: str
     """The name to call it by."""
     version: str = "1"
-    """A name and version identify one function for good."""
+    """The version; name and version identify one function permanently."""
     entrypoint: str
     """`package.module:attribute`, in `files` or installed where the reward service runs."""
     kind: str = Field(default="", pattern="^(|reward|tool)$")
     """`reward` or `tool`."""
     files: dict[str, str] = Field(default_factory=dict)
-    """Source by path; none: the code is installed."""
+    """Source files by path; none if the code is installed."""
     costs: dict[str, Any] = Field(default_factory=dict)
-    """As a job's `rewards` and `tools`: cores, timeout_seconds, sandbox, ..."""
+    """Costs, as in a job's `rewards` and `tools`: cores, timeout_seconds, sandbox, ..."""
     description: str = ""
-    """For people and models."""
+    """A description for people and models."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """JSON schema of the arguments."""
 
@@ -53,7 +53,7 @@ class InvocationOutcome(views.View):
     invocation_id: str
     value: Any = None
     error: dict[str, Any] | None = None
-    """Kind, message, traceback, and the last that it printed."""
+    """Kind, message, traceback, and the end of its output."""
     queue_seconds: float
     run_seconds: float
     cold_start_seconds: float
@@ -62,8 +62,8 @@ class InvocationOutcome(views.View):
 
 @router.get("")
 async def list_functions(request: Request) -> dict[str, Any]:
-    """All functions with their calls, cold starts and learned speed-up, and the worker pool.
-    Those of jobs are named after them."""
+    """List all functions with their calls, cold starts and learned speed-up, and the worker pool.
+    Functions of jobs are named after their job."""
     reply = await upstream(request).functions.ListFunctions(reward_pb.ListFunctionsRequest())
     return {
         "functions": [to_json(one) for one in reply.functions],
@@ -102,12 +102,14 @@ async def invoke_function(
     name: str,
     arguments: Annotated[dict[str, Any], Body(description="Keyword arguments.")],
     version: Annotated[str, Query(description="Default: the one deployed last.")] = "",
-    trajectory_id: Annotated[str, Query(description="Whose files a stateful one finds.")] = "",
+    trajectory_id: Annotated[
+        str, Query(description="Trajectory whose files a stateful function uses.")
+    ] = "",
     idempotency_key: Annotated[
         str | None, Header(description="A call repeated with the same key runs once.")
     ] = None,
 ) -> InvocationOutcome:
-    """Call a function and wait for how it ends."""
+    """Call a function and wait for its outcome."""
     invocation_id = idempotency_key or new_id("panel")
     reply = await upstream(request).functions.Invoke(
         reward_pb.InvokeRequest(
@@ -138,7 +140,7 @@ async def read_logs(
     version: Annotated[str, Query(description="Default: all versions.")] = "",
     lines: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[dict[str, Any]]:
-    """The last lines that calls of the function printed."""
+    """Return the last lines that calls of the function printed."""
     call = upstream(request).functions.ReadLogs(
         reward_pb.ReadLogsRequest(name=name, version=version, lines=lines)
     )
@@ -147,7 +149,7 @@ async def read_logs(
 
 @router.delete("/{name}/{version}")
 async def delete_function(request: Request, name: str, version: str) -> dict[str, bool]:
-    """Forget a deployed function. Its calls are cancelled."""
+    """Delete a deployed function and cancel its calls."""
     reply = await upstream(request).functions.DeleteFunction(
         reward_pb.DeleteFunctionRequest(request_id=new_id("panel"), name=name, version=version)
     )

@@ -48,7 +48,7 @@ def specification_body(*, required: bool) -> dict[str, Any]:
 JobId = Annotated[str, Path(description="The job's id.")]
 IdempotencyKey = Annotated[
     str | None,
-    Header(description="Repeat a call with the same key and it has no second effect."),
+    Header(description="A repeated call with the same key has no second effect."),
 ]
 
 
@@ -60,9 +60,10 @@ async def list_jobs(
         str | None, Query(pattern=f"^({'|'.join(_STATES)})$", description="Only in this state.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    page: Annotated[str, Query(description="As the header `Link` of the answer before.")] = "",
+    page: Annotated[str, Query(description="From the header `Link` of the previous answer.")] = "",
 ) -> list[views.JobView]:
-    """Jobs, newest first. The header `Link` has the address of the next page (`rel="next"`)."""
+    """List jobs, newest first. The header `Link` has the address of the next page
+    (`rel="next"`)."""
     wanted = orchestrator_pb.ListJobsRequest(page_size=limit, page_token=page)
     if state is not None:
         wanted.state = common_pb.JobState.ValueType(_STATES[state])
@@ -103,7 +104,7 @@ async def get_job(request: Request, job_id: JobId) -> views.JobView:
 async def pause_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.JobView:
-    """Finish the step in flight, then wait."""
+    """Pause the job after the step in flight."""
     reply = await upstream(request).stub.PauseJob(
         orchestrator_pb.PauseJobRequest(
             request_id=idempotency_key or new_id("panel"), job_id=job_id
@@ -116,7 +117,7 @@ async def pause_job(
 async def resume_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.JobView:
-    """Go on from the last committed step; under the specification in the body, if there is one."""
+    """Continue from the last committed step, with the specification in the body if there is one."""
     spec = await read_specification(request)
     reply = await upstream(request).stub.ResumeJob(
         orchestrator_pb.ResumeJobRequest(
@@ -146,8 +147,8 @@ async def cancel_job(
 async def forget_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.JobView:
-    """Delete what the cluster's memory holds of an ended job; its directory stays. Answers with
-    what the job was."""
+    """Delete an ended job from the cluster's memory; its directory stays. Answers with the job's
+    last record."""
     reply = await upstream(request).stub.ForgetJob(
         orchestrator_pb.ForgetJobRequest(
             request_id=idempotency_key or new_id("panel"), job_id=job_id
@@ -163,13 +164,13 @@ async def watch_job(
     after: Annotated[str, Query(description="Only events after this id.")] = "",
     recent_metrics: Annotated[
         int | None,
-        Query(ge=1, le=10_000, description="From the start: metrics of so many newest events."),
+        Query(ge=1, le=10_000, description="From the start: metrics of only the newest events."),
     ] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> EventSourceResponse:
-    """The job's event log, then live: server-sent events `state`, `metrics`, `notice`,
-    `activity`. A browser that reconnects goes on where it was; one that reads the metrics before
-    as curves leaves them out here."""
+    """Stream the job's event log, then live events: server-sent events `state`, `metrics`,
+    `notice`, `activity`. A browser that reconnects continues where it was; `recent_metrics` omits
+    metrics that the browser reads as curves."""
     source = upstream(request)
     check_event_id(after, "query.after")
     check_event_id(last_event_id or "", "header.last-event-id")
@@ -204,9 +205,9 @@ async def list_curves(
     name: Annotated[list[str], Query(min_length=1, description="These metrics.")],
     after_step: Annotated[int, Query(ge=-1, lt=2**63, description="Only later steps.")] = -1,
     limit: Annotated[int, Query(ge=1, le=1_000, description="Logged rows of a page.")] = 1_000,
-    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+    page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
 ) -> views.Curves:
-    """Metrics as columns over steps, for drawing: the newest page first."""
+    """Return metrics as columns over steps, for charts: the newest page first."""
     wanted = orchestrator_pb.ListMetricsRequest(
         job_id=job_id, names=name, after_step=after_step, page_size=limit, page_token=page
     )
@@ -237,10 +238,10 @@ async def list_trajectories(
     request: Request,
     job_id: JobId,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
-    text: Annotated[str, Query(description="In a message or a reply.")] = "",
-    agent: Annotated[str, Query(description="In which this agent acts.")] = "",
-    reason: Annotated[str, Query(description="In the reason of its end.")] = "",
+    page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
+    text: Annotated[str, Query(description="Text in a message or a reply.")] = "",
+    agent: Annotated[str, Query(description="An agent that acts in it.")] = "",
+    reason: Annotated[str, Query(description="Text in the reason of its end.")] = "",
     from_step: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
     to_step: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
     min_reward: Annotated[
@@ -248,7 +249,7 @@ async def list_trajectories(
     ] = None,
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
 ) -> dict[str, Any]:
-    """Recent trajectories, newest first; those that fit all that is given."""
+    """List recent trajectories that match all filters, newest first."""
     reply = await upstream(request).stub.ListTrajectories(
         orchestrator_pb.ListTrajectoriesRequest(
             job_id=job_id,
@@ -338,7 +339,7 @@ async def read_specification(request: Request) -> str:
     body = await request.body()
     if len(body) > MAX_SPEC_BYTES:
         raise InvalidArgument(
-            f"the specification has {len(body)} bytes; at most {MAX_SPEC_BYTES} are taken",
+            f"the specification has {len(body)} bytes; the limit is {MAX_SPEC_BYTES}",
             field="body",
             remedy="Keep data out of the specification; name files instead.",
         )
@@ -358,8 +359,8 @@ async def job_schema() -> dict[str, Any]:
 
 @specifications.post("/check", openapi_extra=specification_body(required=True))
 async def check_specification(request: Request) -> views.CheckedSpecification:
-    """Faults of a specification, and settings in it without effect. Nothing is submitted, and none
-    of its code is imported."""
+    """Return the faults of a specification, and its settings without effect. Nothing is submitted,
+    and its code is not imported."""
     text = await read_specification(request)
     try:
         spec = await parse_job_in_thread(text)
@@ -371,7 +372,8 @@ async def check_specification(request: Request) -> views.CheckedSpecification:
 
 @samples.get("/{job_id}/tables")
 async def describe_tables(request: Request, job_id: JobId) -> dict[str, Any]:
-    """Samples by policy and state, the lag of each table, what waits longest, memory."""
+    """Return samples by policy and state, the lag of each table, the oldest pending sample, and
+    memory."""
     reply = await upstream(request).stub.DescribeTables(
         store_pb.DescribeTablesRequest(job_id=job_id)
     )
@@ -389,7 +391,7 @@ async def list_samples(
         Query(pattern=f"^({'|'.join(_SAMPLE_STATES)})$", description="Only in this state."),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+    page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
 ) -> dict[str, Any]:
     """Rows of a policy without their tensors, in order of step, query, group and id."""
     job = (await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))).job
@@ -408,8 +410,8 @@ async def list_samples(
 
 @samples.get("/{job_id}/audit")
 async def audit_job(request: Request, job_id: JobId) -> dict[str, Any]:
-    """Whether every sample was trained once or dropped with a reason; `violations` lists what
-    contradicts it."""
+    """Check that every sample was trained once or dropped with a reason; `violations` lists the
+    contradictions."""
     reply = await upstream(request).stub.AuditJob(
         orchestrator_pb.AuditJobRequest(job_id=job_id), timeout=_AUDIT_SECONDS
     )
@@ -446,9 +448,9 @@ async def get_population(request: Request, job_id: JobId) -> dict[str, Any]:
 async def list_matches(
     request: Request,
     job_id: JobId,
-    member: Annotated[str, Query(description="Only those in which this member played.")] = "",
+    member: Annotated[str, Query(description="Only matches of this member.")] = "",
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+    page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
 ) -> dict[str, Any]:
     """Matches between members, newest first. A match is a trajectory of the same id."""
     reply = await upstream(request).stub.ListMatches(

@@ -1,5 +1,5 @@
-"""The planner over REST: how a cluster's devices are best split for a job, and what a step then
-looks like. Plans are computed in a process of their own, one at a time."""
+"""The planner over REST: the best split of a cluster's devices for a job, and a picture of the
+resulting step. Plans are computed in a separate process, one at a time."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class PlanView(views.View):
     hosts: int
     seconds_with_one_more_host: float | None
     measured: list[str]
-    """Measured quantities that the predicted seconds rest on, for people."""
+    """The measurements behind the prediction, as text."""
     assumed: list[str]
     changes: list[str] = Field(alias="set")
-    """The fields of the job that make it run so, as `--set` takes them."""
+    """The job's fields for this split, in the form of `--set`."""
     picture: dict[str, Any]
     """Picture of one step: `seconds`, and `lanes` of engines and trainers with `busy` times as
     [policy, begin, end]."""
@@ -54,17 +54,17 @@ async def plan_job(
     devices: Annotated[str, Query(description="All devices, as in 64xH100-80GB.", max_length=200)],
     hosts: Count = 1,
     profile: Annotated[
-        str, Query(description="The id of a run of the job, whose measurements are taken.")
+        str, Query(description="The id of an earlier run whose measurements to use.")
     ] = "",
-    turns: Annotated[float, Query(description="Rounds of a trajectory, mean.")] = 4.0,
-    prompt_tokens: Annotated[float, Query(description="New tokens that a turn reads.")] = 500.0,
+    turns: Annotated[float, Query(description="Mean number of rounds in a trajectory.")] = 4.0,
+    prompt_tokens: Annotated[float, Query(description="New prompt tokens of a turn.")] = 500.0,
     response_tokens: Annotated[
-        float, Query(description="Tokens that a turn draws; 0: a third of `max_new_tokens`.")
+        float, Query(description="Tokens sampled in a turn; 0: a third of `max_new_tokens`.")
     ] = 0.0,
     wait_seconds: Annotated[float, Query(description="Seconds of tools after a turn.")] = 1.0,
-    tflops: Annotated[Rate, Query(description="Peak of a device; 0: of its class.")] = 0.0,
+    tflops: Annotated[Rate, Query(description="Device's peak; 0: by its class.")] = 0.0,
     gigabytes_per_second: Annotated[
-        Rate, Query(description="Bandwidth of its memory; 0: of its class.")
+        Rate, Query(description="Device's memory bandwidth; 0: by its class.")
     ] = 0.0,
 ) -> PlanView:
     """Plan a job: the body is its YAML (or JSON). Nothing is submitted."""
@@ -103,7 +103,7 @@ async def get_profile(request: Request, job_id: JobId) -> dict[str, Any]:
 
 
 async def _planned(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a planning process, which ends with the call. Raises its problem."""
+    """Return the answer of a planning process, which ends with the call. Raises its problem."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -117,10 +117,10 @@ async def _planned(asked: dict[str, Any]) -> dict[str, Any]:
             out, errors = await process.communicate(json.dumps(asked).encode())
     except TimeoutError as error:
         raise DeadlineExceeded(
-            f"no plan was found within {_SECONDS:g} s",
+            f"the planner found no plan within {_SECONDS:g} s",
             field="query.devices",
             value=asked["devices"],
-            remedy="Plan it with `troupe plan`, which takes its time.",
+            remedy="Plan it with `troupe plan`, which has no time limit.",
         ) from error
     finally:
         if process.returncode is None:

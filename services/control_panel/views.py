@@ -32,7 +32,7 @@ class Problem(View):
     value: str | None = None
     """The field's value."""
     remedy: str | None = None
-    """The remedy: how the caller can mend the error."""
+    """The remedy: how the caller can correct the error."""
 
 
 class SettingView(View):
@@ -40,7 +40,7 @@ class SettingView(View):
 
     field: str
     value: str
-    """As a worker resolved it."""
+    """The value that a worker resolved."""
     source: str
     """Origin of the value: `given`, `checkpoint`, or the class of the worker's device."""
 
@@ -80,17 +80,17 @@ class JobView(View):
     after_intervals: dict[str, IntervalView]
     """Intervals of the scores in `after`, by score."""
     directory: str
-    """Where metrics, TensorBoard events and checkpoints are."""
+    """Directory of metrics, TensorBoard events and checkpoints."""
     created_at: str | None
     started_at: str | None
     ended_at: str | None
     problem: dict[str, Any] | None
     """Why it failed."""
     split_hint: str
-    """Which change of its engines or trainers would shorten its steps; empty: none, or too little
-    is measured."""
+    """The change of engines or trainers that would shorten the job's steps; empty if none would, or
+    if measurements are too few."""
     resolved: list[SettingView]
-    """Resolved values of settings that the job leaves open; of one field several where workers
+    """Resolved values of settings that the job leaves open; a field has several where workers
     differ."""
     spec: str
     """The specification as JSON, defaults filled in."""
@@ -123,18 +123,18 @@ class FieldFault(View):
     """Value of the field, shortened; empty where it has none."""
     message: str
     remedy: str
-    """How to mend it."""
+    """The remedy."""
 
 
 class CheckedSpecification(View):
     """Result of checking a job's specification."""
 
     problems: list[FieldFault]
-    """None in a valid one; of a very faulty one the first twenty."""
+    """The first twenty faults; empty for a valid specification."""
     advice: list[str]
-    """Settings of a valid one that have no effect."""
+    """Settings of a valid specification that have no effect."""
     summary: str
-    """Line for people about a valid specification; empty otherwise."""
+    """One-line summary of a valid specification; empty otherwise."""
 
 
 class Generated(View):

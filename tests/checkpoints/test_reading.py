@@ -221,7 +221,7 @@ def test_a_model_with_a_tensor_described_twice_is_not_loaded(tmp_path: Path) -> 
     described = json.dumps(json.loads(data[8:end])[name])
     text = data[8:end].rstrip()[:-1] + f', "{name}": {described}}}'.encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-    with pytest.raises(ValueError, match=f"'{name}' is there a second time"):
+    with pytest.raises(ValueError, match=f"'{name}' appears twice"):
         load_causal_lm(tmp_path, dtype=torch.float32)
 
 

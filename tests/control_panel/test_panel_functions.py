@@ -88,7 +88,7 @@ async def test_what_utf8_cannot_say_is_a_problem(http: httpx.AsyncClient) -> Non
     headers = {"content-type": "application/json"}
     refused = await http.post("/api/functions", content=body, headers=headers)
     assert refused.status_code == 422, refused.text
-    assert refused.json()["detail"].startswith("\\ud800 alone is no character")
+    assert refused.json()["detail"].startswith("\\ud800 alone is not a character")
 
 
 ODD = """

@@ -124,7 +124,7 @@ async def test_a_node_that_comes_back_has_lost_nothing(stage: Stage, cluster: Re
 
 async def test_the_wrong_kind_of_redis_is_named(cluster: RedisCluster, redis_url: str) -> None:
     single = Store(Database(redis_url.replace("redis://", "redis-cluster://")))
-    with pytest.raises(FailedPrecondition, match="no Redis Cluster") as error:
+    with pytest.raises(FailedPrecondition, match="not a Redis Cluster") as error:
         await asyncio.wait_for(single.start(), PATIENCE)
     assert (error.value.kind, error.value.field) == ("redis_url", "redis_url")
     await single.stop()

@@ -155,13 +155,13 @@ def test_a_name_given_twice_in_json_is_told_where() -> None:
     text = json.dumps(JOB)
     assert parse_job(text) == parse_job(yaml.safe_dump(JOB))
     twice = text[:-1] + ', "policies": {"solver": {"model": {"path": "/models/other"}}}}'
-    assert f"line 1, column {len(text) + 2}: `policies` is there a second time" in fault(twice)
+    assert f"line 1, column {len(text) + 2}: `policies` appears twice" in fault(twice)
 
 
 def test_a_name_given_twice_is_told_where() -> None:
     twice = yaml.safe_dump(JOB) + "policies:\n  solver: {model: {path: /models/other}}\n"
     line = yaml.safe_dump(JOB).count("\n") + 1
-    told = f"line {line}, column 1: `policies` is there a second time"
+    told = f"line {line}, column 1: `policies` appears twice"
     assert told in fault(twice)
     assert told in fault(f"{twice}seed: &a 3\n")
     with pytest.raises(JobSpecError) as caught:

@@ -1,2 +1,2 @@
-"""Names that several processes must spell alike. Imports nothing: workflows and workers of reward
-functions read it, too."""
+"""Names that several processes must spell alike. The package imports nothing, because workflows and
+workers of reward functions import it, too."""

@@ -1,9 +1,9 @@
 """Kinds of errors that steer the code which receives them.
 
 A kind is part of the contract: it travels in `Problem.kind`, in `WorkflowError.kind` and in reasons
-of trajectories. It stands here if another module than the one that raises it compares with it. Each
-docstring says who raises it and what the reader does. All other kinds are literals where they are
-raised; a kind that is the default of an error class is that class's attribute.
+of trajectories. This module lists the kinds that a module other than the raiser compares with. Each
+docstring says which component raises the kind and how the receiver reacts. All other kinds are
+literals where they are raised; the default kind of an error class is an attribute of the class.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CLAIM_LOST: Final = "claim_lost"
 the step again."""
 
 MESSAGE_TOO_LARGE: Final = "message_too_large"
-"""Raised by the channel of whoever sends the message. The rollout service ends the trajectory as
-failed, without its rows."""
+"""Raised by the sender's channel. The rollout service ends the trajectory as failed, without its
+rows."""
 
 ROW_TOO_LARGE: Final = "row_too_large"
 """Raised by the store when rows are appended. The rollout service ends the trajectory as failed,
@@ -46,8 +46,8 @@ STEP_IN_PROGRESS: Final = "step_in_progress"
 """Raised by a trainer that runs another step of the policy. The orchestrator binds it again."""
 
 STEP_SUSPENDED: Final = "step_suspended"
-"""Raised to those who watch a step that was suspended. The orchestrator waits until the scheduler
-assigns a worker, and resumes the step there."""
+"""Raised to watchers of a suspended step. The orchestrator waits until the scheduler assigns a
+worker, and resumes the step there."""
 
 GANG_INCOMPLETE: Final = "gang_incomplete"
 """Raised by the leader of a gang whose ranks did not come in time. The orchestrator forms a new
@@ -64,8 +64,8 @@ GANG_UNEVEN: Final = "gang_uneven"
 worker."""
 
 POLICY_TOO_LARGE: Final = "policy_too_large"
-"""Raised by a trainer that has not as many bytes as the error's value says. The orchestrator tries
-a worker with more memory."""
+"""Raised by a trainer with less memory than the error's value, in bytes. The orchestrator tries a
+worker with more memory."""
 
 VERSION_NOT_KEPT: Final = "version_not_kept"
 """Raised by a trainer that no longer has the weights of a version. The orchestrator binds the
@@ -85,7 +85,7 @@ names. The orchestrator has them published again."""
 
 REDUNDANT: Final = "redundant"
 """The reason of trajectories whose group was complete without them. The store and the orchestrator
-give it (`lua/decide.lua`, `lua/carry.lua`); both count these trajectories apart."""
+set it (`lua/decide.lua`, `lua/carry.lua`); both count these trajectories separately."""
 
 # --- Turns and workflows ---------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ BAD_TURN: Final = "bad_turn"
 
 DEADLINE: Final = "deadline"
 """Raised for turns, calls and trajectories that run out of time. The endpoint answers 504; a job
-that cannot reach the reward service when it is prepared goes on without it."""
+that cannot reach the reward service during its preparation continues without it."""
 
 JOB_RELEASED: Final = "job_released"
 """Raised for turns of a job that is being released. The endpoint answers 404."""
@@ -113,42 +113,42 @@ BAD_RESULT: Final = "bad_result"
 """Raised for a result that is not JSON."""
 
 MCP_UNAVAILABLE: Final = "mcp_unavailable"
-"""Raised for an MCP server that cannot be reached. The connection to it is opened anew, too."""
+"""Raised for an MCP server that cannot be reached. Its connection is also reopened."""
 
 NOT_IMPORTABLE: Final = "not_importable"
 """Raised for a function that cannot be imported. A fault of the job, see below."""
 
 OUT_OF_MEMORY: Final = "out_of_memory"
-"""Raised for a function that took more memory than it may."""
+"""Raised for a function that exceeded its memory limit."""
 
 RAISED: Final = "raised"
 """Raised for a function that raised an exception."""
 
 TIMEOUT: Final = "timeout"
-"""Raised for a function that exceeded its own limit."""
+"""Raised for a function that exceeded its own time limit."""
 
 TOOL_FAILED: Final = "tool_failed"
 """Raised for a tool of an MCP server that answered with an error."""
 
 UNKNOWN_TOOL: Final = "unknown_tool"
-"""Raised for a tool that the job, or the MCP server, does not have. Where the workflow's code calls
-the tool, not the model, a fault of the job, see below."""
+"""Raised for a tool that the job or the MCP server does not have. A fault of the job (see below) if
+the workflow's code calls the tool, not the model."""
 
 # --- Failures of trajectories ----------------------------------------------------------------
 
 ENVIRONMENT_PREFIX: Final = "environment_"
-"""What the rollout service puts before the reason of an `EnvironmentFault` that the workflow did
-not catch. The orchestrator counts these failures apart."""
+"""The rollout service's prefix of the reason of an `EnvironmentFault` that the workflow did not
+catch. The orchestrator counts these failures separately."""
 
 TOOL_PREFIX: Final = "tool_"
-"""What it puts before the kind of a `ToolError`, likewise."""
+"""The prefix of the kind of a `ToolError`, likewise."""
 
 # --- Faults of a job -------------------------------------------------------------------------
-# The rollout service does not try the trajectory again, and sends the whole problem along: the
+# The rollout service does not retry the trajectory and sends the whole problem along; the
 # orchestrator fails the job if all trajectories of a step end with it (`JOB_FAULTS`).
 
 ENVIRONMENT_KEY_MISSING: Final = "environment_key_missing"
-"""Raised for an environment that needs a key which the worker does not have."""
+"""Raised for an environment that needs a key that the worker does not have."""
 
 ENVIRONMENT_NOT_INSTALLED: Final = "environment_not_installed"
 """Raised for an environment that is not installed where the rollout service runs."""
@@ -172,7 +172,7 @@ REWARD_UNKNOWN_AGENT: Final = "reward_unknown_agent"
 """Raised for a reward of an agent that the job does not have."""
 
 TEACHER: Final = "teacher"
-"""Raised for a teacher that cannot score what a student said."""
+"""Raised for a teacher that cannot score a student's reply."""
 
 TURN_NOT_AWAITED: Final = "turn_not_awaited"
 """Raised for a workflow that returned without awaiting one of its turns."""
@@ -180,7 +180,7 @@ TURN_NOT_AWAITED: Final = "turn_not_awaited"
 # --- Orchestrator ----------------------------------------------------------------------------
 
 ILLEGAL_TRANSITION: Final = "illegal_transition"
-"""Raised by the store of jobs. The job's runner looks whether the job is to be paused."""
+"""Raised by the store of jobs. The job's runner checks whether to pause the job."""
 
 WORKERS_KEEP_DYING: Final = "workers_keep_dying"
 """Raised for a job whose workers die again and again. Its runner blames the deaths on the job."""
@@ -194,8 +194,8 @@ TRANSFER_NO_UCX: Final = "transfer_no_ucx"
 """Raised by an owner without UCX. The reader uses gRPC."""
 
 TRANSFER_REPLACED: Final = "transfer_replaced"
-"""Raised by an owner that holds another state under the key by now. The reader reports the key as
-not found."""
+"""Raised by an owner that now holds another state under the key. The reader reports the key as not
+found."""
 
 # --- Reward service --------------------------------------------------------------------------
 
@@ -203,8 +203,8 @@ FUNCTION_NOT_FOUND: Final = "function_not_found"
 """Raised by a reward service that has forgotten the function. The caller registers it again."""
 
 HOSTS_EXPECTED: Final = "hosts_expected"
-"""Raised by a reward service whose hosts may still attach. The orchestrator goes on to restore the
-other functions."""
+"""Raised by a reward service whose hosts may still attach. The orchestrator continues to restore
+the other functions."""
 
 SOURCE_NOT_FOUND: Final = "source_not_found"
 """Raised by a reward service that lacks a function's source. The caller uploads it."""
@@ -212,5 +212,5 @@ SOURCE_NOT_FOUND: Final = "source_not_found"
 # --- Networks --------------------------------------------------------------------------------
 
 NOT_FINITE: Final = "not_finite"
-"""Raised for an environment's values that are not finite. The rollout service takes rewards among
-them as the trajectory's own failure, and all others as a fault of the environment."""
+"""Raised for an environment's values that are not finite. The rollout service treats such rewards
+as the trajectory's own failure, and other values as a fault of the environment."""

@@ -1,7 +1,6 @@
-"""Ending processes: in order or by force; one process, its group, or all that descend from it.
+"""The ending of processes, in order or by force: one process, its group, or all its descendants.
 
-Functions in sandboxes import this module by way of Troupe's tools: what takes long to import is
-imported where it is needed.
+Functions in sandboxes import this module through Troupe's tools, so slow imports are local.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import asyncio
 
-# How long a killed process may take to end: one that waits for a disk or a device is not gone yet.
+# How long a killed process may take to end: it may be waiting for a disk or a device.
 _KILLED_SECONDS: Final = 30.0
 
 
 def stop_process(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> int:
     """Stop a process: SIGTERM, and SIGKILL if it still runs after `seconds`. Repeatable.
 
-    `group`: the process leads a process group; the whole group is signalled, and what the process
-    leaves in it is killed. Returns the exit status, negative for a signal. Raises
+    With `group`, the process leads a process group: the whole group is signalled, and its remaining
+    processes are killed. Returns the exit status, negative for a signal. Raises
     `subprocess.TimeoutExpired` for a process that does not end even when killed.
     """
     if group:
@@ -43,8 +42,8 @@ def stop_process(process: subprocess.Popen[Any], seconds: float, *, group: bool 
 async def stop_process_async(
     process: asyncio.subprocess.Process, seconds: float, *, group: bool = False
 ) -> int:
-    """Stop a process of asyncio's, as `stop_process`. Raises TimeoutError for one that does not end
-    even when killed."""
+    """Stop an asyncio process as `stop_process` does. Raises TimeoutError if it does not end even
+    when killed."""
     import asyncio
 
     with contextlib.suppress(ProcessLookupError):
@@ -65,7 +64,7 @@ async def stop_process_async(
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal the process group that `pid` leads or led; without effect when nothing is left of it.
+    """Signal the process group that `pid` leads or led, if it still exists.
 
     Processes of other users in the group are not signalled.
     """
@@ -74,7 +73,7 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, its process group and all that descends from it, in whatever session."""
+    """Kill a process, its process group and all its descendants, in any session."""
     below = descendants(pid)
     signal_group(pid, signal.SIGKILL)
     for child in below:
@@ -85,7 +84,7 @@ def kill_tree(pid: int) -> None:
 def descendants(pid: int) -> list[int]:
     """Return the ids of the processes below `pid`; none when it has ended.
 
-    They come from the kernel's own lists where it keeps them: psutil looks at all processes of the
+    They come from the kernel's lists if available, because psutil looks at all processes of the
     machine.
     """
     found: list[int] = []
@@ -101,7 +100,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the ids of the children of `pid`. Raises FileNotFoundError where the kernel keeps no
+    """Return the ids of the children of `pid`. Raises FileNotFoundError if the kernel keeps no
     lists."""
     found: list[int] = []
     try:
@@ -131,8 +130,8 @@ def _search(pid: int) -> list[int]:
 def close_output(process: asyncio.subprocess.Process) -> None:
     """Close this end of a killed process' standard output, so that `process.wait()` returns.
 
-    asyncio reports the end of a process once its pipes have ended, and reads nothing of a pipe
-    while twice its buffer (128 KiB) waits to be taken (python/cpython#119710).
+    asyncio reports the end of a process once its pipes have ended, and does not read from a pipe
+    while twice its buffer size (128 KiB) is unread (python/cpython#119710).
     """
     transport = getattr(process, "_transport", None)
     pipe = None if transport is None else transport.get_pipe_transport(1)

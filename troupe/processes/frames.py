@@ -1,8 +1,7 @@
 """Frames: messages on pipes and sockets, each with its length in front.
 
-A frame is the length of its body in four bytes, big endian, and the body. The programs inside the
-reward service's sandboxes can import nothing of Troupe: services/reward/worker.py has the same
-format.
+A frame is the length of its body in four bytes, big endian, and the body. Programs inside the
+reward service's sandboxes cannot import Troupe, so services/reward/worker.py repeats the format.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class FrameTooLarge(ValueError):
 
 
 class AsyncReader(Protocol):
-    """What `read_frame` reads from, such as an `asyncio.StreamReader`."""
+    """A source for `read_frame`, such as an `asyncio.StreamReader`."""
 
     async def readexactly(self, size: int, /) -> bytes:
         """Return the next `size` bytes. Raises EOFError when the stream ends before."""
@@ -44,7 +43,7 @@ async def read_frame(stream: AsyncReader, most: int) -> bytes:
 
 
 def read_frame_from(file: BinaryIO) -> bytes | None:
-    """Read one frame from a blocking file that the other end is trusted with; None at its end."""
+    """Read one frame from a blocking file whose other end is trusted; None at its end."""
     header = file.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:
         return None

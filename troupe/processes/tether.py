@@ -1,15 +1,15 @@
 """Processes that cannot outlive their parent.
 
 The kernel signals them when the parent ends, however it ends (prctl(2), PR_SET_PDEATHSIG). Our own
-programs ask for the signal themselves (`end_with_parent`); any other program is started by this
-file, run as a script (`tethered`), because the setting survives exec. (`preexec_fn` of subprocess
-would do the same between fork and exec of a threaded process, where almost nothing is safe.)
+programs request the signal themselves (`end_with_parent`). This file, run as a script (`tethered`),
+starts all other programs, because the setting survives exec. (subprocess's `preexec_fn` would do
+the same between fork and exec of a threaded process, where almost nothing is safe.)
 
 The kernel counts the *thread* that started a process as its parent: a thread that starts tethered
 processes must live as long as they do.
 
-This file imports nothing of Troupe and little else, so that the script costs milliseconds, and so
-that a worker of the reward service can load it by its path.
+This file imports nothing from Troupe and little else, so that the script costs milliseconds and a
+worker of the reward service can load it by its path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send this process `number` when its parent, the process `parent`, ends.
 
-    Where the parent has ended already, this process gets the signal at once. Other systems than
-    Linux have no such setting: there, only that is checked.
+    If the parent has already ended, this process gets the signal at once. Systems other than Linux
+    have no such setting: there, only this check is made.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

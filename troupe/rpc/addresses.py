@@ -1,10 +1,10 @@
 """Addresses: hosts and ports as text, removal of secrets from URLs, calls without a proxy.
 
-All "host:port" and "http://host:port" are made and read here, so that IPv6 addresses have their
-brackets, and a wildcard that a server listens on is never told to a client.
+This module makes and parses every "host:port" and "http://host:port", so that IPv6 addresses have
+their brackets and no client is given a server's wildcard address.
 
-A URL may hold a password (`redis://:secret@host`, `https://user:secret@host`); `without_secrets` is
-applied to all errors and logs.
+A URL may hold a password (`redis://:secret@host`, `https://user:secret@host`); all errors and logs
+pass through `without_secrets`.
 
 `http_proxy` and similar variables are for external hosts. Calls to loopback and to services of the
 cluster use no proxy, neither in gRPC (`troupe.rpc.channel`) nor in HTTP clients of the cluster's
@@ -46,7 +46,7 @@ _SECRET_PARAMETER: Final = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """`text` with `***` for user and password in every URL, and for secrets in its query."""
+    """Return `text` with `***` for user and password in every URL, and for secrets in its query."""
     if "://" not in text:
         return text
     return _SECRET_PARAMETER.sub(rf"\g<1>{HIDDEN}", _WORD.sub(_hide_user, text))
@@ -55,8 +55,8 @@ def without_secrets(text: str) -> str:
 def _hide_user(found: re.Match[str]) -> str:
     """Hide user and password of the URLs in a word.
 
-    An "@" after a host, as in a path, hides nothing. An unencoded password may hold any character:
-    text that is not a host is hidden up to the last "@".
+    An "@" after a host, as in a path, hides nothing. An unencoded password may hold any character,
+    so text that is not a host is hidden up to the last "@".
     """
     word = found.group()
     last = word.rfind("@")
@@ -70,20 +70,20 @@ def _hide_user(found: re.Match[str]) -> str:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def http_url(host: str, port: int | str) -> str:
-    """ "http://host:port", with brackets around an IPv6 address."""
+    """Return "http://host:port", with brackets around an IPv6 address."""
     return f"http://{join_address(host, port)}"
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host, without brackets, and port of "host:port" or "[host]:port".
+    """Return the host, without brackets, and the port of "host:port" or "[host]:port".
 
-    The host is empty in "port", the port in "[host]". Of an IPv6 address without brackets, as
-    Kubernetes writes `$(POD_IP):50051`, the last colon counts.
+    "port" has an empty host, "[host]" an empty port. In an IPv6 address without brackets, such as
+    `$(POD_IP):50051` in Kubernetes, the last colon counts.
     """
     if address.startswith("["):
         host, _, port = address[1:].partition("]")
@@ -93,8 +93,8 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def host_of(address: str) -> str:
-    """The host in "host:port", "[host]:port" or a URL, in lower case; empty where there is none, or
-    where readers could differ about it."""
+    """Return the host in "host:port", "[host]:port" or a URL, in lower case; empty if there is none
+    or if parsers could disagree."""
     try:
         authority = urlsplit(address if "://" in address else f"//{address}").netloc
     except ValueError:
@@ -103,9 +103,9 @@ def host_of(address: str) -> str:
 
 
 def authority_host(authority: str) -> str:
-    """The host, without brackets and in lower case, of "name:port", "[address]:port" or without
-    port, as the header `Host` has it; empty if it is nothing of the kind. Brackets hold an IPv6
-    address, and nothing but a port comes after the host."""
+    """Return the host of a header `Host` ("name:port", "[address]:port" or without a port), in
+    lower case and without brackets; empty if the header is malformed. Brackets must hold an IPv6
+    address, and only a port may follow the host."""
     found = _AUTHORITY.fullmatch(authority)
     if found is None:
         return ""
@@ -119,25 +119,25 @@ def authority_host(authority: str) -> str:
 
 
 def bare_host(host: str) -> str:
-    """A host as sockets take it, without the brackets that an IPv6 address has in URLs."""
+    """Return a host as sockets take it, without the brackets that an IPv6 address has in URLs."""
     host = host.strip()
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether `host`, a name or an address, is loopback."""
+    """Return whether `host`, a name or an address, is loopback."""
     address = _ip_address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def is_wildcard_host(host: str) -> bool:
-    """Whether a server at `host` listens on all interfaces: `0.0.0.0`, `::`, or nothing."""
+    """Return whether a server at `host` listens on all interfaces: `0.0.0.0`, `::`, or nothing."""
     address = _ip_address(host)
     return not bare_host(host) if address is None else address.is_unspecified
 
 
 def local_host(host: str) -> str:
-    """The host at which processes of this machine reach a server that listens at `host`."""
+    """Return the host at which processes of this machine reach a server that listens at `host`."""
     if not is_wildcard_host(host):
         return host
     address = _ip_address(host)
@@ -145,12 +145,13 @@ def local_host(host: str) -> str:
 
 
 def reachable_host(host: str) -> str:
-    """The host at which other machines reach a server that listens at `host` on this one."""
+    """Return the host at which other machines reach a server that listens at `host` on this one."""
     return socket.gethostname() if is_wildcard_host(host) else host
 
 
 def listen(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """A listening socket at `host`; the one at `::` takes IPv4 clients, too. Raises OSError."""
+    """Return a listening socket at `host`; the one at `::` takes IPv4 clients, too. Raises
+    OSError."""
     family, _, _, _, address = socket.getaddrinfo(
         bare_host(host) or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -160,7 +161,7 @@ def listen(host: str, port: int, *, backlog: int | None = None) -> socket.socket
 
 @cache
 def has_ipv6() -> bool:
-    """Whether this machine has the IPv6 loopback address."""
+    """Return whether this machine has the IPv6 loopback address."""
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             return True
@@ -169,7 +170,7 @@ def has_ipv6() -> bool:
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address in `host`, an IPv6 address with or without brackets; None if it is a name.
+    """Return the address in `host`, an IPv6 address with or without brackets; None if it is a name.
 
     A server of both families sees an IPv4 caller as `::ffff:127.0.0.1`, which is returned as IPv4.
     """
@@ -184,7 +185,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def may_use_proxy() -> bool:
-    """Whether TROUPE_PROXY sends calls within the cluster through the proxy, too."""
+    """Return whether TROUPE_PROXY sends calls within the cluster through the proxy, too."""
     return os.environ.get(PROXY_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 

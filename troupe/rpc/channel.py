@@ -33,12 +33,12 @@ CONTEXT_IDS: Final = ("job_id", "policy", "trajectory_id")
 
 
 def context_key(name: str) -> str:
-    """The metadata key that carries the context id `name`."""
+    """Return the metadata key that carries the context id `name`."""
     return "troupe-" + name.replace("_", "-")
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Channel:
-    """An asyncio channel to the service at `address` ("host:port"). Connects on first use.
+    """Return an asyncio channel to the service at `address` ("host:port"). Connects on first use.
 
     Without a token in `settings`, the token of this user's embedded cluster is used for its own
     services. TLS is not used for Unix sockets ("unix:PATH"), which file permissions protect.
@@ -55,9 +55,9 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
 def connect_sync(
     address: str, settings: ClientSettings | None = None, *, no_threads: bool = False
 ) -> grpc.Channel:
-    """`connect` for callers without an event loop. (`stub.Method.future` blocks, since it retries.)
+    """Connect without an event loop. (`stub.Method.future` blocks, since it retries.)
 
-    `no_threads`: response streams are read in the iterating thread; starting a thread of gRPC costs
+    With `no_threads`, the iterating thread reads response streams; starting a gRPC thread costs
     half a millisecond.
     """
     settings = settings or ClientSettings.of_environment()
@@ -72,7 +72,7 @@ def connect_sync(
 
 
 def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
-    """gRPC channel arguments: keep-alive, message limit, quick reconnection."""
+    """Return gRPC channel arguments: keep-alive, message limit, quick reconnection."""
     limit = max_message_mib * 2**20
     return [
         ("grpc.max_receive_message_length", limit),
@@ -83,7 +83,7 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         # No proxy between services.
         ("grpc.enable_http_proxy", 0),
-        # Retries are done by troupe.rpc.retry only.
+        # Only troupe.rpc.retry retries.
         ("grpc.enable_retries", 0),
         # The default backoff of reconnections grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -122,7 +122,7 @@ def _credentials(address: str, settings: ClientSettings) -> grpc.ChannelCredenti
 
 
 class _ChannelContext:
-    """Address, settings, credentials and metadata that the interceptors of a channel share."""
+    """The address, settings, credentials and metadata that a channel's interceptors share."""
 
     def __init__(self, address: str, settings: ClientSettings) -> None:
         self._address = address
@@ -213,7 +213,7 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
             try:
                 await second
             except grpc.RpcError:
-                pass  # the answer of the duplicate is ignored
+                pass  # ignore the duplicate's answer
             except BaseException:
                 call.cancel()
                 raise
@@ -324,16 +324,16 @@ class _SyncStream:
         return getattr(self._call, name)
 
 
-# Injected network faults, off unless this is set, as tests and `troupe chaos` do:
+# Enables injected network faults; tests and `troupe chaos` set it.
 # TROUPE_FAULTS="duplicate=0.05,delay=0.1:0.2,seed=7" sends one in twenty mutating calls a second
-# time under its request id, and one in ten of all unary calls up to 0.2 s late. No result may
-# change because of it.
+# time under its request id, and one in ten unary calls up to 0.2 s late. Faults must not change any
+# result.
 FAULTS_VARIABLE: Final = "TROUPE_FAULTS"
 _REMEDY: Final = f'Write for example {FAULTS_VARIABLE}="duplicate=0.05,delay=0.1:0.2,seed=7".'
 
 
 class Twice(Enum):
-    """How a call is sent a second time."""
+    """The way in which a call is sent a second time."""
 
     NO = "no"
     AFTER = "after"
@@ -344,7 +344,7 @@ class Twice(Enum):
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """Probabilities of faults per call."""
+    """The probabilities of faults per call."""
 
     duplicate: float = 0.0
     delay: float = 0.0
@@ -356,7 +356,7 @@ class FaultSettings:
     def parse(text: str) -> FaultSettings:
         """Parse `duplicate=P,delay=P:SECONDS,seed=N`, in any order.
 
-        Raises `InvalidArgument` with the wrong part.
+        Raises `InvalidArgument`, which names the wrong part.
         """
         values: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -379,7 +379,7 @@ class FaultSettings:
         return FaultSettings(**values)
 
     def text(self) -> str:
-        """The settings as text for `parse`."""
+        """Return the settings as text for `parse`."""
         return (
             f"duplicate={self.duplicate:g},delay={self.delay:g}:{self.delay_seconds:g},"
             f"seed={self.seed}"
@@ -387,22 +387,22 @@ class FaultSettings:
 
 
 class Faults:
-    """Draws the faults of each call of one channel."""
+    """The source of faults for the calls of one channel."""
 
     def __init__(self, settings: FaultSettings, address: str) -> None:
-        """Draws depend on the seed, on `address` and on the order of calls."""
+        """Seed the draws, which depend on the seed, on `address` and on the order of calls."""
         self._settings = settings
         self._random = random.Random(f"{settings.seed}/{address}")
 
     def pause(self) -> float:
-        """Delay of the next call in seconds; 0 for most calls."""
+        """Return the delay of the next call in seconds; 0 for most calls."""
         settings = self._settings
         if self._random.random() >= settings.delay:
             return 0.0
         return self._random.uniform(0.0, settings.delay_seconds)
 
     def twice(self, request: Any) -> Twice:
-        """Whether and how `request`, if it is mutating, is sent a second time."""
+        """Return whether and how `request`, if it is mutating, is sent a second time."""
         if not getattr(request, "request_id", ""):
             return Twice.NO
         if self._random.random() >= self._settings.duplicate:
@@ -411,7 +411,8 @@ class Faults:
 
 
 def faults_of(address: str) -> Faults | None:
-    """The faults of a new channel to `address`; None unless `TROUPE_FAULTS` asks for some."""
+    """Return the faults of a new channel to `address`; None unless `TROUPE_FAULTS` asks for
+    some."""
     text = os.environ.get(FAULTS_VARIABLE)
     return Faults(FaultSettings.parse(text), address) if text else None
 

@@ -1,7 +1,7 @@
-"""Typed errors: what a failed call means, which field is at fault, and what to do about it.
+"""Typed errors: the kind of a failure, the field at fault, and the remedy.
 
-A service raises one; it is sent as a gRPC status with a `Problem`; the caller gets the same class
-back. Only this package handles `grpc.RpcError`.
+A service raises an error, gRPC carries it as a status with a `Problem`, and the caller gets the
+same class back. Only this package handles `grpc.RpcError`.
 
 A new kind of error is a subclass with `default_kind`, and with `default_field` and `default_remedy`
 where all its instances share them.
@@ -27,7 +27,7 @@ from troupe.v1 import common_pb2 as common_pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 HEALTH_PROBLEM_KEY: Final = "troupe-problem-bin"
-"""Trailing metadata of a health check: what an operator has to mend, as UTF-8."""
+"""Trailing metadata of a health check: the problem that an operator has to fix, as UTF-8."""
 # Bytes on the wire. All headers of a response must fit into 8 KiB, and the text is sent twice
 # (status and detail), percent-encoded: up to twelve bytes per character.
 _MESSAGE_LIMIT: Final = 1500
@@ -39,13 +39,13 @@ _TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+)
 
 
 def _safe(value: object) -> str:
-    """`value` as bounded text without secrets, which are removed before cutting."""
+    """Return `value` as bounded text without secrets, which are removed before cutting."""
     given = without_secrets(value) if type(value) is str else value
     return without_secrets(safe_text(given, _TEXT_LIMIT))
 
 
 class TroupeError(Exception):
-    """A failure with a stable `kind`, and where known the field, its value and the remedy.
+    """A failure with a stable `kind` and, if known, the field, its value and the remedy.
 
     `code` is its gRPC status. `default_kind`, `default_field` and `default_remedy` apply unless the
     raiser gives others.
@@ -68,7 +68,7 @@ class TroupeError(Exception):
     ) -> None:
         field = self.default_field if field is None else field
         remedy = self.default_remedy if remedy is None else remedy
-        # Texts may quote user code, and have to be sendable.
+        # Texts may quote user code, so they are made safe to send.
         self.message = _safe(message)
         super().__init__(self.message)
         self.kind = kind or self.default_kind
@@ -91,7 +91,7 @@ class TroupeError(Exception):
         return (_rebuild, (type(self), self.to_problem().SerializeToString()))
 
     def to_problem(self) -> common_pb.Problem:
-        """The message that describes this error in gRPC calls, job records and events."""
+        """Return the message that describes this error in gRPC calls, job records and events."""
 
         def clip(text: str | None, limit: int = _FIELD_LIMIT) -> str | None:
             return None if text is None else _clip_bytes(text, limit)
@@ -109,7 +109,8 @@ class TroupeError(Exception):
     def from_problem(
         problem: common_pb.Problem, code: grpc.StatusCode | None = None
     ) -> TroupeError:
-        """The error that `problem` describes; its class is given by `code`, else by the kind."""
+        """Return the error that `problem` describes; its class is given by `code`, else by the
+        kind."""
         if code is not None:
             cls = _BY_CODE.get(code, TroupeError)
         else:
@@ -146,7 +147,7 @@ class AlreadyExists(TroupeError):
 
 
 class FailedPrecondition(TroupeError):
-    """The call is not allowed in the present state of the system."""
+    """The call is not allowed in the current state of the system."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     default_kind = "failed_precondition"
@@ -174,7 +175,7 @@ class Unavailable(TroupeError):
 
 
 class Internal(TroupeError):
-    """A bug or failure inside of Troupe."""
+    """A bug or failure inside Troupe."""
 
     code = grpc.StatusCode.INTERNAL
     default_kind = "internal"
@@ -214,18 +215,18 @@ _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
 
 
 def undecodable(raw: bytes, error: Exception) -> InvalidArgument:
-    """The error of a request whose bytes `raw` cannot be decoded."""
+    """Return the error of a request whose bytes `raw` cannot be decoded."""
     return InvalidArgument(
-        f"these {len(raw):,} bytes are not the request of this call: {error}",
+        f"these {len(raw):,} bytes are not a request of this call: {error}",
         kind="undecodable_request",
         field="request",
-        remedy="Send the message that protos/troupe/v1 says, as protobuf encodes it; strings are "
+        remedy="Send the protobuf message that protos/troupe/v1 defines for this call; strings are "
         "UTF-8.",
     )
 
 
 def to_status(error: TroupeError) -> status_pb2.Status:
-    """The `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
+    """Return the `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
     # As in the header `grpc-message`.
     message = _clip_bytes(str(error), _MESSAGE_LIMIT, partial(quote, safe=_PRINTABLE))
     status = status_pb2.Status(code=_number(error.code), message=message)
@@ -234,7 +235,7 @@ def to_status(error: TroupeError) -> status_pb2.Status:
 
 
 def from_status(text: bytes) -> TroupeError:
-    """The error whose serialized `to_status` this is."""
+    """Return the error whose serialized `to_status` this is."""
     status = status_pb2.Status.FromString(text)
     if (problem := _problem_in(status)) is None:
         return Internal(status.message)
@@ -245,7 +246,7 @@ def from_status(text: bytes) -> TroupeError:
 def from_rpc_error(
     error: grpc.RpcError, *, target: str = "", timeout: float | None = None
 ) -> TroupeError:
-    """The typed error of a failed call, of the service or of gRPC itself.
+    """Return the typed error of a failed call, of the service or of gRPC itself.
 
     `target` ("method at address") and `timeout` (seconds that the caller gave it) are named in
     errors that gRPC itself made: no server, no answer in time, a message over the size limit.
@@ -274,7 +275,7 @@ def from_rpc_error(
         )
     if code is grpc.StatusCode.CANCELLED:
         # A cancellation by the peer; the caller's own is an asyncio.CancelledError.
-        return Unavailable(f"the server gave the call up{where}", kind="cancelled_by_server")
+        return Unavailable(f"the server cancelled the call{where}", kind="cancelled_by_server")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         limit = "in time" if timeout is None else f"within {timeout:g} s"
         return DeadlineExceeded(f"no answer {limit}{where}")
@@ -285,7 +286,7 @@ def from_rpc_error(
 def port_error(
     host: str, port: int, variable: str, error: Exception, host_variable: str = "TROUPE_HOST"
 ) -> TroupeError:
-    """The error of a port that cannot be bound, with a remedy.
+    """Return the error of a port that cannot be bound, with a remedy.
 
     `variable` and `host_variable` are the settings of the port and of the host.
     """
@@ -300,7 +301,7 @@ def port_error(
     return Unavailable(
         f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
         kind="cannot_listen",
-        remedy=f"Set {variable} to something this process may listen on.",
+        remedy=f"Set {variable} to a value that this process may listen on.",
     )
 
 
@@ -337,7 +338,7 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = str.encode) -> str:
-    """`text` cut to at most `limit` bytes after `encoded`; halves of surrogate pairs become
+    """Cut `text` to at most `limit` bytes after `encoded`; halves of surrogate pairs become
     `\\udXXX`."""
     text = _clip(text, limit).encode(errors="backslashreplace").decode()
     if len(encoded(text)) <= limit:

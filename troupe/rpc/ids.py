@@ -16,7 +16,7 @@ os.register_at_fork(after_in_child=lambda: _numbers.seed(os.urandom(32)))
 
 
 def new_id(prefix: str = "") -> str:
-    """A new id, `{prefix}-{32 hex digits}`. Make one per operation, not one per attempt."""
+    """Return a new id, `{prefix}-{32 hex digits}`. Make one per operation, not one per attempt."""
     fresh = f"{_numbers.getrandbits(128):032x}"
     return f"{prefix}-{fresh}" if prefix else fresh
 
@@ -32,7 +32,7 @@ def check_name(field: str, value: str) -> str:
             "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
             field=field,
             value=value if value.isprintable() else ascii(value),
-            remedy="Send it as the job's record and specification have it.",
+            remedy="Send it as written in the job's record or specification.",
         )
     return value
 
@@ -48,5 +48,5 @@ def check_event_id(after: str, field: str = "after") -> None:
             "is not an event id",
             field=field,
             value=after,
-            remedy="Pass the event_id of an event of this job, or nothing.",
+            remedy="Pass the event_id of one of this job's events, or omit it.",
         )

@@ -1,7 +1,7 @@
 """Protobuf's wire format: joins serialized messages into longer ones, and splits them.
 
 The store and its clients handle rows without parsing them; `services/experience_store/samples.py`
-and `claims.py` say what that pays.
+and `claims.py` give the gain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIXED: Final = {1: 8, 5: 4}
 # Cached: rows of one job have few different lengths.
 @functools.lru_cache(maxsize=4096)
 def varint(number: int) -> bytes:
-    """The encoding of a number that is not negative: seven bits per byte, lowest first."""
+    """Return the encoding of a number that is not negative: seven bits per byte, lowest first."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
@@ -31,12 +31,12 @@ def varint(number: int) -> bytes:
 
 
 def tag(field: int) -> bytes:
-    """The tag of a string, bytes or message in field `field`."""
+    """Return the tag of a string, bytes or message in field `field`."""
     return varint(field << 3 | _DELIMITED)
 
 
 def repeated(field: int, messages: Iterable[bytes]) -> list[bytes]:
-    """Parts of a message whose field `field` holds these serialized messages; to be joined."""
+    """Return the parts, to be joined, of a message whose field `field` holds these messages."""
     start = tag(field)
     parts: list[bytes] = []
     for message in messages:
@@ -45,10 +45,10 @@ def repeated(field: int, messages: Iterable[bytes]) -> list[bytes]:
 
 
 def fields(data: bytes, start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """The fields of the message data[start:end], in their order: number, where it begins, and where
-    its string, bytes or message begins (of a number: where it ends) and ends.
+    """Yield the fields of the message data[start:end] in order: field number, its offset, and the
+    offsets where its string, bytes or message begins (for a number: where it ends) and ends.
 
-    Raises `DecodeError` for what is no message.
+    Raises `DecodeError` if the data are not a message.
     """
     found = []
     at = start
@@ -79,8 +79,8 @@ def fields(data: bytes, start: int, end: int) -> list[tuple[int, int, int, int]]
 
 
 def split(data: bytes, start: int, end: int, field: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The message data[start:end] without its field `field`, and where the strings, bytes or
-    messages of that field lie. Raises `DecodeError` for what is no message.
+    """Return the message data[start:end] without its field `field`, and the ranges of that field's
+    strings, bytes or messages. Raises `DecodeError` if the data are not a message.
     """
     rest: list[bytes] = []
     found: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
-"""Redis: whether a URL is one, whether a server is fit to keep the state of a cluster, and what
-redis-py's errors mean for an operator.
+"""Redis: checks of URLs, of a server's fitness to keep a cluster's state, and redis-py's errors in
+terms of an operator.
 
-Fitness is judged by the fields of INFO, which also managed services have that forbid CONFIG.
+Fitness is judged by the fields of INFO, because managed services may forbid CONFIG.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Info = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Trouble:
-    """What Redis says when it serves no calls, or takes no writes, until an operator acts."""
+    """A state in which Redis serves no calls, or accepts no writes, until an operator acts."""
 
     words: tuple[str, ...]
     """Parts of its error, one of which identifies it. Inside scripts errors have other codes."""
@@ -47,23 +47,23 @@ _TROUBLES: Final = (
     ),
     _Trouble(
         ("max number of clients",),
-        "has no connection left",
+        "has no free connections",
         "Raise maxclients: `redis-cli CONFIG SET maxclients 10000`, and in redis.conf.",
     ),
     _Trouble(
         ("BUSY ",),
-        "answers nothing while a script runs",
+        "does not answer while a script runs",
         "End the script: `redis-cli SCRIPT KILL`.",
     ),
     _Trouble(
         ("MISCONF",),
-        "takes no writes, since it cannot save them to disk",
-        "Free the disk that `redis-cli CONFIG GET dir` names. Where only snapshots fail and the "
-        "append-only file is on: `redis-cli CONFIG SET stop-writes-on-bgsave-error no`.",
+        "takes no writes, because it cannot save them to disk",
+        "Free space on the disk that `redis-cli CONFIG GET dir` names. If only snapshots fail and "
+        "the append-only file is on: `redis-cli CONFIG SET stop-writes-on-bgsave-error no`.",
     ),
     _Trouble(
         ("READONLY", "read only replica"),
-        "takes no writes, since it is a replica",
+        "takes no writes, because it is a replica",
         "Set the URL to the primary, or make this one a primary: `redis-cli REPLICAOF NO ONE`.",
     ),
     _Trouble(
@@ -73,21 +73,21 @@ _TROUBLES: Final = (
     ),
     _Trouble(
         ("NOREPLICAS", "Not enough good replicas"),
-        "takes no writes, since it has too few replicas",
+        "takes no writes, because it has too few replicas",
         "Start its replicas, or lower min-replicas-to-write.",
     ),
     _Trouble(
         ("CLUSTERDOWN", "cluster is down", "slot not served"),
-        "takes no writes, since nodes of its cluster are away",
+        "takes no writes, because nodes of its cluster are down",
         "Start them; `redis-cli CLUSTER INFO` and `CLUSTER NODES` show which.",
     ),
 )
 
 
 def check_url(url: str, *, one_server: bool) -> None:
-    """Raise `FailedPrecondition` unless `url` is one that a client can be made of, and with
-    `one_server` names no Redis Cluster."""
-    # A dependency of services, which client programs do not have.
+    """Raise `FailedPrecondition` unless `url` is a valid Redis URL, and with `one_server` names no
+    Redis Cluster."""
+    # Imported here: services depend on redis-py, client programs do not have it.
     from redis import ConnectionPool
 
     try:
@@ -102,10 +102,10 @@ def check_url(url: str, *, one_server: bool) -> None:
                     raise ValueError(f"'{node}' is not HOST:PORT")
             url = f"{CLUSTER_SCHEMES[parts.scheme]}://{first}?{parts.query}"
         elif parts.scheme in ("redis", "rediss") and database and not database.isdecimal():
-            raise ValueError("its path is not the number of a database")
+            raise ValueError("its path is not a database number")
         ConnectionPool.from_url(url).make_connection()
     except (ValueError, TypeError) as error:
-        # What is read as a port or a path may be a part of a password.
+        # A parsed port or path may be part of a password.
         reason = "it has no port from 0 to 65535" if str(error).startswith("Port ") else str(error)
         raise FailedPrecondition(
             f"not a Redis URL: {reason}",
@@ -113,13 +113,13 @@ def check_url(url: str, *, one_server: bool) -> None:
             field="redis_url",
             value=without_secrets(url),
             remedy="Write redis://HOST:PORT/DATABASE, for example redis://127.0.0.1:6379/0, with "
-            "USER:PASSWORD@ before a host that asks for them. Percent-encode all signs of a "
-            "password but letters and digits, and put an IPv6 address in brackets.",
+            "USER:PASSWORD@ before the host if it requires them. Percent-encode all characters of "
+            "a password except letters and digits, and put an IPv6 address in brackets.",
         ) from None
 
 
 def shown(url: str) -> str:
-    """The address in `url` without user and password, for logs and errors."""
+    """Return the address in `url` without user and password, for logs and errors."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"unix://{parts.path}"
@@ -129,7 +129,7 @@ def shown(url: str) -> str:
 
 
 def failure(error: Exception, address: str, *, clustered: bool) -> TroupeError:
-    """The typed error for what redis-py raised, or for an error reply, of the Redis at `address`.
+    """Return the typed error for a redis-py exception or an error reply of the Redis at `address`.
 
     `clustered`: the URL names a Redis Cluster."""
     from redis import exceptions
@@ -188,7 +188,7 @@ def _refused(address: str, text: str, remedy: str) -> FailedPrecondition:
 
 
 def unfitness(info: Info, address: str, *, clustered: bool = False) -> TroupeError | None:
-    """Why the Redis at `address` cannot keep state; None if it can.
+    """Return why the Redis at `address` cannot keep state; None if it can.
 
     A replica is `Unavailable`, since it may be promoted; everything else needs an operator
     (`FailedPrecondition`). `clustered`: the URL names a Redis Cluster.
@@ -228,12 +228,12 @@ def unfitness(info: Info, address: str, *, clustered: bool = False) -> TroupeErr
 
 
 def risks(info: Info) -> list[str]:
-    """Warnings about a Redis that works, but may lose what it keeps."""
+    """Return warnings about a Redis that works, but may lose data."""
     found: list[str] = []
     if _policy(info) != _NO_EVICTION:
         found.append(
-            f"maxmemory-policy is {_policy(info)}; it has no effect while maxmemory is 0, but with "
-            "a limit Redis would delete jobs and samples: set it to noeviction"
+            f"maxmemory-policy is {_policy(info)}, which has no effect while maxmemory is 0, but "
+            "with a limit Redis would delete jobs and samples: set it to noeviction"
         )
     elif _count(info, "evicted_keys"):
         found.append(f"jobs or samples may be missing{_evicted(info)}")
@@ -246,7 +246,8 @@ def risks(info: Info) -> list[str]:
 
 
 def full(address: str, info: Info | None) -> ResourceExhausted:
-    """The error of a Redis that is at its memory limit. `info`: None if it does not answer."""
+    """Return the error of a Redis that is at its memory limit. `info`: None if it does not
+    answer."""
     used = ""
     if info is not None:
         used = f": it uses {_mib(_count(info, 'used_memory'))} of {_mib(_limit(info))}"
@@ -263,8 +264,8 @@ def full(address: str, info: Info | None) -> ResourceExhausted:
 
 
 def wrong_scheme(address: str, *, clustered: bool) -> FailedPrecondition:
-    """The error of a URL for a Redis Cluster (`clustered`) that is none, or the other way round."""
-    found, wanted = ("no Redis Cluster", "redis") if clustered else ("a node of a cluster", "")
+    """Return the error of a cluster URL for a single server (`clustered`), or vice versa."""
+    found, wanted = ("not a Redis Cluster", "redis") if clustered else ("a node of a cluster", "")
     return FailedPrecondition(
         f"Redis at {address} is {found}",
         kind="redis_url",

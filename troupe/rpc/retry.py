@@ -1,12 +1,11 @@
-"""Retries: how often, how long apart and for which errors something is attempted again.
+"""Retries: the number of attempts, the pauses between them, and the errors that are retried.
 
 Every retry loop of the product is one of two forms:
 
 - `RetryPolicy.run(call, timeout)` (and `run_sync`) repeats one call. Channels do this for every
   unary RPC: each mutating RPC is idempotent by its request id, so it may be sent again whenever
   the client cannot tell whether it arrived.
-- A loop of its own, where something has to happen between two attempts, counts them with
-  `Attempts`:
+- A custom loop, which does something between two attempts, counts them with `Attempts`:
 
       attempts = Attempts(policy, retryable=lambda error: isinstance(error, Unavailable))
       while True:
@@ -29,7 +28,7 @@ from typing import Final, TypeVar
 from troupe.rpc.errors import DeadlineExceeded, ResourceExhausted, TroupeError, Unavailable
 
 T = TypeVar("T")
-# Backoff is at its maximum long before; a larger exponent would overflow a float.
+# Backoff reaches its maximum long before; a larger exponent would overflow a float.
 _MAX_DOUBLINGS: Final = 64
 # An attempt may run out of time this much before the deadline by our clock.
 _DEADLINE_SLACK: Final = 0.1
@@ -37,17 +36,17 @@ _DEADLINE_SLACK: Final = 0.1
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, how long apart, and for which errors a call is repeated.
+    """The number of attempts, the pauses between them, and the errors that are retried.
 
     Backoff grows from `initial_backoff` by `multiplier` to `max_backoff` seconds; each wait is
-    drawn from [1 - jitter, 1] times that, so that clients do not come back in step. The
-    `retry_after_ms` of an error overrides it. The caller's deadline covers all attempts together.
+    drawn from [1 - jitter, 1] times the backoff, so that clients do not return in step. An error's
+    `retry_after_ms` overrides it. The caller's deadline covers all attempts together.
     """
 
-    # None: without a limit.
+    # None: no limit.
     max_attempts: int | None = 10
     initial_backoff: float = 0.1
-    # A restarted service is up in a few seconds: look again soon enough to notice.
+    # A restarted service is up within a few seconds; retry soon enough to notice.
     max_backoff: float = 3.0
     multiplier: float = 2.0
     jitter: float = 0.5
@@ -55,13 +54,13 @@ class RetryPolicy:
     seed: int | None = None
 
     def retryable(self, error: Exception) -> bool:
-        """Whether sending the same call again can help."""
+        """Return whether sending the same call again can help."""
         if isinstance(error, Unavailable):
             return True
         return isinstance(error, ResourceExhausted) and error.retry_after_ms is not None
 
     def backoff(self, attempt: int, error: Exception, rng: random.Random) -> float:
-        """Seconds to wait after the failed `attempt` (the first is 1)."""
+        """Return the seconds to wait after the failed `attempt` (the first is 1)."""
         if isinstance(error, TroupeError) and error.retry_after_ms is not None:
             return error.retry_after_ms / 1000
         growth = self.multiplier ** min(attempt - 1, _MAX_DOUBLINGS)
@@ -71,8 +70,8 @@ class RetryPolicy:
     async def run(self, call: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
         """Await `call(seconds left)` until it succeeds. `call` raises `TroupeError` to fail.
 
-        Raises an error that is not retryable at once, and otherwise the last one when attempts or
-        time run out, saying how often and how long it was tried.
+        Raises an error that is not retryable at once, otherwise the last error when attempts or
+        time run out, with the number of attempts and their duration.
         """
         attempts = Attempts(self, timeout)
         while True:
@@ -84,7 +83,7 @@ class RetryPolicy:
             await asyncio.sleep(delay)
 
     def run_sync(self, call: Callable[[float | None], T], timeout: float | None) -> T:
-        """`run` for a caller without an event loop."""
+        """Do the same as `run` for a caller without an event loop."""
         attempts = Attempts(self, timeout)
         while True:
             left = attempts.left()
@@ -96,7 +95,7 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The attempts at one thing: counts failures, decides on another attempt, waits before it."""
+    """The attempts at one operation: counts failures, decides on retries, waits before them."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class Attempts:
         timeout: float | None = None,
         retryable: Callable[[Exception], bool] | None = None,
     ) -> None:
-        """`timeout`: seconds from now in which the last attempt has to begin; None is without end.
-        `retryable`: which errors are worth another attempt; by default those that `policy` says."""
+        """Allow attempts to begin for `timeout` seconds from now (None: forever). `retryable` tells
+        which errors are worth another attempt; the default is the policy's."""
         self._policy = policy
         self._retryable = retryable or policy.retryable
         self._start = time.monotonic()
@@ -113,7 +112,7 @@ class Attempts:
         # Made when first needed: few calls fail, and a seed is a system call.
         self._rng: random.Random | None = None
         self.failures = 0
-        """Failed attempts since the beginning, or since `reset`."""
+        """The number of failed attempts since the beginning, or since `reset`."""
         self._answer: TroupeError | None = None
 
     def left(self) -> float | None:
@@ -123,11 +122,11 @@ class Attempts:
         return max(0.001, self._deadline - time.monotonic())
 
     def next_delay(self, error: Exception) -> float:
-        """Count a failed attempt; seconds until the next one.
+        """Count a failed attempt; return the seconds until the next one.
 
-        Raises `error` when there is none: it is not retryable, or attempts or time are spent. A
-        `TroupeError` then says how often and how long it was tried. When the deadline cuts off the
-        last attempt, the error of the attempt before it is raised: that one has the reason.
+        Raises `error` if it is not retryable, or attempts or time are used up. A `TroupeError` then
+        has the number of attempts and their duration. When the deadline cuts off the last attempt,
+        the error of the attempt before it is raised, because it has the reason.
         """
         self.failures += 1
         if not self._retryable(error):
@@ -147,7 +146,7 @@ class Attempts:
         return delay
 
     async def failed(self, error: Exception) -> None:
-        """Count a failed attempt and wait until the next; raises `error` as `next_delay` does."""
+        """Count a failed attempt and wait until the next. Raises `error` as `next_delay` does."""
         await asyncio.sleep(self.next_delay(error))
 
     def reset(self) -> None:

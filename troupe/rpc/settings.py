@@ -34,7 +34,7 @@ Interface = Annotated[str, AfterValidator(_interface)]
 
 
 class ClientSettings(BaseSettings):
-    """Settings of a channel, read from `TROUPE_*` unless given."""
+    """The settings of a channel, read from `TROUPE_*` unless given."""
 
     model_config = SettingsConfigDict(
         env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
@@ -61,7 +61,7 @@ class ClientSettings(BaseSettings):
 
     @staticmethod
     def of_environment() -> ClientSettings:
-        """Read the settings from `TROUPE_*`. Raises `InvalidArgument` with the first bad
+        """Read the settings from `TROUPE_*`. Raises `InvalidArgument` for the first invalid
         variable."""
         remedy = "Correct the variable, or unset it."
         try:

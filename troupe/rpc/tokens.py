@@ -1,8 +1,9 @@
 """Bearer tokens of clusters on this machine, and sign-in links of the control panel.
 
-An embedded cluster keeps its token in a file of its data directory that only its user can read. So
-that programs of that user find the token by address, the supervisor writes both into a record in a
-private directory and holds a lock on it while it lives; records without a lock are ignored.
+An embedded cluster keeps its token in a file of its data directory that only its user can read. The
+supervisor writes the token's file and the addresses into a record in a private directory, so that
+the user's programs find the token by address. It locks the record while it lives; records without a
+lock are ignored.
 
 Browsers cannot send a token. A link with a one-time code (`LinkCodes`) opens a session, which a
 cookie carries. Both are signed with the token and become invalid with it.
@@ -39,8 +40,8 @@ _SESSION_SECONDS: Final = 7 * 24 * 3600.0
 
 
 def read_token(path: Path) -> SecretStr | None:
-    """The token in the file `path`; None unless it is a regular file of this user with no access
-    for others."""
+    """Return the token in the file `path`; None unless it is a regular file of this user with no
+    access for others."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -55,12 +56,13 @@ def read_token(path: Path) -> SecretStr | None:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Whether `address` ("host:port") is loopback."""
+    """Return whether `address` ("host:port") is loopback."""
     return is_loopback_host(host_of(address))
 
 
 def local_token(address: str) -> SecretStr | None:
-    """The token of this user's embedded cluster that has a service at `address` ("host:port").
+    """Return the token of this user's embedded cluster that has a service at `address`
+    ("host:port").
 
     None for other machines, and where no such cluster runs.
     """
@@ -86,7 +88,7 @@ class ClusterRecord:
     """The record of a running cluster: token file and addresses, locked while it is open."""
 
     def __init__(self, cluster_id: str, token_file: Path, addresses: Iterable[str]) -> None:
-        """Raises OSError when the directory of records is another user's or the disk is full."""
+        """Write the record. Raises OSError for another user's directory or a full disk."""
         directory = private_directory(_records())
         _sweep(directory)
         self._path = directory / f"{cluster_id}.json"
@@ -111,16 +113,16 @@ class ClusterRecord:
 
 
 class LinkCodes:
-    """One-time codes of sign-in links, and the sessions that they open."""
+    """The one-time codes of sign-in links, and the sessions that they open."""
 
     def __init__(self, token: SecretStr) -> None:
-        """Codes from before now are refused: it is unknown whether they were used."""
+        """Refuse codes from before now, because they may have been used."""
         self._key = token.get_secret_value().encode()
         self._since = time.time()
         self._used: dict[str, float] = {}
 
     def redeem(self, code: str) -> bool:
-        """Accept a valid code once; False for others."""
+        """Accept a valid code once; return False for other codes."""
         now = time.time()
         self._used = {one: made for one, made in self._used.items() if made > now - _LINK_SECONDS}
         made = self._made(code, "link")
@@ -132,16 +134,16 @@ class LinkCodes:
         return True
 
     def session(self) -> str:
-        """The cookie value of a new session."""
+        """Return the cookie value of a new session."""
         return _signed(self._key, "session", time.time())
 
     def is_session(self, cookie: str) -> bool:
-        """Whether `cookie` is a valid session."""
+        """Return whether `cookie` is a valid session."""
         made = self._made(cookie, "session")
         return made is not None and made > time.time() - _SESSION_SECONDS
 
     def _made(self, text: str, purpose: str) -> float | None:
-        """The time at which `text` was signed for `purpose`; None: invalid signature."""
+        """Return the time at which `text` was signed for `purpose`; None: invalid signature."""
         body, _, signature = text.rpartition(".")
         expected = _signature(self._key, purpose, body)
         if not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):
@@ -150,8 +152,8 @@ class LinkCodes:
 
 
 def one_time_link(panel_url: str, token: SecretStr) -> str:
-    """A link to the panel at `panel_url` that signs in the first browser that opens it."""
-    # Rounded up, so that it is not before the panel's start in the same second.
+    """Return a link to the panel at `panel_url` that signs in the first browser that opens it."""
+    # Round up, so that the time is not before the panel's start in the same second.
     code = _signed(token.get_secret_value().encode(), "link", time.time() + 1)
     return f"{panel_url}/session?code={code}"
 
@@ -170,7 +172,7 @@ def _records() -> Path:
 
 
 def _read_live(path: Path) -> dict[str, Any] | None:
-    """The record at `path` if its supervisor lives; file and directory must be this user's.
+    """Return the record at `path` if its supervisor lives; file and directory must be this user's.
 
     Raises OSError, ValueError.
     """

@@ -28,7 +28,7 @@ export class MetricTable {
     }
   }
 
-  // A page of columns, null where a step has no value: what precedes all that is here goes before it.
+  // Adds a page of columns, null where a step has no value; an older page goes in front.
   merge(steps, columns) {
     const names = Object.keys(columns);
     const told = steps.map((_, i) => i).filter((i) => names.some((name) => columns[name][i] !== null));
@@ -65,7 +65,7 @@ export class MetricTable {
     return column;
   }
 
-  // Series under short names: what the pattern's first group matched.
+  // Series under short names: the match of the pattern's first group.
   series(pattern) {
     if (this.known !== this.columns.size) {
       this.known = this.columns.size;
@@ -79,7 +79,7 @@ export class MetricTable {
   }
 }
 
-// Pages of what is logged of metrics after a step, as columns: the newest page first.
+// Pages of the metrics logged after a step, as columns: the newest page first.
 export async function* curves(job, names, after = -1) {
   const query = new URLSearchParams(names.map((name) => ["name", name]));
   query.set("after_step", after);
@@ -112,7 +112,7 @@ export function chartControls() {
   take();
 }
 
-// Draws what hidden charts missed, or all anew after a change of looks.
+// Draws the missed updates of hidden charts, or redraws all charts after a change of style.
 export function redrawCharts() {
   for (const chart of charts) chart.redraw();
 }
@@ -132,8 +132,8 @@ export function smoothed(values, weight) {
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600];
 const MARKED_POINTS = 60;
-// With more points than this a line is a pixel wide: wider ones hide what is noise, and take most of
-// the time of drawing.
+// With more points than this a line is a pixel wide: wider lines hide the noise, and take most of the
+// drawing time.
 const DENSE_POINTS = 1500;
 
 // Values between two gaps have no line: they are marked.
@@ -174,7 +174,7 @@ export class Chart {
   }
 
   redraw() {
-    // What is not shown is drawn when it is.
+    // A hidden chart is drawn once it becomes visible.
     if (!this.element.offsetParent) return;
     const lines = this.lines();
     const data = [this.xs, ...lines.map((line) => line.values)];
@@ -220,7 +220,7 @@ export class Chart {
     const time = this.x === "time";
     const clock = (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString());
     const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : { ...axis, size: 30, incrs: WHOLE };
-    // Over time are counts: of turns that wait and run.
+    // Charts over time show counts of waiting and running turns.
     const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];
     const log = look.log && !time && !this.range;
     const bands = lines.flatMap((line, i) => (line.kind === "high" ? [{ series: [i + 1, i + 2], fill: `${colour(line.name)}26` }] : []));

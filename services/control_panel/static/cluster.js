@@ -27,7 +27,7 @@ export function drawServices(cluster) {
   byId("services").replaceChildren(...services, ...workers);
 }
 
-// What computes on each device of each node; nothing where no node has devices.
+// The users of each device of each node; nothing if no node has devices.
 export function drawDevices(cluster) {
   const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
   const known = new Map(cluster.engines.map((engine) => [engine.engine_id, engine]));
@@ -87,7 +87,7 @@ function trainerOf(binding) {
   return parts.join(" · ");
 }
 
-// What became of settings that the job leaves open, and who decided.
+// The resolved values of settings that the job leaves open, and their origin.
 export function drawSettings(job) {
   const section = byId("settings");
   section.hidden = !job.resolved.length;
@@ -98,9 +98,9 @@ export function drawSettings(job) {
 export function drawPolicies(job, bindings) {
   const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
-    // The newest metrics there are: after a step without an update, those of an earlier step.
+    // The newest available metrics: after a step without an update, they come from an earlier step.
     const idle = job.metrics[`${policy}/skipped`] === 1 || job.metrics[`${policy}/samples`] === 0;
-    // All advantages were zero: a loss is that of an earlier step.
+    // All advantages were zero: a loss comes from an earlier step.
     const flat = job.metrics[`${policy}/no_signal`] === 1;
     const signals = job.metrics[`${policy}/signal_steps`];
     const metric = (name) => number(idle ? null : job.metrics[`${policy}/${name}`]);

@@ -9,7 +9,7 @@ const SHORT = /^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|r
 const chart = new Chart(byId("chart-evaluation"), { spans: true });
 const MOST_ROWS = 50;
 
-// Whether a metric is part of what is shown of evaluations.
+// Whether a metric is shown among evaluations.
 export const ofEvaluations = (name) => SHORT.test(name.replace(/\/(low|high)$/, "")) || /^evaluations?\/(?:[\w-]+\/)?version\//.test(name);
 
 // table: the metrics of evaluations; spec: the job's specification, null until it is known.
@@ -86,7 +86,7 @@ const tables = new Map();
 let known = [];
 let metric = given.get("metric") ?? "";
 
-// The jobs that there are, newest first, as the cluster's stream tells them.
+// All jobs, newest first, from the cluster's stream.
 export function drawJobChoice(jobs, current) {
   known = jobs;
   if (!chosen.size && current) chosen.add(current);
@@ -132,7 +132,7 @@ byId("compare-metric").addEventListener("change", (event) => {
 });
 byId("compare-filter").addEventListener("input", () => drawJobChoice(known, null));
 
-// Reads what is new of the metric in each chosen job, and draws.
+// Reads the metric's new values of each chosen job, and draws them.
 export async function compareJobs() {
   byId("compare-problem").textContent = "";
   const ids = [...chosen];
@@ -141,7 +141,7 @@ export async function compareJobs() {
     if (!specs.has(id)) specs.set(id, JSON.parse((await api(path)).spec));
     if (!metric) return;
     const key = `${id} ${metric}`;
-    // All pages or none: what comes later is asked for from `reached` on.
+    // Take all pages or none: the next request begins after `reached`.
     const table = tables.get(key) ?? new MetricTable();
     // A step's row is there once the step is counted; one of an evaluation may come steps later.
     const done = metric.startsWith("evaluation") ? undefined : known.find((job) => job.job_id === id)?.step;

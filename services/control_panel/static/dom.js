@@ -8,7 +8,7 @@ export function el(tag, props = {}, ...children) {
     if (key === "class") node.className = value;
     else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (key.startsWith("--")) node.style.setProperty(key, value);
-    // The content security policy takes no style attributes.
+    // The content security policy forbids style attributes.
     else if (key === "style") for (const [name, text] of Object.entries(value)) node.style.setProperty(name, text);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
@@ -61,7 +61,7 @@ export function toast(text) {
   hide = setTimeout(() => node.classList.remove("show"), 5000);
 }
 
-// A message and what to do about it, as sentences.
+// A message and its remedy, as sentences.
 export function advice(message, remedy) {
   if (!remedy) return message;
   return `${message}${/[.!?]$/.test(message) ? "" : "."} ${remedy}`;

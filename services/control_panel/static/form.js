@@ -1,5 +1,5 @@
 // The form of a new job: an editor of its YAML that completes and explains fields, and checks the
-// whole as one types. What is known of fields comes from the job's JSON schema.
+// whole as one types. The job's JSON schema describes the fields.
 import { api, byId, el } from "./dom.js";
 
 const CHECK_AFTER_MS = 350;
@@ -11,7 +11,7 @@ let schema = null;
 
 // --- where the cursor is -----------------------------------------------------------------------
 
-// Reads YAML up to `end`. Returns the path of the mapping or value there, what is written of it, and
+// Reads YAML up to `end`. Returns the path of the mapping or value there, its text so far, and
 // for each mapping the keys it has so far (`keys`) and the line of each field (`lines`).
 // It reads what people write in a job by hand: block and flow mappings and lists, quotes, comments.
 export function readYaml(text, end = text.length) {
