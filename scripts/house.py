@@ -32,7 +32,7 @@ MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
 BUDGETS: Final = {
     "services/trainer": (16_000, "learners of three kinds, gangs, crash-exact state, publication"),
     "services/rollout": (15_000, "three kinds of engines, routing, trajectories, moves of engines"),
-    "services/orchestrator": (13_500, "jobs, pipeline, placement, populations, their records"),
+    "services/orchestrator": (14_000, "jobs, pipeline, placement, populations, their records"),
     "troupe/workflow": (11_000, "what users write: agents, environments, conversations, trials"),
     "services/reward": (9_500, "functions that scale from zero, sandboxes, quotas"),
     "troupe/client": (7_500, "SDK and command line"),

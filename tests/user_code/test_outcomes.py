@@ -199,7 +199,9 @@ def test_numbers_of_numpy_are_json() -> None:
 def test_objects_that_raise(error: BaseException) -> None:
     value = raising(error)
     assert safe_text(value) == "a Hostile that cannot be shown"
-    with pytest.raises(NotFiniteError, match="a Hostile that cannot be shown is not a finite number"):
+    with pytest.raises(
+        NotFiniteError, match="a Hostile that cannot be shown is not a finite number"
+    ):
         finite_number(value)
     with pytest.raises(MemoryError if type(error) is MemoryError else NotJsonError):
         json_text(value)
