@@ -124,9 +124,9 @@ ONE = json.dumps(entry([4], 0, 16))
 MALFORMED = {
     "name twice": (
         f'{{"w": {ONE}, "w": {json.dumps(entry([16], 0, 64))}}}',
-        "'w' is there a second",
+        "'w' appears twice",
     ),
-    "field twice": ('{"w": {"dtype": "F32", ' + ONE[1:] + "}", "'dtype' is there a second"),
+    "field twice": ('{"w": {"dtype": "F32", ' + ONE[1:] + "}", "'dtype' appears twice"),
     "overlap": (header(v=entry([4], 0, 16), w=entry([16], 0, 64)), "'w' leaves a gap, or overlaps"),
     "overlap in part": (header(v=entry([8], 0, 32), w=entry([12], 16, 64)), "'w' leaves a gap"),
     "gap": (header(v=entry([4], 0, 16), w=entry([8], 32, 64)), "'w' leaves a gap"),
