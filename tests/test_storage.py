@@ -110,7 +110,7 @@ def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_and_nothing_is_left(root: str, tmp_path: Path) -> None:
     with (
-        pytest.raises(ResourceExhausted, match="the disk of .* is full") as caught,
+        pytest.raises(ResourceExhausted, match=r"the disk of .* is full") as caught,
         place_at(f"{root}/out").new_folder(),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,5 +1,6 @@
 """Trajectories that fail by a fault of the job's code: one is borne, a whole step ends the job."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,8 @@ async def test_failures_over_the_limit_are_told_by_their_common_problem(cluster:
     fail_where(cluster, lambda one: UNKNOWN)
     job = await cluster.wait(await cluster.submit(job_yaml()))
     assert (job.problem.kind, job.problem.field) == ("unknown_agent", "agents")
-    assert "all 3 ended trajectories failed with this" in job.problem.message
+    # At the third; of four, the last may have ended by then.
+    assert re.search("all [34] ended trajectories failed with this", job.problem.message)
 
 
 async def test_failures_of_several_kinds_do_not_end_a_job_that_bears_them(cluster: Cluster) -> None:
