@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "deep tool": (
         _chats("?", tools=[{**_TOOL, "x": nested_list(5000)}]),
-        "workflow_raised: InvalidMessagesError: tools are not JSON: more than 200",
+        "workflow_raised: InvalidMessagesError: tools are not JSON: lists and dicts are nested deeper than 200",
     ),
     "message raises": (
         _chats([{"role": "user", "content": raising(SystemExit(1))}]),
@@ -274,7 +274,7 @@ class Hidden(Mapping[str, Any]):
 ITEMS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "fine": (lambda: {"question": float("nan")}, None),
     "odd keys": (lambda: {1: {None: True}}, None),
-    "deep": (lambda: {"question": nested_list(100_000)}, "does not consist of JSON values: more"),
+    "deep": (lambda: {"question": nested_list(100_000)}, "does not consist of JSON values: lists"),
     "huge": (lambda: {"question": 10**5000}, "does not consist of JSON values: "),
     "hidden": (Hidden, "raised SystemExit: of an item"),
     "hostile": (lambda: raising(KeyboardInterrupt(), dict), "raised KeyboardInterrupt"),
