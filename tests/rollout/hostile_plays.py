@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "deep tool": (
         _chats("?", tools=[{**_TOOL, "x": nested_list(5000)}]),
-        "workflow_raised: InvalidMessagesError: tools are not JSON: lists and dicts are nested deeper than 200",
+        "workflow_raised: InvalidMessagesError: tools are not JSON: lists and dicts",
     ),
     "message raises": (
         _chats([{"role": "user", "content": raising(SystemExit(1))}]),
