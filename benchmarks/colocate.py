@@ -7,7 +7,7 @@ policies on ten devices. Split: each policy has one engine on a device and one t
 Colocated (`pipeline.colocate`): both have both devices, so that rollout has twice the engines and
 training twice the rate, but one waits for the other; training states are moved to the host and
 back, and engines load weights anew. The last line is one JSON object: `colocate_over_split`
-(seconds per step of split over those of colocated, mode `sync`), the same over split in mode
+(the seconds per step of split divided by colocated's, mode `sync`), the same ratio in mode
 `micro_batch`, and the seconds of every row.
 """
 

@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -67,6 +68,11 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         raise SystemExit(128 + (received or [signal.SIGINT])[0]) from None
     raise SystemExit(0)
+
+
+def progress(text: str) -> None:
+    """Print a line for users who wait, apart from the benchmark's results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, str]:

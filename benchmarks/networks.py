@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.command import finish, options_of, run_program
+from benchmarks.command import finish, options_of, progress, run_program
 from troupe.job.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.jobs import make_learner
@@ -51,9 +50,9 @@ class Task:
     every: int
     """Updates from one point of the curve to the next."""
     published: float
-    """The plateau that is to be reached."""
+    """The plateau to reach."""
     margin: float
-    """What it is stated with, plus or minus."""
+    """The tolerance of the published plateau, plus or minus."""
     source: str
     settings: dict[str, Any] = field(default_factory=dict)
     trials: int = 4
@@ -272,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         curves = []
         for seed in SEEDS[:1] if options.quick else SEEDS:
             updates = 2 if options.quick else task.updates
-            curves.append(learn(task, seed, updates, lambda line: print(line, file=sys.stderr)))
+            curves.append(learn(task, seed, updates, progress))
         found[task.name] = summary(task, curves)
         if not options.quick:
             _keep(task, curves, found[task.name])

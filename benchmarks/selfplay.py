@@ -3,11 +3,11 @@
     python -m benchmarks.selfplay [--quick] [--json] [--only JOB] [--seed N] [--out DIR]
 
 Each JOB (naive, fictitious, psro) is one of examples/self_play, through all services of an embedded
-cluster, from the same random weights. What is measured is exploitability: half of NashConv, which
+cluster, from the same random weights. The measure is exploitability: half of NashConv, which
 the job itself computes exactly (`population.game`) from the log-probs of its members in every
-information state, under its rule for illegal answers (a random legal move): of naive self-play that
-of the newest version, of the others that of an equilibrium between their members. About three
-minutes a job.
+information state, under its rule for illegal answers (a random legal move). Naive self-play is
+measured by its newest version, the others by an equilibrium between their members. A job takes
+about three minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 import yaml
 
-from benchmarks.command import finish, run_program, scratch
+from benchmarks.command import finish, progress, run_program, scratch
 from benchmarks.end_to_end.troupe_side import cluster
 from examples.self_play.model import make_player
 from troupe.client import AsyncClient
@@ -87,11 +86,6 @@ def points_of(population: orchestrator_pb.Population) -> list[tuple[int, float]]
     return [
         (one.step, one.nash_conv / 2) for one in population.history if one.HasField("nash_conv")
     ]
-
-
-def progress(text: str) -> None:
-    """For who waits."""
-    print(text, file=sys.stderr, flush=True)
 
 
 async def measured(

@@ -233,9 +233,10 @@ def main() -> int:
         lines[package_of(module.path)] += module.lines
         folders[module.path.parent] += 1
     grown = growth(root)
+    budgets = dict.fromkeys(lines, (0, "no budget yet: add one, with its reason")) | BUDGETS
     print(f"{'package':<28}{'files':>6}{'lines':>9}{'grown':>8}{'budget':>9}")
     for name in sorted(lines, key=lambda one: -lines[one]):
-        budget, reason = BUDGETS.get(name, (0, "no budget yet: add one, with its reason"))
+        budget, reason = budgets[name]
         print(
             f"{name:<28}{files[name]:>6}{lines[name]:>9,}{grown.get(name, 0):>+8,}{budget:>9,}"
             f"  {reason}"
@@ -246,9 +247,9 @@ def main() -> int:
     )
     warnings = [
         *(
-            f"{name} has {count:,} lines, its budget is {BUDGETS.get(name, (0, ''))[0]:,}"
+            f"{name} has {count:,} lines, its budget is {budgets[name][0]:,}"
             for name, count in lines.items()
-            if count > BUDGETS.get(name, (0, ""))[0]
+            if count > budgets[name][0]
         ),
         *(
             f"{folder} has {count} files, more than {MOST_FILES_OF_A_FOLDER}"

@@ -134,7 +134,7 @@ class CheckedSpecification(View):
     advice: list[str]
     """Settings of a valid specification that have no effect."""
     summary: str
-    """One-line summary of a valid specification; empty otherwise."""
+    """A summary of a valid specification in one line; empty otherwise."""
 
 
 class Generated(View):

@@ -1,4 +1,4 @@
-"""One call of a function: its arguments, time limits and outcome."""
+"""Calls of functions: arguments, time limits, outcomes."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ class EvaluationSetSpec(EvaluationSpec):
     """A named evaluation, on its own tasks or on the job's held-out tasks."""
 
     tasks: TasksSpec | None = None
-    """Its queries: all rows of a data set's `split`, or the split "held_out" of a class of yours.
+    """Source of queries: all rows of a data set's `split`, or the split "held_out" of your class.
     Default: the held-out queries of the job's own `tasks`."""
     queries: Queries = 0
     """Queries per evaluation, at most as many as there are; 0: all."""

@@ -9,7 +9,6 @@ from typing import Any, Final, Self
 from pydantic import field_validator, model_validator
 
 from troupe.contracts import metric_names
-from troupe.contracts.metric_names import TEAM
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import TasksSpec
@@ -74,7 +73,7 @@ class JobSpec(JobFields):
             raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
         if not self.trained_policies:
             raise ValueError("policies: none is trainable; set `trainable: true` on at least one")
-        if TEAM in self.agents:
+        if metric_names.TEAM in self.agents:
             raise ValueError(
                 "agents.team: the key `team` of rewards is the team's success and belongs to no "
                 "agent; choose another name"
@@ -165,7 +164,7 @@ class JobSpec(JobFields):
         return self
 
     def _check_success(self, field: str, success: str | None) -> None:
-        known = (TEAM, *self.agents, *self.rewards)
+        known = (metric_names.TEAM, *self.agents, *self.rewards)
         if success is not None and success not in known:
             raise ValueError(
                 f"{field}.success: '{success}' is neither an agent nor one of `rewards`; "

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.command import finish, options_of, run_program
-from benchmarks.papers.psro.theirs import iterations, progress
+from benchmarks.papers.psro.theirs import iterations, report_iteration
 from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
@@ -49,7 +49,7 @@ def ours(game: str, target: float) -> list[Point]:
     found = []
     for one in ExactPsro(SequenceForm.of(game)).run(_ITERATIONS):
         found.append(Point(one.number, one.nash_conv, time.process_time() - began))
-        progress("Troupe", game, one.number, one.nash_conv, found[-1].seconds)
+        report_iteration("Troupe", game, one.number, one.nash_conv, found[-1].seconds)
         if one.nash_conv <= target:
             break
     return found

@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 import torch
 
-from benchmarks.papers.psro.theirs import iterations, progress
+from benchmarks.papers.psro.theirs import iterations, report_iteration
 from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.populations.psro import LearnedPsro, Oracle
 
@@ -62,7 +62,7 @@ def ours(game: str, target: float, updates: int, copies: int, seconds: float) ->
         psro = LearnedPsro(game, oracle(updates, copies), seed=1, workers=pool.map)
         for one in psro.run(_ITERATIONS):
             cpu, wall = _cpu() - began, time.perf_counter() - clock
-            progress("Troupe, learned", game, one.number, one.nash_conv, cpu)
+            report_iteration("Troupe, learned", game, one.number, one.nash_conv, cpu)
             if best is None or one.nash_conv < best.nash_conv:
                 best = Learned(one.nash_conv, one.number, cpu, wall)
             if one.nash_conv <= target or cpu > seconds:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.command import progress
+
 _RUN_SECONDS: Final = 1800.0
 
 
-def progress(side: str, game: str, iteration: int, nash_conv: float, seconds: float) -> None:
-    """For who waits: a line per iteration."""
+def report_iteration(
+    side: str, game: str, iteration: int, nash_conv: float, seconds: float
+) -> None:
+    """Print a line about an iteration for users who wait."""
     said = f"{side}, {game}: iteration {iteration}, NashConv {nash_conv:.4g}, {seconds:.1f} CPU s"
-    print(said, file=sys.stderr, flush=True)
+    progress(said)
 
 
 def iterations(python: Path, module: str, game: str, *arguments: object) -> list[dict[str, Any]]:
@@ -44,7 +47,7 @@ def iterations(python: Path, module: str, game: str, *arguments: object) -> list
     try:
         for line in process.stdout:
             one = json.loads(line)
-            progress("OpenSpiel", game, one["iteration"], one["nash_conv"], one["seconds"])
+            report_iteration("OpenSpiel", game, one["iteration"], one["nash_conv"], one["seconds"])
             found.append(one)
         failed = process.wait()
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
-from benchmarks.command import finish, options_of, run_program
+from benchmarks.command import finish, options_of, progress, run_program
 from benchmarks.papers.sampling.sides import Rate, Side, SideFailed, ratio, started
 from benchmarks.references import ReferenceUnavailable, reference_python
 
@@ -52,11 +52,6 @@ def row(side: Side, workers: int, rates: Sequence[Rate]) -> str:
     per_cpu = median(rate.per_cpu_second for rate in rates)
     told = f"{side.world.removesuffix('_arrays'):8} {side.name:28} {workers:>7} {side.copies:>6}"
     return f"{told} {per_second:>12,.0f} {per_cpu:>14,.0f}"
-
-
-def progress(text: str) -> None:
-    """For who waits."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def turn(what: Sequence[T], number: int) -> list[T]:

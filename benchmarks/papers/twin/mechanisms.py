@@ -1,8 +1,8 @@
-"""What each mechanism is worth alone and together, in the twin, on clusters of several sizes.
+"""The gain of each mechanism, alone and together, in the twin, on clusters of several sizes.
 
-The job is that of rollart.py with environments that stall and break, where 64 devices,
-512 or 3,000 generate and train one policy of 32B. *Alone* is a mechanism added to none of them,
-*without* all of them but one.
+The job is the one of rollart.py, with environments that stall and break; 64, 512 or 3,000 devices
+generate and train one policy of 32B. *Alone* adds one mechanism to a job without any, *without*
+removes one from a job with all.
 """
 
 from __future__ import annotations

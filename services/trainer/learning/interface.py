@@ -32,7 +32,7 @@ from troupe.v1 import trainer_pb2 as trainer_pb
 
 
 class TrainingRow(Protocol):
-    """One sample as its learner has parsed it."""
+    """A sample that its learner has parsed."""
 
     @property
     def size(self) -> int:

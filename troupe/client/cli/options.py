@@ -1,4 +1,4 @@
-"""What several commands share: options, calls of a cluster, and formats of numbers."""
+"""Options, calls of a cluster and formats of numbers that several commands share."""
 
 from __future__ import annotations
 
