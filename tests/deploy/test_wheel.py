@@ -216,7 +216,7 @@ def test_what_is_in_the_repository_only_is_named(
     (tmp_path / "job.yaml").write_text(JOB)
     done = program(environment, tmp_path, "troupe", "chaos", "job.yaml")
     assert done.returncode == 1
-    assert "the chaos harness is in Troupe's repository" in done.stderr
+    assert "the chaos harness is part of Troupe's repository" in done.stderr
 
 
 @pytest.mark.slow

@@ -167,6 +167,7 @@ sys.path.append(sys.argv[1])  # last: what this environment has comes from there
 from services.orchestrator.jobs import sinks as module
 from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
+from tests.support.waiting import PATIENCE
 from troupe.job import parse_job
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from wandb.proto import wandb_internal_pb2
