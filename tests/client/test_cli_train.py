@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(project: Project) -> None:
     out, _ = process.communicate(timeout=PATIENCE)
 
     assert process.returncode == 130
-    assert "what is committed stays" in out
+    assert "committed steps stay" in out
     assert "resume with:" in out
     assert project.gone()
 

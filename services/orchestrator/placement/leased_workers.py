@@ -17,6 +17,7 @@ from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from troupe.contracts import kinds
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
+from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 # Start of the monotonic clock. Of two gangs the later one has the devices, and a jump of the wall
@@ -49,8 +50,9 @@ class LeasedWorkers:
         # Workers that may hold a binding, a state or a prefetched copy of the policy.
         self._touched: set[WorkerHandle] = set()
         self._avoid: WorkerHandle | None = None
-        # Ids of workers without room for the policy's state.
+        # Ids of workers without room for the policy's state, and what the last of them said.
         self._too_small: set[str] = set()
+        self._too_large: FailedPrecondition | None = None
         # Start and extent of the lack of devices for its first gang.
         self._short_since: float | None = None
         self.shortage: binding.TooManyRanks | None = None
@@ -106,13 +108,19 @@ class LeasedWorkers:
         self.bound_at = time.monotonic()
         self._touch_scheduler()
 
-    def bar(self, worker: WorkerHandle) -> bool:
-        """Give up `worker`, whose devices are too small for the policy; whether no usable worker is
-        large enough."""
+    def bar(self, worker: WorkerHandle, error: FailedPrecondition) -> None:
+        """Give up `worker`, whose devices are too small for the policy, as `error` says."""
         self._too_small.add(worker.worker_id)
+        self._too_large = error
         self.unassign()
-        usable = self._registry.usable(worker.kind)
-        return all(one.worker_id in self._too_small for one in usable)
+
+    def check_room(self) -> None:
+        """Refuse the policy once all workers are too small for it, those included that were lost a
+        moment ago."""
+        if self._too_large is not None:
+            expected = self._registry.expected(orchestrator_pb.WORKER_KIND_TRAINER)
+            if expected and all(one.worker_id in self._too_small for one in expected):
+                self.refuse(self._too_large)
 
     def touch(self, worker: WorkerHandle) -> None:
         """Note that `worker` may hold something of the policy."""

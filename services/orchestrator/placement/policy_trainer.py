@@ -185,11 +185,10 @@ class PolicyTrainer:
                 except TroupeError as error:
                     if isinstance(error, Unavailable):
                         self._crash_guard.note(worker)
-                    if error.kind in _TOO_LARGE:
+                    if isinstance(error, FailedPrecondition) and error.kind in _TOO_LARGE:
                         # Bytes; of a gang it is ranks.
                         value = (error.value or "") if error.kind == kinds.POLICY_TOO_LARGE else ""
-                        if lease.too_large_for(worker, int(value) if value.isdigit() else 0):
-                            raise
+                        lease.too_large_for(worker, int(value) if value.isdigit() else 0, error)
                         continue
                     self._leave(worker)
                     await attempts.failed(error)

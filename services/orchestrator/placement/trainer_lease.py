@@ -20,7 +20,7 @@ from services.orchestrator.placement.suspension import PolicySuspension
 from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.contracts import kinds
-from troupe.rpc import TroupeError, Unavailable, new_id
+from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -74,11 +74,12 @@ class TrainerLease:
         self.demand.memory.measured(state_bytes)
         self.workers.mark_bound()
 
-    def too_large_for(self, worker: WorkerHandle, state_bytes: int) -> bool:
-        """Give up `worker`, whose devices have no room for `state_bytes`; return whether that holds
-        for all workers."""
+    def too_large_for(
+        self, worker: WorkerHandle, state_bytes: int, error: FailedPrecondition
+    ) -> None:
+        """Give up `worker`, whose devices have no room for `state_bytes` (0: unknown)."""
         self.demand.memory.exceeds(state_bytes)
-        return self.workers.bar(worker)
+        self.workers.bar(worker, error)
 
     async def specification_on(self, worker: WorkerHandle) -> str:
         """Return the job's specification (JSON) for the group led by `worker`."""

@@ -153,15 +153,19 @@ class TrainerScheduler:
 
     def _decide(self) -> float:
         now = time.monotonic()
-        usable = {w.worker_id: w for w in self._workers.usable(orchestrator_pb.WORKER_KIND_TRAINER)}
+        expected = self._workers.expected(orchestrator_pb.WORKER_KIND_TRAINER)
+        usable = {worker.worker_id: worker for worker in expected if worker.usable}
         workers = [_rank_worker(worker) for worker in usable.values()]
+        perhaps = [_rank_worker(worker) for worker in expected]
         policies = [self._policy(one, usable, now) for one in self._leases.values()]
         again = math.inf
         for policy in policies:
-            if problem := binding.too_large(policy, workers):
-                self._leases[policy.policy].workers.refuse(_too_large(problem, policy))
+            leased = self._leases[policy.policy].workers
+            if problem := binding.too_large(policy, perhaps):
+                leased.refuse(_too_large(problem, policy))
+            leased.check_room()
             few = None if policy.bound else binding.too_many_ranks(policy, workers)
-            again = min(again, self._leases[policy.policy].workers.fall_short(few, now))
+            again = min(again, leased.fall_short(few, now))
         others = self._foreign(usable)
         plan = binding.decide(binding.BindingRules(), [*policies, *others], workers, now)
         self._planned = plan.wanted

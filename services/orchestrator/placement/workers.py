@@ -156,6 +156,11 @@ class WorkerRegistry:
         """Return the workers of a kind that take new work, by id."""
         return [worker for worker in self.all() if worker.kind == kind and worker.usable]
 
+    def expected(self, kind: orchestrator_pb.WorkerKind.ValueType) -> list[WorkerHandle]:
+        """Return the workers of a kind that take new work, and those lost a moment ago, which may
+        report again or be replaced, by id."""
+        return [one for one in self.all() if one.kind == kind and (one.usable or not one.alive)]
+
     def age(self, worker: WorkerHandle) -> float:
         """Return the seconds since the worker's newest heartbeat."""
         return self._clock() - worker.seen
@@ -239,6 +244,7 @@ class WorkerRegistry:
             self._lose(worker, f"no heartbeat for {age:.1f} s")
         elif not worker.alive and age > limit + _REMEMBER_SECONDS:
             self._forget(worker)
+            self._notify()
 
     def _lose(self, worker: WorkerHandle, why: str) -> None:
         if not worker.alive:

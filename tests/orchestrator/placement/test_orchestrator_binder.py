@@ -280,6 +280,30 @@ async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> Non
     assert second.calls["Bind"] == 1
 
 
+@pytest.mark.parametrize("told_by_worker", [True, False])
+async def test_a_large_policy_waits_for_a_large_trainer_that_was_just_lost(
+    house: Cluster, told_by_worker: bool
+) -> None:
+    """Whether the trainer that is left says that it is too small, or its memory shows it."""
+    refusal = FailedPrecondition("no room", kind="policy_too_large", value=10**12)
+    small = TrainerScript(memory=0 if told_by_worker else 1 << 10, bind_error=refusal)
+    left = await house.add_trainer(small)
+    large = await house.add_trainer(TrainerScript())
+    workers = house.orchestrator.service._at.shared.workers  # type: ignore[union-attr]
+    trainer = orchestrator_pb.WORKER_KIND_TRAINER
+    await until(lambda: len(workers.usable(trainer)) == 2)
+    await large.fall_silent()
+    await until(lambda: len(workers.usable(trainer)) == 1)
+    job_id = await house.submit(job_yaml(policies=("alice",)))
+    if told_by_worker:
+        await until(lambda: left.calls["Bind"])
+    await house.until(job_id, lambda job: "trainer worker" in job.activity)
+    await large.speak()
+    ended = await house.wait(job_id)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert large.calls["Bind"] == 1
+
+
 async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_path: Path) -> None:
     """While a long evaluation runs nobody trains: devices are given back, no trainer is wanted, and
     the last one may leave. The next step asks for one again and goes on from what was committed."""

@@ -57,11 +57,20 @@ async def test_a_worker_that_failed_is_barred_while_there_is_another(
     assert workers.avoided == first.worker_id
 
 
-async def test_a_policy_is_too_large_once_no_worker_has_room(registry: WorkerRegistry) -> None:
+async def test_a_policy_is_refused_once_no_worker_has_room(registry: WorkerRegistry) -> None:
     first, second = workers_of(registry)
     workers = leased(registry)
-    assert not workers.bar(first)
-    assert workers.bar(second)
+    error = FailedPrecondition("no room", kind="policy_too_large")
+    workers.bar(first, error)
+    workers.check_room()
+    workers.check()
+    second.lose()  # it may report again, and have room
+    workers.check_room()
+    workers.check()
+    workers.bar(second, error)
+    workers.check_room()
+    with pytest.raises(FailedPrecondition, match="no room"):
+        workers.check()
     assert workers.barred == {first.worker_id, second.worker_id}
 
 
