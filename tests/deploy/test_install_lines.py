@@ -20,6 +20,8 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN: str = PROJECT["name"]
@@ -154,6 +156,23 @@ def test_install_lines_resolve(wheel: Path) -> None:
         if (done := resolve(requirement, *options)).returncode:
             unresolved[requirement] = done.stderr
     assert unresolved == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_every_extra_resolves_beside_torch_for_cuda(extra: str, tmp_path: Path) -> None:
+    """On Linux the registry's torch is the CUDA build, which needs packages for its CUDA."""
+    if resolve("setuptools").returncode:
+        pytest.skip("the registry cannot be reached")
+    cuda = tmp_path / "cuda.txt"
+    cuda.write_text(next(one for one in EXTRAS["trainer"] if one.startswith("torch==")))
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--extra", extra]
+    command += ["--python-platform", "x86_64-manylinux_2_28", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(cuda)], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nvidia-" in done.stdout
 
 
 @pytest.mark.slow
