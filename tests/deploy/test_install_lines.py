@@ -175,6 +175,54 @@ def test_every_extra_resolves_beside_torch_for_cuda(extra: str, tmp_path: Path) 
     assert "nvidia-" in done.stdout
 
 
+def sglang_releases() -> dict[str, set[str]]:
+    """The releases of SGLang that recipes and documentation install, by file."""
+    kinds = ("docs/*.md", "README.md", "deploy", "docker-compose*.yml")
+    listed = subprocess.run(
+        ["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {}
+    for name in listed.stdout.splitlines():
+        text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
+        said = re.findall(r"(?:sglang==|SGLANG(?:_VERSION)?(?:[:=] ?|:-)\"?)(\d[\w.]*)", text)
+        if re.search(r"install .*\bsglang\b(?!==)(?!-)", text):
+            said.append("any")
+        if said:
+            found[name] = set(said)
+    return found
+
+
+def test_one_release_of_sglang_is_installed_everywhere() -> None:
+    found = sglang_releases()
+    assert {"docs/gpus.md", "docs/tutorials/gpu.md", "docker-compose.gpu.yml"} < set(found)
+    assert len(set.union(*found.values())) == 1, found
+
+
+@pytest.mark.slow
+def test_sglang_brings_the_torch_and_the_nccl_of_the_trainer() -> None:
+    """NCCL forms no group of two of its releases; each torch is built with one."""
+    if resolve("setuptools").returncode:
+        pytest.skip("the registry cannot be reached")
+    [release] = set.union(*sglang_releases().values())
+    torch = next(one for one in EXTRAS["trainer"] if one.startswith("torch=="))
+
+    def beside(requirement: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "-"]
+        options = ["--python-platform", "x86_64-manylinux_2_35", "--prerelease", "allow"]
+        done = subprocess.run(
+            [*command, *options],
+            input=requirement,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr
+        pins = dict(re.findall(r"^([\w-]+)==(\S+)", done.stdout, re.MULTILINE))
+        return {name: pins[name] for name in ("torch", "nvidia-nccl-cu13")}
+
+    assert beside(f"sglang=={release}") == beside(torch)
+
+
 @pytest.mark.slow
 def test_the_name_on_the_registry_is_free_or_ours(tmp_path: Path) -> None:
     if resolve("setuptools").returncode:
