@@ -28,6 +28,7 @@ from troupe.checkpoints.verifying import LINEAGE, Lineage
 from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, check_address, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
+from troupe.client.cli.doctor import doctor
 from troupe.client.cli.failures import FAILED, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
@@ -49,6 +50,7 @@ from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, require_running, running_state, sign_in_link
 from troupe.demo.command import demo
 from troupe.demo.command import examples as examples_app
+from troupe.doctor.examination import quick_checks
 from troupe.job.spec import policy_of
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
@@ -354,6 +356,8 @@ def _supervise(settings: ClusterSettings, what: str, *, detach: bool) -> None:
     """Run a supervisor until a signal, or in the background."""
     console = Console()
     console.print(f"starting {what} in {settings.data_dir}", style="dim", soft_wrap=True)
+    for one in quick_checks():
+        console.print(f"{one} (`troupe doctor`)", style="yellow", highlight=False, soft_wrap=True)
     if detach:
         _print_addresses(console, start_detached(settings))
         return
@@ -553,6 +557,7 @@ app.command("slurm")(slurm)
 app.command("plan")(plan)
 app.command("down")(down)
 app.command("status")(status)
+app.command("doctor")(doctor)
 app.add_typer(jobs, name="jobs")
 app.add_typer(functions, name="functions")
 app.add_typer(samples, name="samples")

@@ -1,0 +1,67 @@
+"""`troupe doctor`: what this host has and lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from troupe.client.cli import options
+from troupe.client.cli.failures import FAILED
+from troupe.doctor.examination import examine
+from troupe.doctor.findings import Finding, Verdict
+
+_STYLES: Final = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+def doctor(
+    sglang: Annotated[
+        str | None,
+        typer.Option(
+            "--sglang-python",
+            envvar="TROUPE_SGLANG_PYTHON",
+            help="Interpreter of the environment that has SGLang.",
+        ),
+    ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm-python",
+            envvar="TROUPE_VLLM_PYTHON",
+            help="Interpreter of the environment that has vLLM.",
+        ),
+    ] = None,
+    redis_url: Annotated[
+        str,
+        typer.Option(
+            envvar="TROUPE_REDIS_URL", help="A Redis of yours. Default: the embedded one."
+        ),
+    ] = "",
+    as_json: options.AsJson = False,
+) -> None:
+    """Check this host: driver, devices, torch, inference servers, memory, limits, network, Redis.
+    Exit status 1 if jobs would fail."""
+    named = {kind: path for kind, path in (("sglang", sglang), ("vllm", vllm)) if path}
+    findings = asyncio.run(examine(redis_url, named))
+    if as_json:
+        print(json.dumps([asdict(one) for one in findings], indent=2))
+    else:
+        _print(Console(), findings)
+    raise typer.Exit(FAILED if any(one.verdict is Verdict.PROBLEM for one in findings) else 0)
+
+
+def _print(console: Console, findings: list[Finding]) -> None:
+    for one in findings:
+        style = _STYLES[one.verdict]
+        console.print(
+            f"[{style}]{one.verdict:<8}[/] {one.subject:<14} {escape(one.text)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if one.remedy:
+            console.print(f"{'':<24}{escape(one.remedy)}", highlight=False, soft_wrap=True)
