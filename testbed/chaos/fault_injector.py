@@ -14,8 +14,9 @@ from testbed.chaos.schedule import KILL, PlannedFault, scaled
 from troupe.rpc.errors import TroupeError
 
 POWER_OFF: Final = "power_off"
-# A service that is not back by then is reported, and the next fault comes all the same.
-_RECOVERY_SECONDS: Final = 30.0
+# A service that is not back by then is reported, and the next fault comes all the same. As long as
+# the cluster lets a service take to become healthy (ClusterSettings.start_seconds).
+_RECOVERY_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
