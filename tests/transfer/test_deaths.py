@@ -273,5 +273,9 @@ def test_memory_is_bounded_over_many_versions(root: Path) -> None:
         reader.wait(PATIENCE)
     owner.stop(0)
     transfer.close()
-    settled, last = anonymous[20], anonymous[-1]
-    assert all(after - before < size / 1024 for before, after in zip(settled, last, strict=True))
+    # The lowest of twenty: buffers of a transfer that is just over may be there for a moment.
+    for side in (0, 1):
+        settled, last = (
+            min(one[side] for one in part) for part in (anonymous[20:40], anonymous[-20:])
+        )
+        assert last - settled < size / 1024
