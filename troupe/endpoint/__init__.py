@@ -1,1 +1,2 @@
-"""APIs of OpenAI and Anthropic for a trajectory's agents: a framework is trained unchanged."""
+"""OpenAI's and Anthropic's APIs for a trajectory's agents, so that an unchanged framework can be
+trained."""

@@ -1,4 +1,5 @@
-"""Anthropic's Messages API: requests as chat completion requests, replies as messages, events."""
+"""Anthropic's Messages API: translates requests to chat completion requests, and replies to
+messages and events."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class _OutputConfig(BaseModel, extra="forbid"):
 class _Thinking(BaseModel, extra="forbid"):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    """Demanded by the API where thinking is enabled; thoughts count to `max_tokens` only."""
+    """Required by the API when thinking is enabled; thoughts count only towards `max_tokens`."""
     display: str | None = None
 
 
@@ -49,7 +50,7 @@ class _ToolChoice(BaseModel):
 
 
 class MessagesRequest(ApiBody):
-    """`POST /v1/messages`: the fields that chat completion requests do not have, or differently."""
+    """`POST /v1/messages`: the fields that chat completion requests lack or define differently."""
 
     neutral: ClassVar[Neutral] = {
         **dict.fromkeys(("container", "mcp_servers"), not_),
@@ -61,7 +62,7 @@ class MessagesRequest(ApiBody):
     max_tokens: int | None = Field(default=None, ge=1)
     stop_sequences: Annotated[list[str], FIRST_ERROR] | None = None
     stop: str | Annotated[list[str], FIRST_ERROR] | None = None
-    """An extension: as chat completions have it."""
+    """An extension, as in chat completions."""
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: dict[str, Any] | None = None
@@ -72,7 +73,8 @@ class MessagesRequest(ApiBody):
 
 @dataclass(frozen=True)
 class AskedMessage:
-    """A request of the Messages API, and the same as the body of a chat completion request."""
+    """A request of the Messages API, and its translation to the body of a chat completion
+    request."""
 
     given: MessagesRequest
     chat: dict[str, Any]
@@ -80,8 +82,8 @@ class AskedMessage:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], max_new_tokens: int) -> Self:
-        """The request in `body`; the API demands `max_tokens` of everybody, so the agent's
-        `max_new_tokens` is not exceeded. Raises `ApiError` and `InvalidMessagesError`."""
+        """Return the request in `body`. The API requires `max_tokens` of every client, so it is
+        capped at the agent's `max_new_tokens`. Raises `ApiError` and `InvalidMessagesError`."""
         given = MessagesRequest.validated(body)
         names = FieldNames(
             {
@@ -115,14 +117,14 @@ class AskedMessage:
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as those of a chat, where results of tools are messages of their own."""
+    """Return the messages as chat messages, in which each tool result is a separate message."""
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(given):
         at = f"messages[{index}]"
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise refused(
-                f"the role {str(role)[:60]!r} is not known here",
+                f"unknown role {str(role)[:60]!r}",
                 f"{at}.role",
                 "Known: user, assistant, system.",
             )
@@ -133,9 +135,9 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": role, "content": text})
     if messages and messages[-1]["role"] == "assistant":
         raise refused(
-            "the conversation ends with the assistant, whose words cannot be continued",
+            "the conversation ends with an assistant message, which cannot be continued",
             f"messages[{len(given) - 1}]",
-            "End it with a message of the user.",
+            "End it with a user message.",
         )
     return messages
 
@@ -156,9 +158,9 @@ def _add_blocks(messages: list[dict[str, Any]], role: str, blocks: list[Any], fi
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind not in _TEXT_BLOCKS:
             raise refused(
-                f"a block of type {str(kind)[:60]!r} is no text",
+                f"a block of type {str(kind)[:60]!r} is not text",
                 at,
-                f"Known: {', '.join(_TEXT_BLOCKS)}; agents see no images, sounds or files.",
+                f"Known: {', '.join(_TEXT_BLOCKS)}; agents cannot see images, sounds or files.",
                 code="invalid_value",
             )
         if kind == "text":
@@ -193,7 +195,7 @@ def _add_blocks(messages: list[dict[str, Any]], role: str, blocks: list[Any], fi
 def _tool(tool: Mapping[str, Any], index: int, names: FieldNames) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise refused(
-            f"a tool of type {str(tool['type'])[:60]!r} is Anthropic's own",
+            f"a tool of type {str(tool['type'])[:60]!r} runs at Anthropic",
             f"tools[{index}].type",
             "Offer tools with an `input_schema`, and run them in the agent.",
         )
@@ -213,7 +215,7 @@ def _tool_choice(given: _ToolChoice | None) -> Any:
     if given.type == "tool":
         return {"type": "function", "function": {"name": given.name}}
     raise refused(
-        f"a tool_choice of type {given.type[:60]!r} cannot be done here",
+        f"a tool_choice of type {given.type[:60]!r} is not supported",
         "tool_choice.type",
         "Known: auto, any, tool, none.",
     )
@@ -221,13 +223,13 @@ def _tool_choice(given: _ToolChoice | None) -> Any:
 
 @dataclass(frozen=True)
 class MessagesAnswer(ApiAnswer):
-    """Writes the reply to one request of the Messages API."""
+    """A writer of the reply to one request of the Messages API."""
 
     chat: ChatRequest
     id: str = field(default_factory=lambda: new_id("msg").replace("-", "_"))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
+        """Return the body of a response without streaming."""
         [reply] = replies
         reason, sequence = self._end(reply)
         counts = usage(replies)
@@ -254,7 +256,7 @@ class MessagesAnswer(ApiAnswer):
         return message
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
-        """The events of a stream, including its end."""
+        """Yield the events of a stream, including its last one."""
         message = self.whole(replies)
         end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         blocks, unmet = message["content"], message.pop("unmet", None)
@@ -269,11 +271,11 @@ class MessagesAnswer(ApiAnswer):
         yield event({"type": "message_stop"}, named=True)
 
     def failure(self, error: ApiError) -> str:
-        """The last event of a stream whose turn failed."""
+        """Return the last event of a stream whose turn failed."""
         return event(error.anthropic_body, named=True)
 
     def _end(self, reply: Reply) -> tuple[str, str | None]:
-        """`stop_reason` and `stop_sequence`."""
+        """Return `stop_reason` and `stop_sequence`."""
         if reply.finish_reason == "length":
             return "max_tokens", None
         if reply.tool_calls:
@@ -286,7 +288,7 @@ class MessagesAnswer(ApiAnswer):
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
-    """The content of a reply: thoughts, text, and each call."""
+    """Return the content of a reply: thoughts, text, and each call."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content:
         thoughts = reply.reasoning_content
@@ -300,7 +302,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one content block, which comes in one piece."""
+    """Yield the events of one content block, which is sent whole."""
     if block["type"] == "tool_use":
         empty = {**block, "input": {}}
         deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]

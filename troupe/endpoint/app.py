@@ -1,8 +1,8 @@
 """OpenAI's and Anthropic's APIs over HTTP: routes, request bodies, streams, and clients that
 disconnect.
 
-A request of the Responses or the Messages API is translated to a chat completion request, so that
-there is one way to an agent.
+Requests of the Responses and Messages APIs are translated to chat completion requests, so an agent
+has only one entry.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Written = TypeVar("Written")
 Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 
 
-# Larger bodies are read, and replies with more tokens are serialized, in a thread, to keep the
-# event loop free.
+# Larger bodies are read in a thread, and longer replies are serialized in one, to keep the event
+# loop free.
 _BYTES_READ_AT_ONCE: Final = 65_536
 _CONTAINERS: Final = 100_000
-# Also an unfinished string, so that a search never begins anew inside of one.
+# Also matches an unfinished string, so that a search never starts again inside one.
 _JSON_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
 # Other APIs that OpenAI and others serve below a base URL.
@@ -94,20 +94,20 @@ _PATHS: Final = (
 def create_app(
     find: Find, count: Callable[[str, int], None], *, max_body: int, keep_alive: float
 ) -> Starlette:
-    """The application. `find(token, agent)` returns the addressed agent and its options;
+    """Return the application. `find(token, agent)` returns the addressed agent and its options;
     `count(call, status)` is called for every response; `max_body`: bytes; `keep_alive`: seconds
     between a stream's comments."""
 
     bodies = BodyReader(max_body)
     warnings = _SamplingWarnings()
 
-    # Of running trajectories: an agent lives as long as its trajectory.
+    # Only of running trajectories: an agent lives as long as its trajectory.
     histories: WeakKeyDictionary[Agent, ResponseHistory] = WeakKeyDictionary()
     orders: WeakKeyDictionary[TrajectoryRecord, asyncio.Lock] = WeakKeyDictionary()
 
     async def read(request: Request, agent: Agent, parse: Callable[[Any], Parsed]) -> Parsed:
-        """What `parse` makes of the body: in a thread if it is large, and in the order in which the
-        bodies for its trajectory have arrived."""
+        """Return `parse(body)`, computed in a thread for a large body, and in the order in which
+        the bodies of the trajectory arrived."""
         order = orders.setdefault(agent.trajectory, asyncio.Lock())
         received = bodies.read(request.scope["headers"], request.receive, agent.trajectory)
         return await _parsed(received, order, lambda body: parse(check_object(body)))
@@ -115,7 +115,7 @@ def create_app(
     def asks(
         agent: Agent, options: EndpointOptions, body: Any
     ) -> tuple[ChatRequest, ReadConversation]:
-        """A chat completion request, and the conversation that it continues."""
+        """Return the chat completion request, and the conversation that it continues."""
         asked = ChatRequest.of(body, lenient=options.lenient)
         conversation = agent.read(
             asked.conversation(agent.role.system_prompt),
@@ -256,7 +256,7 @@ def create_app(
 
 
 class _SamplingWarnings:
-    """Logs once which sampling parameters of clients are not followed."""
+    """A log of the clients' sampling parameters that are not followed; each is reported once."""
 
     def __init__(self) -> None:
         self._logged: WeakKeyDictionary[ChatTokenizer, set[tuple[str, str]]] = WeakKeyDictionary()
@@ -283,36 +283,37 @@ class _SamplingWarnings:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """A model as the clients of both OpenAI and Anthropic read it."""
+    """Return a model in the form that the clients of both OpenAI and Anthropic read."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "troupe"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _not_served(method: str, path: str) -> ApiError:
-    """The error for an API that is not served, or for a served one with a wrong path or method."""
+    """Return the error for an API that is not served, or for a served one with a wrong path or
+    method."""
     parts = [part for part in path.split("/") if part]
     while parts[:1] == ["v1"]:
         parts.pop(0)
     short = "/".join(parts)[:80]
     if short in _PATHS or parts[:1] == ["models"]:
-        asked = f"{method} .../{path[:80]} is not how it is reached"
+        asked = f"{method} .../{path[:80]} is not a known path or method"
         code, status = ("method_not_allowed", 405) if path == f"v1/{short}" else ("not_found", 404)
     else:
         name = _OTHER_APIS.get(parts[0] if parts else "")
         about = f" ({name})" if name else ""
-        asked = f"{method} /{short}{about} is not served here"
+        asked = f"{method} /{short}{about} is not served"
         code, status = "unknown_route", 404
     doubled = " Anthropic's clients add /v1 themselves: give them `endpoint.anthropic_url`."
     remedy = doubled if path.startswith("v1/v1/messages") else ""
     return ApiError(
         status,
-        f"{asked}. Below a base URL that ends in /v1 are {_SERVED}.{remedy} See docs/openai.md.",
+        f"{asked}. A base URL that ends in /v1 serves {_SERVED}.{remedy} See docs/openai.md.",
         code=code,
     )
 
 
 def _of_anthropic(request: Request) -> bool:
-    """Whether the client reads errors in the shape of Anthropic's API."""
+    """Return whether the client expects errors in the form of Anthropic's API."""
     path = request.scope["path"].rstrip("/")
     return "anthropic-version" in request.headers or path.endswith(
         ("/v1/messages", "/v1/messages/count_tokens")
@@ -343,11 +344,11 @@ def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
 
 
 def _of_json(body: bytes | bytearray) -> Any:
-    """The value of a body. Raises `ApiError`."""
+    """Parse a body as JSON. Raises `ApiError`."""
     _check_containers(body)
     try:
         value = json.loads(body)
-        if b"\\ud" in body.lower():  # perhaps half a surrogate pair, which no tokenizer takes
+        if b"\\ud" in body.lower():  # perhaps half a surrogate pair, which tokenizers reject
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
@@ -355,11 +356,11 @@ def _of_json(body: bytes | bytearray) -> Any:
 
 
 def _check_containers(body: bytes | bytearray) -> None:
-    """Raise `ApiError` for a body with too many objects and lists: each takes microseconds in which
-    no other thread runs, since the parser of JSON keeps the GIL."""
+    """Raise `ApiError` for a body with too many objects and lists: the JSON parser holds the GIL,
+    so each costs microseconds in which no other thread runs."""
     if body.count(b"{") + body.count(b"[") <= _CONTAINERS:
         return
-    outside = _JSON_STRING.sub(b"", body)  # texts may have any number of brackets
+    outside = _JSON_STRING.sub(b"", body)  # texts may contain any number of brackets
     found = outside.count(b"{") + outside.count(b"[")
     if found > _CONTAINERS:
         raise ApiError(
@@ -375,8 +376,8 @@ async def _parsed(
     order: asyncio.Lock,
     parse: Callable[[Any], Parsed],
 ) -> Parsed:
-    """What `parse` makes of the JSON value that a body is. Bodies with one `order` are parsed in
-    the order in which they have arrived."""
+    """Return `parse(value)` for the JSON value of a body. Bodies that share an `order` are parsed
+    in the order of their arrival."""
     try:
         async with received as body, order:
             if len(body) <= _BYTES_READ_AT_ONCE:
@@ -403,8 +404,8 @@ async def _answer(
     answer: ApiAnswer,
     keep_alive: float,
 ) -> Response:
-    """The response, or a stream. Its turns are cancelled, or taken back, unless the client is there
-    when the answer is sent."""
+    """Return the response, or a stream. If the client has left when the answer is sent, the turns
+    are cancelled or withdrawn."""
     turns = _noted(turns, request.headers.get("x-session-id", ""))
     pending = _Pending(request, agent, turns)
     streams = bool(asked.stream)
@@ -429,7 +430,7 @@ async def _answer(
 
 
 async def _noted(turns: Turns, session: str) -> list[Reply]:
-    """The replies, with the name that the client gives their conversation."""
+    """Return the replies, labelled with the client's name for their conversation."""
     replies = await turns
     for reply in replies:
         reply.session = session
@@ -437,9 +438,9 @@ async def _noted(turns: Turns, session: str) -> list[Reply]:
 
 
 async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> AsyncIterator[str]:
-    """Server-sent events. Comments keep the connection open until the turns are complete."""
+    """Yield server-sent events. Comments keep the connection open until the turns are complete."""
     try:
-        # One interval has passed before the stream began.
+        # One interval passed before the stream began.
         while not await pending.wait(0):
             yield ": the turn is being generated\n\n"
             await pending.wait(keep_alive)
@@ -462,7 +463,7 @@ async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> As
 
 
 async def _written(write: Callable[[list[Reply]], Written], replies: list[Reply]) -> Written:
-    """`write(replies)`, in a thread for long replies."""
+    """Return `write(replies)`, computed in a thread for long replies."""
     if sum(len(reply.response) for reply in replies) <= _TOKENS_WRITTEN_AT_ONCE:
         return write(replies)
     return await asyncio.to_thread(write, replies)
@@ -478,7 +479,8 @@ class _Pending:
         self._delivered = False
 
     async def wait(self, seconds: float | None) -> bool:
-        """Whether the turns have ended, after at most `seconds`. Their own deadline bounds them.
+        """Wait up to `seconds`, and return whether the turns have ended. They have their own
+        deadline.
 
         Raises `ClientDisconnect`.
         """
@@ -489,25 +491,24 @@ class _Pending:
         return self._turns.done()
 
     def replies(self) -> list[Reply]:
-        """The replies. Raises `WorkflowError`, and `ApiError` when the trajectory ended
+        """Return the replies. Raises `WorkflowError`, and `ApiError` if the trajectory has ended
         meanwhile."""
         if self._turns.cancelled():
             raise unknown_address()
         return self._turns.result()
 
     def deliver(self) -> None:
-        """Note that the end of the answer is sent now. Raises `ClientDisconnect` if the client has
-        closed the connection before."""
+        """Record that the end of the answer is sent now. Raises `ClientDisconnect` if the client
+        has already closed the connection."""
         if self._disconnected.done():
             raise ClientDisconnect
         self._delivered = True
 
     def close(self) -> None:
-        """Cancel the turns that are left, and take back replies that were not delivered.
-        Repeatable."""
+        """Cancel the remaining turns, and withdraw undelivered replies. Repeatable."""
         self._disconnected.cancel()
         self._turns.cancel()
-        # Also when they end in spite of that.
+        # Also when they end despite the cancellation.
         self._turns.add_done_callback(self._ended)
 
     def _ended(self, turns: asyncio.Future[list[Reply]]) -> None:
@@ -517,7 +518,7 @@ class _Pending:
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     with contextlib.suppress(RuntimeError):
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -527,7 +528,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     error_here = unknown_address()
     if status == 405:
-        message = f"{request.method} is not for this path. See docs/openai.md."
+        message = f"this path does not accept {request.method}. See docs/openai.md."
         error_here = ApiError(status, message, code="method_not_allowed")
     return error_here.response(anthropic=_of_anthropic(request))
 
@@ -535,7 +536,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 def _internal() -> ApiError:
     return ApiError(
         500,
-        "Troupe itself failed; the rollout worker's log says how.",
+        "Troupe itself failed; see the rollout worker's log.",
         code="internal",
         type="server_error",
     )

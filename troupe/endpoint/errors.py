@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from troupe.contracts import kinds
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError
 
-# Kinds of failed turns that mean that the trajectory has ended.
+# Error kinds of turns whose trajectory has ended.
 _GONE: Final = frozenset({kinds.TRAJECTORY_ENDED, kinds.JOB_RELEASED})
 # `error.type` of Anthropic's API by status.
 _ANTHROPIC_TYPES: Final = {
@@ -56,14 +56,14 @@ class ApiError(Exception):
         return {"type": "error", "error": {**self.body["error"], "type": kind}, "request_id": None}
 
     def response(self, *, anthropic: bool = False) -> JSONResponse:
-        """The HTTP response. It tells clients not to retry: Troupe has retried already."""
+        """Return the HTTP response. It tells clients not to retry: Troupe has retried already."""
         body = self.anthropic_body if anthropic else self.body
         return JSONResponse(body, self.status, headers={"x-should-retry": "false"})
 
 
 class FieldNames:
-    """Names that an API has for fields of chat completion requests, to which its requests are
-    translated; errors are renamed."""
+    """An API's names for the fields of chat completion requests. Its requests are translated to
+    these, and errors are translated back."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self._names = dict(names or {})
@@ -72,7 +72,7 @@ class FieldNames:
         self._names[field] = name
 
     def of(self, param: str) -> str:
-        """The API's name of `param`, which may be a path: `tools[0].function.parameters`."""
+        """Return the API's name of `param`, which may be a path: `tools[0].function.parameters`."""
         for field in sorted(self._names, key=len, reverse=True):
             if param == field or param.startswith((f"{field}.", f"{field}[")):
                 return self._names[field] + param[len(field) :]
@@ -80,7 +80,7 @@ class FieldNames:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Raises errors of the block, those of workflows included, as `ApiError` with the API's
+        """Raise errors of the block, including workflow errors, as `ApiError` with the API's
         names."""
         try:
             yield
@@ -99,22 +99,22 @@ class FieldNames:
 
 
 def refused(message: str, param: str, remedy: str, *, code: str = "unsupported_value") -> ApiError:
-    """A 400 that names the field and the remedy."""
+    """Return a 400 response that names the field and the remedy."""
     return ApiError(400, f"{message}. {remedy}", code=code, param=param)
 
 
 def unknown_address() -> ApiError:
-    """The same 404 for a wrong address, an unknown agent and a trajectory that has ended."""
+    """Return the same 404 for a wrong address, an unknown agent and a trajectory that has ended."""
     return ApiError(
         404,
-        "no agent is served here: its trajectory has ended, or the address is wrong. Ask the "
-        "workflow's `agents[name].endpoint()` for the one of this trajectory.",
+        "no agent is served here: its trajectory has ended, or the address is wrong. Take the "
+        "address of this trajectory from the workflow's `agents[name].endpoint()`.",
         code="not_found",
     )
 
 
 def of_workflow(error: WorkflowError) -> ApiError:
-    """The response to a failed turn."""
+    """Return the response to a failed turn."""
     if isinstance(error, ContextOverflowError):
         return ApiError(400, str(error), code="context_length_exceeded", param="messages")
     if not isinstance(error, TurnError):

@@ -1,5 +1,5 @@
-"""Chat completions and completions of OpenAI's API: request bodies checked and translated for
-`Agent.chat` and `Agent.generate`, replies as completions and as stream chunks.
+"""Chat completions and completions of OpenAI's API: checks request bodies, translates them for
+`Agent.chat` and `Agent.generate`, and writes replies as completions or stream chunks.
 
 Requests of the other APIs are translated to chat completion requests first.
 """
@@ -28,27 +28,28 @@ from troupe.workflow.messages import Reply
 
 @dataclass(frozen=True)
 class ApiAnswer(ABC):
-    """Writes the replies to one request in the form of its API, whole or as a stream."""
+    """A writer of the replies to one request in the form of its API, whole or as a stream."""
 
     model: str
     tokenizer: ChatTokenizer
     names: FieldNames
-    """The API's names of the fields of a chat completion request."""
+    """The API's names for the fields of a chat completion request."""
 
     @abstractmethod
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
+        """Return the body of a response without streaming."""
 
     @abstractmethod
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
-        """The events of a stream, including its end."""
+        """Return the events of a stream, including its last one."""
 
     def failure(self, error: ApiError) -> str:
-        """The last event of a stream whose turn failed."""
+        """Return the last event of a stream whose turn failed."""
         return event(error.body)
 
     def unmet(self, promises: Promises, reply: Reply) -> list[dict[str, str]] | None:
-        """The promises that the reply breaks, which are noted on it; None: none were asked for."""
+        """Return the promises that the reply breaks, and record them on it; None: the request had
+        none."""
         if not promises:
             return None
         unmet = [{**one, "param": self.names.of(one["param"])} for one in promises.unmet(reply)]
@@ -56,7 +57,8 @@ class ApiAnswer(ABC):
         return unmet
 
     def token_logprobs(self, reply: Reply) -> list[dict[str, Any]]:
-        """An entry per sampled token, including the stop token and those of tool calls."""
+        """Return an entry per sampled token, including the stop token and the tokens of tool
+        calls."""
         entries = []
         for token_id, logprob in zip(reply.response, reply.response_logprobs, strict=True):
             raw = self.tokenizer.token_bytes(token_id)
@@ -69,7 +71,7 @@ class ApiAnswer(ABC):
 
 @dataclass(frozen=True)
 class ChatAnswer(ApiAnswer):
-    """Writes the replies to one chat completion request."""
+    """A writer of the replies to one chat completion request."""
 
     promises: Promises
     logprobs: bool
@@ -79,7 +81,7 @@ class ChatAnswer(ApiAnswer):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
+        """Return the body of a response without streaming."""
         answer = self._frame("chat.completion")
         answer["choices"] = [
             {**self._choice(index, reply), "message": {**_message(reply), "refusal": None}}
@@ -91,12 +93,12 @@ class ChatAnswer(ApiAnswer):
         return answer
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
-        """The events of a stream, including its end."""
+        """Yield the events of a stream, including its last one."""
         for index, reply in enumerate(replies):
             choice = self._choice(index, reply)
             reason, unmet = choice.pop("finish_reason"), choice.pop("unmet", None)
             for number, delta in enumerate(_deltas(reply)):
-                # Fields of the whole reply go with its first part.
+                # The first part carries the fields of the whole reply.
                 own = choice if number == 0 else {"index": index, "logprobs": None}
                 part = {**own, "delta": delta, "finish_reason": None}
                 yield self._chunk([part], replies if number == 0 else ())
@@ -132,7 +134,7 @@ class ChatAnswer(ApiAnswer):
 
 @dataclass(frozen=True)
 class TextAnswer(ApiAnswer):
-    """Writes the replies to one plain completion request."""
+    """A writer of the replies to one plain completion request."""
 
     logprobs: bool
     token_ids: bool
@@ -141,14 +143,14 @@ class TextAnswer(ApiAnswer):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
+        """Return the body of a response without streaming."""
         answer = self._frame([self._choice(i, reply) for i, reply in enumerate(replies)])
         if self.token_ids:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return {**answer, "usage": usage(replies)}
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
-        """The events of a stream, including its end."""
+        """Yield the events of a stream, including its last one."""
         for index, reply in enumerate(replies):
             yield event(self._frame([self._choice(index, reply)]))
         if self.with_usage:
@@ -184,8 +186,9 @@ class TextAnswer(ApiAnswer):
         return choice
 
     def _offsets(self, reply: Reply) -> list[int]:
-        """Where each token begins in the reply's text, in characters. All tokens of one character
-        begin where it does, and tokens that the text lacks where the next one does."""
+        """Return the offset of each token in the reply's text, in characters. All tokens of one
+        character have its offset, and tokens that the text lacks have the offset of the next
+        one."""
         tokenizer, text = self.tokenizer, reply.text
         special = tokenizer.special_ids
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -212,8 +215,8 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 
 def event(data: dict[str, Any], *, named: bool = False) -> str:
-    """One server-sent event; `named`: after its `type`."""
-    # ASCII: some clients take U+2028 or U+0085 for the end of a line.
+    """Return one server-sent event; `named`: with its `type` as its name."""
+    # ASCII, because some clients treat U+2028 and U+0085 as ends of lines.
     name = f"event: {data['type']}\n" if named else ""
     return f"{name}data: {json.dumps(data)}\n\n"
 
@@ -226,8 +229,8 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
-    """The parts of a streamed reply: reasoning, text, and each tool call by itself, since some
-    clients read only the first entry of a part."""
+    """Yield the parts of a streamed reply: reasoning, text, and each tool call separately, since
+    some clients read only the first entry of a part."""
     yield {"role": "assistant", "content": ""}
     if reply.reasoning_content:
         yield {"reasoning_content": reply.reasoning_content}
@@ -251,8 +254,8 @@ _MAX_CHOICES: Final = 128
 
 
 Neutral = Mapping[str, Callable[[Any], bool]]
-"""Fields that are not supported, with a test for values that request nothing: defaults of OpenAI,
-vLLM and SGLang, which clients send."""
+"""Fields that are not supported, with a test for values that request nothing: clients send the
+defaults of OpenAI, vLLM and SGLang."""
 
 
 def _is_empty(value: Any) -> bool:
@@ -260,7 +263,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _keeps_context(value: Any) -> bool:
-    """Whether edits of the context change nothing: Claude Code asks to keep all thoughts."""
+    """Return whether edits of the context change nothing: Claude Code requests that all thoughts be
+    kept."""
     edits = value.get("edits") if isinstance(value, Mapping) else value
     if not isinstance(edits, list):
         return not edits
@@ -332,7 +336,7 @@ _NEUTRAL: Final[Neutral] = {
         ("best_of", "length_penalty", "repetition_penalty", "tfs", "typical_p"),
         lambda value: value == 1,
     ),
-    # What they hold may be neutral, too: {"5": 0}, {"json": null}.
+    # Their contents may be neutral, too: {"5": 0}, {"json": null}.
     **dict.fromkeys(("logit_bias", "structured_outputs"), _is_empty),
     **dict.fromkeys(
         (
@@ -381,18 +385,18 @@ _IGNORED: Final = frozenset(
         "workspace_id",
     }
 )
-"""Fields of all APIs that do not change which tokens are drawn: accounting, caches, scheduling, and
+"""Fields of all APIs that do not affect the drawn tokens: accounting, caches, scheduling, and
 limits on tools that run at OpenAI."""
 
 
 class _FailFast(FailFast):
-    """`FailFast` with a hash, which a union member needs."""
+    """`FailFast` with a hash, which members of a union need."""
 
     __hash__ = object.__hash__
 
 
 FIRST_ERROR: Final = _FailFast()
-"""Stops at the first invalid item: a list of a million errors would fill the memory."""
+"""Stops at the first invalid item, since a list of a million errors would fill the memory."""
 
 
 class ApiBody(BaseModel):
@@ -404,12 +408,12 @@ class ApiBody(BaseModel):
     """Fields that are not supported, with a test for values that request nothing."""
     complete: ClassVar[bool] = False
     """Whether to refuse a field that is neither declared nor `neutral` nor ignored, unless it is
-    null: a client that misspells an option, or sends another server's, must not get other tokens
-    than it asked for."""
+    null: a client that misspells an option, or sends an option of another server, must not silently
+    get different tokens than it requested."""
 
     @classmethod
     def validated(cls, body: Mapping[str, Any]) -> Self:
-        """The body, its types checked. Raises `ApiError` naming the field at fault."""
+        """Check the types of a body and return it. Raises `ApiError` naming the field at fault."""
         for name, value in body.items():
             if value is None or name in cls.model_fields:
                 continue
@@ -430,18 +434,19 @@ class ApiBody(BaseModel):
             raise refused(
                 f"`{field}` is wrong: {first['msg']}",
                 field,
-                "See docs/openai.md for what is taken.",
+                "docs/openai.md lists the accepted values.",
                 code="invalid_value",
             ) from error
 
     @classmethod
     def translated(cls, body: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a chat completion request: `chat`, made from the fields that this class
-        declares, and all others of `body`. Raises `ApiError` for one that `chat` sets, too."""
+        """Return the body of a chat completion request: `chat`, made from the fields that this
+        class declares, plus all other fields of `body`. Raises `ApiError` for a field that `chat`
+        also sets."""
         others = {name: value for name, value in body.items() if name not in cls.model_fields}
         for name in others.keys() & chat.keys():
             if others[name] is not None:
-                remedy = "It belongs to chat completions; use this API's own field."
+                remedy = "It is a field of chat completions; use this API's own field."
                 raise refused_field(name, others[name], remedy)
         return {**others, **chat}
 
@@ -453,7 +458,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(ApiBody):
-    """Fields of both requests."""
+    """Fields that both kinds of requests have."""
 
     neutral = _NEUTRAL
     complete = True
@@ -469,17 +474,17 @@ class _Request(ApiBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """An extension that vLLM has, too: the ids of prompt and response."""
+    """An extension that vLLM also has: return the ids of prompt and response."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
-        """The request in `body`. Raises `ApiError` naming the field at fault."""
+        """Return the checked request in `body`. Raises `ApiError` naming the field at fault."""
         asked = cls.validated(body)
         asked.check(lenient=lenient)
         return asked
 
     def check(self, *, lenient: bool) -> None:
-        """Checks beyond types. Raises `ApiError`."""
+        """Check more than types. Raises `ApiError`."""
         if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
             raise refused(
                 f"`stop` has {len(self.stop)} strings",
@@ -494,8 +499,8 @@ class _Request(ApiBody):
         return self.max_tokens
 
     def sampling(self, agent: Agent, *, by_client: bool) -> dict[str, Any]:
-        """Overrides of the agent's sampling: temperature, top_p and top_k only `by_client`; a seed
-        is mixed with the trajectory's."""
+        """Return overrides of the agent's sampling: temperature, top_p and top_k only `by_client`;
+        a seed is mixed with the trajectory's."""
         drawing = {name: value for name, value in self._drawing.items() if value is not None}
         agent.role.sampling.override(drawing)  # checked even if it is not followed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -513,7 +518,7 @@ class _Request(ApiBody):
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def other_drawing(self, agent: Agent) -> dict[str, Any]:
-        """The request's temperature, top_p and top_k where they differ from the agent's
+        """Return the request's temperature, top_p and top_k where they differ from the agent's
         sampling."""
         own = agent.role.sampling
         asked = {name: value for name, value in self._drawing.items() if value is not None}
@@ -538,9 +543,10 @@ class ChatRequest(_Request):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    """An extension of some servers: short for the chat template's argument of this name."""
+    """An extension of some servers: a shorthand for the chat template's argument of this name."""
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """Given to the chat template, as gpt-oss's takes it; `none` is `enable_thinking: false`."""
+    """Passed to the chat template (gpt-oss's accepts it); `none` becomes `enable_thinking:
+    false`."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
@@ -550,14 +556,14 @@ class ChatRequest(_Request):
         return self.max_completion_tokens or self.max_tokens
 
     def check(self, *, lenient: bool) -> None:
-        """Also refuses promises (`promises.py`), unless the endpoint is `lenient`."""
+        """Also refuse promises (`promises.py`), unless the endpoint is `lenient`."""
         super().check(lenient=lenient)
         name = self.promises.needs_lenient
         if name and not lenient:
             raise refused(
-                f"`{name}` asks for constrained decoding, which is not done here",
+                f"`{name}` asks for constrained decoding, which is not supported",
                 name,
-                "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
+                "Open the endpoint with `lenient=True` to instruct the model without enforcing it.",
             )
 
     @cached_property
@@ -583,14 +589,14 @@ class ChatRequest(_Request):
         return options or None
 
     def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:
-        """The messages with the roles that chat templates know. Promises are added to the system
-        message, or to a new one with the agent's own `system_prompt`. Raises `ApiError`."""
+        """Return the messages with the roles that chat templates know. Promises are added to the
+        system message, or to a new one with the agent's own `system_prompt`. Raises `ApiError`."""
         conversation: list[dict[str, Any]] = []
         for index, message in enumerate(self.messages):
             role = message.get("role")
             if not isinstance(role, str) or role not in ROLES:
                 raise refused(
-                    f"the role {_shown(role)} is not known here",
+                    f"unknown role {_shown(role)}",
                     f"messages[{index}].role",
                     f"Known: {', '.join(ROLES)}.",
                 )
@@ -619,10 +625,11 @@ class CompletionRequest(_Request):
     )
     logprobs: int | None = Field(default=None, ge=0, le=0)
     add_special_tokens: bool | None = None
-    """An extension that vLLM has, too: whether texts begin as the tokenizer begins a sequence."""
+    """An extension that vLLM also has: whether texts begin with the tokenizer's beginning of a
+    sequence."""
 
     def check(self, *, lenient: bool) -> None:
-        """As the base class; there must be something to continue, and not too much of it."""
+        """Also check that there are prompts, and not too many completions of them."""
         super().check(lenient=lenient)
         count = len(self.prompts) * (self.n or 1)
         if count > _MAX_CHOICES:
@@ -639,7 +646,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts or lists of token ids, each continued by itself."""
+        """Texts or lists of token ids, each continued separately."""
         given = self.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             return [cast("str | list[int]", given)]
@@ -647,19 +654,19 @@ class CompletionRequest(_Request):
 
 
 def check_object(body: Any) -> Mapping[str, Any]:
-    """The body, checked to be a JSON object. Raises `ApiError`."""
+    """Return the body if it is a JSON object. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
     return body
 
 
 def refused_field(name: str, value: Any, remedy: str) -> ApiError:
-    """The refusal of a field that would change what is generated and is not supported."""
-    return refused(f"`{name}` = {_shown(value)} cannot be done here", name, remedy)
+    """Return the error for an unsupported field that would change the generated tokens."""
+    return refused(f"`{name}` = {_shown(value)} is not supported", name, remedy)
 
 
 def _extended(content: Any, text: str) -> Any:
-    """The content of a message with `text` appended."""
+    """Return the content of a message with `text` appended."""
     if isinstance(content, list):
         return [*content, {"type": "text", "text": f"\n{text}"}]
     return f"{content}\n\n{text}" if isinstance(content, str) and content else text

@@ -1,8 +1,8 @@
-"""Requirements of a request that only constrained decoding could enforce: promises.
+"""Promises: requirements of a request that only constrained decoding could enforce.
 
-`tool_choice: required`, `parallel_tool_calls: false`, a JSON schema: constrained decoding would
-train the policy on tokens that it did not choose. The model gets them as an instruction in its
-system prompt instead, and replies that break them are reported (`unmet`).
+Examples are `tool_choice: required`, `parallel_tool_calls: false` and a JSON schema. Constrained
+decoding would train the policy on tokens that it did not choose. Instead, the model gets the
+promises as an instruction in its system prompt, and replies that break them are reported (`unmet`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from troupe.endpoint.errors import ApiError, refused
 from troupe.model_output import read_json
 from troupe.workflow.messages import Reply
 
-# Bound on comparisons of a part of a value with a part of a schema.
+# Upper bound of comparisons between a part of a value and a part of a schema.
 _MAX_STEPS: Final = 200_000
 _SHOWN: Final = 80
 _NOT_JSON: Final = object()
@@ -55,7 +55,7 @@ class Promises:
 
     @property
     def instruction(self) -> str:
-        """The promises as an instruction to the model; empty where the chat template tells it
+        """The promises as an instruction to the model; empty if the chat template states them
         all."""
         lines = []
         if self.named:
@@ -66,15 +66,15 @@ class Promises:
             lines.append("Call at most one tool in a reply.")
         if self.has_schema:
             lines.append(
-                "What you answer must be one JSON value that matches this JSON schema, and nothing "
+                "Your answer must be one JSON value that matches this JSON schema, and nothing "
                 f"else:\n{json.dumps(self.schema)}"
             )
         elif self.object_only:
-            lines.append("What you answer must be one JSON object, and nothing else.")
+            lines.append("Your answer must be one JSON object, and nothing else.")
         return "\n".join(lines)
 
     def unmet(self, reply: Reply) -> list[dict[str, str]]:
-        """The promises that the reply breaks, as {param, message}."""
+        """Return the promises that the reply breaks, as {param, message}."""
         return [{"param": param, "message": message} for param, message in self._unmet(reply)]
 
     def _unmet(self, reply: Reply) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,7 @@ def promises_of(
     parallel_tool_calls: bool | None,
     response_format: Mapping[str, Any] | None,
 ) -> Promises:
-    """The promises of a request. Raises `ApiError` for invalid ones."""
+    """Return the promises of a request. Raises `ApiError` for invalid ones."""
     functions = [f for f in (tool.get("function") for tool in tools or ()) if isinstance(f, dict)]
     choice, named = _choice(tool_choice, [str(function.get("name")) for function in functions])
     schema, has_schema, object_only = _format(response_format)
@@ -132,20 +132,20 @@ def _choice(given: str | Mapping[str, Any] | None, names: Sequence[str]) -> tupl
         return "", False
     if given == "required":
         if not names:
-            raise _invalid("tool_choice", "it asks for a call, and there are no tools")
+            raise _invalid("tool_choice", "it requires a call, but there are no tools")
         return "required", False
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(given, Mapping) or given.get("type") != "function":
         raise refused(
-            "`tool_choice` of this kind is not known here",
+            "unknown kind of `tool_choice`",
             "tool_choice",
             'Known: "auto", "none", "required" and {"type": "function", "function": {"name": ...}}.'
             " Instead of `allowed_tools` send only those tools.",
         )
     if not isinstance(name, str) or name not in names:
         known = ", ".join(names[:20]) or "none"
-        raise _invalid("tool_choice", f"it names a tool that there is not; known: {known}")
+        raise _invalid("tool_choice", f"it names an unknown tool; known: {known}")
     return name, True
 
 
@@ -157,7 +157,7 @@ def _format(given: Mapping[str, Any] | None) -> tuple[Any, bool, bool]:
         return None, False, True
     if kind != "json_schema":
         raise refused(
-            "`response_format` of this type is not known here",
+            "unknown type of `response_format`",
             "response_format",
             "Known: text, json_object, json_schema.",
         )
@@ -173,7 +173,8 @@ def _invalid(param: str, message: str, inside: str = "") -> ApiError:
 
 
 def mismatch(value: Any, schema: Any) -> str:
-    """How `value` fails to match a JSON schema, as the end of a sentence; empty if it matches.
+    """Describe how `value` fails to match a JSON schema, as the end of a sentence; empty if it
+    matches.
 
     Supports types, `enum`, `const`, objects, arrays, bounds, `anyOf`, `oneOf` (as anyOf), `allOf`,
     `not` and references inside the schema. Patterns and formats are ignored: a client's pattern may
@@ -216,16 +217,16 @@ _SIZES: Final[Mapping[str, tuple[type[str | list[Any] | dict[str, Any]], _Holds]
 
 
 class _Check:
-    """Checks one value against one schema."""
+    """A check of one value against one schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._steps = 0
-        # By schema and value: a reference that leads back to itself at the same value adds nothing.
+        # By schema and value, so that a reference back to itself at the same value ends.
         self._done: dict[tuple[int, int], str] = {}
 
     def of(self, value: Any, schema: Any, at: str) -> str:
-        """How `value`, found at path `at`, fails to match."""
+        """Describe how `value`, found at path `at`, fails to match."""
         self._steps += 1
         if self._steps > _MAX_STEPS:
             raise _TooLarge
@@ -251,7 +252,7 @@ class _Check:
             yield f"{at} is not of type {_shown(wanted)}: {_shown(value)}"
         options = schema.get("enum")
         if isinstance(options, list) and not any(_same(value, one) for one in options):
-            yield f"{at} is none of {_shown(options)}: {_shown(value)}"
+            yield f"{at} is not one of {_shown(options)}: {_shown(value)}"
         if "const" in schema and not _same(value, schema["const"]):
             yield f"{at} is not {_shown(schema['const'])}: {_shown(value)}"
         for name, holds in _BOUNDS.items():
@@ -300,7 +301,7 @@ class _Check:
 
     def _resolve(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            return True  # outside the schema: nothing is fetched
+            return True  # outside the schema: not fetched
         found = self._root
         for part in filter(None, reference[1:].split("/")):
             name = part.replace("~1", "/").replace("~0", "~")
@@ -322,7 +323,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # To Python True is 1.
+    # In Python, True equals 1.
     return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
 
 

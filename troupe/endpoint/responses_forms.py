@@ -1,4 +1,5 @@
-"""OpenAI's Responses API: requests as chat completion requests, replies as responses and events."""
+"""OpenAI's Responses API: translates requests to chat completion requests, and replies to responses
+and events."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from troupe.endpoint.openai_forms import (
 from troupe.rpc.ids import new_id
 from troupe.workflow.messages import Reply, content_text
 
-# Fields of a response that repeat the request, with what stands for those that it lacks.
+# Fields of a response that repeat the request, with defaults for those that it lacks.
 _REPEATED: Final[Mapping[str, Any]] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -47,7 +48,7 @@ class ResponseHistory:
 
     def __init__(self) -> None:
         self._items: dict[str, dict[str, Any]] = {}
-        # By response: the one before it, the input behind that one, and the output.
+        # By response: the previous response, the input after it, and the output.
         self._stored: dict[str, tuple[str | None, list[dict[str, Any]]]] = {}
 
     def add(
@@ -57,19 +58,19 @@ class ResponseHistory:
         given: Sequence[dict[str, Any]],
         output: Sequence[dict[str, Any]],
     ) -> None:
-        """Store a response with the input that was `given` behind the `previous` one."""
+        """Store a response with the input that was `given` after the `previous` one."""
         self._stored[response] = previous, [*given, *output]
         self._items |= {item["id"]: item for item in output}
 
     def before(self, previous: str | None) -> list[dict[str, Any]]:
-        """All items up to the end of a response. Raises `ApiError` if it is not stored."""
+        """Return all items up to the end of a response. Raises `ApiError` if it is not stored."""
         parts: list[list[dict[str, Any]]] = []
         while previous is not None:
             if previous not in self._stored:
                 raise refused(
-                    f"the response {previous[:80]!r} is not known here",
+                    f"unknown response {previous[:80]!r}",
                     "previous_response_id",
-                    "Name one of this agent in this trajectory that was not made with "
+                    "Name a response of this agent in this trajectory that was not made with "
                     "`store: false`, or send the whole input.",
                     code="previous_response_not_found",
                 )
@@ -78,12 +79,10 @@ class ResponseHistory:
         return [item for part in reversed(parts) for item in part]
 
     def item(self, item_id: Any, at: str) -> dict[str, Any]:
-        """The output item with this id. Raises `ApiError`."""
+        """Return the output item with this id. Raises `ApiError`."""
         found = self._items.get(item_id) if isinstance(item_id, str) else None
         if found is None:
-            raise refused(
-                "the item is not known here", at, "Send the item itself.", code="invalid_value"
-            )
+            raise refused("unknown item", at, "Send the item itself.", code="invalid_value")
         return found
 
 
@@ -94,7 +93,7 @@ class _TextOptions(BaseModel, extra="forbid"):
 
 class _ReasoningOptions(BaseModel, extra="forbid"):
     effort: str | None = None
-    # Thoughts are in the reply as they are: nothing summarizes them.
+    # The reply contains the thoughts themselves: there is no summary.
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -128,7 +127,8 @@ class ResponsesRequest(ApiBody):
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """A request of the Responses API, and the same as the body of a chat completion request."""
+    """A request of the Responses API, and its translation to the body of a chat completion
+    request."""
 
     body: Mapping[str, Any]
     given: ResponsesRequest
@@ -137,7 +137,7 @@ class AskedResponse:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], history: ResponseHistory) -> Self:
-        """The request in `body`. Raises `ApiError` and `InvalidMessagesError`."""
+        """Return the request in `body`. Raises `ApiError` and `InvalidMessagesError`."""
         given = ResponsesRequest.validated(body)
         names = FieldNames(
             {
@@ -167,17 +167,18 @@ class AskedResponse:
             "logprobs": _LOGPROBS in (given.include or ()),
             "response_format": {"type": form.get("type"), "json_schema": form} if form else None,
         }
-        # `background` and the like request nothing here, and are not chat completions' fields.
+        # `background` and similar fields have no effect, and chat completions lack them.
         rest = {name: value for name, value in body.items() if name not in given.neutral}
         return cls(body, given, given.translated(rest, chat), names)
 
 
 def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list[dict[str, Any]]:
-    """The items as messages of a chat: what one reply consists of is one message."""
+    """Return the items as chat messages; all items of one reply become one message."""
     messages: list[dict[str, Any]] = []
 
     def reply(*begun_by: str) -> dict[str, Any]:
-        """The assistant's message at the end; a new one if that has any of these fields."""
+        """Return the last message if it is the assistant's and has none of these fields, else a new
+        one."""
         last = messages[-1] if messages else {}
         if last.get("role") == "assistant" and not any(name in last for name in begun_by):
             return last
@@ -192,7 +193,7 @@ def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list
         if kind == "message":
             role, text = item.get("role"), content_text(item.get("content"), f"{at}.content")
             if not isinstance(role, str) or role not in ROLES:
-                raise refused("this role is not known here", f"{at}.role", f"Known: {list(ROLES)}.")
+                raise refused("unknown role", f"{at}.role", f"Known: {list(ROLES)}.")
             if role == "assistant":
                 reply("content", "tool_calls")["content"] = text
             else:
@@ -216,7 +217,7 @@ def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
             raise refused(
-                f"an item of type {str(kind)[:60]!r} is not known here",
+                f"unknown item type {str(kind)[:60]!r}",
                 f"{at}.type",
                 "Known: message, reasoning, function_call, function_call_output, item_reference.",
             )
@@ -224,7 +225,7 @@ def _messages(items: Sequence[dict[str, Any]], history: ResponseHistory) -> list
 
 
 def _thoughts(item: Mapping[str, Any]) -> list[str]:
-    """The texts of a reasoning item; its summary, where it has nothing else."""
+    """Return the texts of a reasoning item, or its summary if it has nothing else."""
     parts = item.get("content") or item.get("summary") or []
     return [part.get("text", "") for part in parts if isinstance(part, Mapping)]
 
@@ -232,7 +233,7 @@ def _thoughts(item: Mapping[str, Any]) -> list[str]:
 def _tool(tool: Mapping[str, Any], index: int, names: FieldNames) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise refused(
-            f"a tool of type {str(tool.get('type'))[:60]!r} is OpenAI's own",
+            f"a tool of type {str(tool.get('type'))[:60]!r} runs at OpenAI",
             f"tools[{index}].type",
             "Offer functions, and run them in the agent.",
         )
@@ -247,7 +248,7 @@ def _tool_choice(given: str | Mapping[str, Any] | None) -> Any:
         return given
     if given.get("type") != "function":
         raise refused(
-            f"a tool_choice of type {str(given.get('type'))[:60]!r} cannot be done here",
+            f"a tool_choice of type {str(given.get('type'))[:60]!r} is not supported",
             "tool_choice",
             "Known: auto, none, required, and a function.",
         )
@@ -256,18 +257,18 @@ def _tool_choice(given: str | Mapping[str, Any] | None) -> Any:
 
 @dataclass(frozen=True)
 class ResponsesAnswer(ApiAnswer):
-    """Writes the reply to one request of the Responses API, and stores it."""
+    """A writer of the reply to one request of the Responses API, which also stores it."""
 
     asked: AskedResponse
     chat: ChatRequest
     history: ResponseHistory
     drawing: Mapping[str, Any]
-    """`temperature` and `top_p` that the turn is sampled with."""
+    """The `temperature` and `top_p` of the turn."""
     id: str = field(default_factory=lambda: new_id("resp").replace("-", "_"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
+        """Return the body of a response without streaming."""
         [reply] = replies
         output = self._output(reply)
         given = self.asked.given
@@ -297,7 +298,7 @@ class ResponsesAnswer(ApiAnswer):
         return response
 
     def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
-        """The events of a stream, including its end."""
+        """Yield the events of a stream, including its last one."""
         numbers = count()
         response = self.whole(replies)
         begun = self._frame("in_progress")
@@ -309,8 +310,9 @@ class ResponsesAnswer(ApiAnswer):
         yield _event(f"response.{response['status']}", numbers, response=response)
 
     def failure(self, error: ApiError) -> str:
-        """The last event of a stream whose turn failed."""
-        # The API has the fields in the event itself; OpenAI's client raises what is in `error`.
+        """Return the last event of a stream whose turn failed."""
+        # The API has the fields in the event itself; OpenAI's client raises the contents of
+        # `error`.
         inside = error.body["error"]
         return event({**inside, "type": "error", "sequence_number": 0, **error.body}, named=True)
 
@@ -335,7 +337,7 @@ class ResponsesAnswer(ApiAnswer):
         }
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
-        """The output items: thoughts, text, and each call."""
+        """Return the output items: thoughts, text, and each call."""
         name = self.id.partition("_")[2]
         items: list[dict[str, Any]] = []
         if reply.reasoning_content:
@@ -368,7 +370,7 @@ class ResponsesAnswer(ApiAnswer):
 
 
 def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Type and fields of the events of one output item, which comes in one piece."""
+    """Type and fields of the events of one output item, which is sent whole."""
     name = {"item_id": item["id"]}
     if item["type"] == "function_call":
         yield "output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# 192 bits: an address is as good as a password, valid as long as its trajectory.
+# 192 bits: an address serves as a password, valid as long as its trajectory.
 _TOKEN_BYTES: Final = 24
 _BACKLOG: Final = 2048
 _STOP_SECONDS: Final = 3.0
@@ -38,21 +38,22 @@ class TrajectoryEndpoints:
         self._open: dict[tuple[str, EndpointOptions], tuple[str, Endpoint]] = {}
 
     def open(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """The address for `agent`, the same for the same options. Raises `TroupeError`."""
+        """Return the address for `agent`, the same for the same options. Raises `TroupeError`."""
         key = agent.name, options
         if key not in self._open:
             self._open[key] = self._server.open(agent, options)
         return self._open[key][1]
 
     def close(self) -> None:
-        """Close them all. Repeatable."""
+        """Close all addresses. Repeatable."""
         while self._open:
             _, (token, _) = self._open.popitem()
             self._server.close(token)
 
 
 class EndpointServer:
-    """Listens from the first endpoint (with a fixed port: from `listen`) until `stop`."""
+    """A server that listens from the first endpoint (with a fixed port: from `listen`) until
+    `stop`."""
 
     def __init__(
         self,
@@ -64,13 +65,13 @@ class EndpointServer:
         keep_alive: float = 5.0,
         count: Callable[[str, int], None] = lambda call, status: None,
     ) -> None:
-        """`url`: how clients reach this server if not at `http://host:port`; `max_body`: bytes;
-        `keep_alive`: seconds between a stream's comments while its turn is generated; `count(call,
-        status)` is called for every response."""
+        """`url`: the address at which clients reach this server; default: `http://host:port`;
+        `max_body`: bytes; `keep_alive`: seconds between a stream's comments while its turn is
+        generated; `count(call, status)` is called for every response."""
         self._host, self._port, self._url = host, port, url
         self._max_body, self._keep_alive = max_body, keep_alive
         self._count = count
-        # By token: an agent of a running trajectory, and what its clients may decide.
+        # By token: an agent of a running trajectory, and the options of its clients.
         self._open: dict[str, tuple[Agent, EndpointOptions]] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -79,7 +80,7 @@ class EndpointServer:
         return len(self._open)
 
     def listen(self) -> None:
-        """Bind the port. Repeatable. Raises `TroupeError` when it is not available."""
+        """Bind the port. Repeatable. Raises `TroupeError` if it is not available."""
         if self._serving is not None:
             return
         try:
@@ -89,12 +90,12 @@ class EndpointServer:
                 self._host, self._port, "TROUPE_ENDPOINT_PORT", error, "TROUPE_ENDPOINT_HOST"
             ) from error
         self._port = listener.getsockname()[1]
-        # Clients run in this process, or in a child process: they must not use a proxy.
+        # Clients run in this process or in a child process, and must not use a proxy.
         bypass_proxy([self.address])
         for client in _CLIENTS:  # they would log the addresses, which are secrets
             logging.getLogger(client).setLevel(logging.WARNING)
-        # Clients that connect before it serves wait. The task has an empty context, not that of the
-        # workflow that asked first.
+        # Clients that connect before it serves have to wait. The task has an empty context, instead
+        # of inheriting the context of the first workflow.
         self._serving = asyncio.get_running_loop().create_task(
             self._serve(listener), name="endpoint", context=Context()
         )
@@ -102,7 +103,7 @@ class EndpointServer:
     def open(
         self, agent: Agent, options: EndpointOptions = ENDPOINT_OPTIONS
     ) -> tuple[str, Endpoint]:
-        """A new address for `agent`, and the token that closes it. Raises `TroupeError`."""
+        """Return a new address for `agent`, and the token that closes it. Raises `TroupeError`."""
         self.listen()
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         self._open[token] = (agent, options)
@@ -114,7 +115,7 @@ class EndpointServer:
 
     @property
     def address(self) -> str:
-        """`http://host:port`, as clients reach it."""
+        """`http://host:port`, as seen by clients."""
         if self._url:
             return self._url.rstrip("/")
         return http_url(local_host(self._host), self._port)
