@@ -148,8 +148,8 @@ def test_what_the_workflow_raises_is_shown_with_its_own_frames(run: Run) -> None
         ("sleeps", {}, "not done within 0.5 s, after 1 turns"),
         ("exits", {}, "SystemExit: 3"),
         ("cancels_itself", {}, "CancelledError"),
-        ("refuses_to_end", {}, "it held the event loop, or refused to end, after 2.5 s"),
-        ("blocks", {}, "it held the event loop, or refused to end, after 2.5 s"),
+        ("refuses_to_end", {}, "it blocked the event loop, or refused to end, after 2.5 s"),
+        ("blocks", {}, "it blocked the event loop, or refused to end, after 2.5 s"),
     ],
 )
 def test_workflows_that_fail(run: Run, workflow: str, query: object, expected: str) -> None:
@@ -216,7 +216,7 @@ BROKEN = {
     [
         (("nowhere.py",), "FILE = nowhere.py: there is no such file"),
         (("nowhere.yaml",), "nowhere.yaml: cannot be read"),
-        (("nonsense",), "FILE = nonsense: this names no workflow"),
+        (("nonsense",), "FILE = nonsense: this does not name a workflow"),
         (("no.such.module:x",), "module 'no.such.module' does not exist here"),
         (("{}/raises.py",), "importing 'raises' failed: ZeroDivisionError"),
         (("{}/exits.py",), "importing 'exits' failed: SystemExit"),

@@ -166,7 +166,7 @@ async def test_a_trajectory_that_ends_while_a_prompt_is_tokenised_has_no_such_tu
     assert not agents.close()
     assert agents.unawaited == {"solver": 1}
     gate.opened.set()
-    with pytest.raises(TurnError, match="had ended"):
+    with pytest.raises(TurnError, match="the end of its trajectory"):
         await asyncio.wait_for(left, PATIENCE)
 
 

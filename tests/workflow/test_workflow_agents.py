@@ -113,7 +113,7 @@ async def test_nothing_is_recorded_after_the_end() -> None:
     assert [t.reply for t in agents.close()] == [done]
     await late
     assert [t.reply for t in agents.turns] == [done]
-    with pytest.raises(TurnError, match="after its trajectory had ended"):
+    with pytest.raises(TurnError, match="after the end of its trajectory"):
         await agents["solver"].chat("too late")
 
 

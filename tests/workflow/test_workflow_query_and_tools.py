@@ -107,7 +107,7 @@ async def test_a_workflow_may_say_how_long_a_call_takes() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "9", True, None])
 def test_an_estimate_that_is_none_is_refused(seconds: Any) -> None:
-    with pytest.raises(ToolError, match="cannot be expected to take") as caught:
+    with pytest.raises(ToolError, match="is not a valid estimate") as caught:
         Tools(["clock"], Clock()).expecting(seconds)
     assert (caught.value.kind, caught.value.field) == ("bad_estimate", "seconds")
 
@@ -145,8 +145,8 @@ class Doubler:
         (ToolCall("a", "double", '{"times": 2}'), '{"double": 4}'),
         (ToolCall("a", "double", "{}"), "error: tools/double: it raised"),
         (ToolCall("a", "triple", "{}"), "error: the job has no tool 'triple'; known: double"),
-        (ToolCall("a", "double", "[2]"), "error: the arguments are no JSON object: a JSON object"),
-        (ToolCall("a", "double", "{"), "error: the arguments are no JSON object: Expecting"),
+        (ToolCall("a", "double", "[2]"), "error: the arguments are not a JSON object: a JSON object"),
+        (ToolCall("a", "double", "{"), "error: the arguments are not a JSON object: Expecting"),
     ],
 )
 async def test_a_reply_s_call_is_answered_with_a_message(call: ToolCall, content: str) -> None:

@@ -1,4 +1,4 @@
-"""The SDK of workflow authors: a workflow is an async function of query, agents and tools.
+"""The SDK for workflow authors: a workflow is an async function of query, agents and tools.
 
 async def workflow(query, agents, tools):
     draft = await agents["solver"].chat(query["question"])

@@ -1,5 +1,5 @@
 """The agents of one trajectory: `Agents` holds an `Agent` per role; `Agent.chat` and
-`Agent.generate` begin turns, `branch` draws several candidates for one."""
+`Agent.generate` begin turns, and `branch` draws several candidates for one turn."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ from troupe.workflow.turns import Role, TrajectoryRecord, TurnRecord
 
 
 def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Stop tokens, and stop strings that are one token, at which the engine itself can end."""
+    """Return the stop tokens, and the stop strings that are one token, at which the engine itself
+    can end."""
     ids = dict.fromkeys(sampling.stop_token_ids)
     for text in sampling.stop_strings:
         if len(text) > _LONGEST_TOKEN:
@@ -79,11 +80,11 @@ Offered = Sequence[Mapping[str, Any]] | None
 
 ToolChoice = Literal["auto", "none"]
 
-# Longer responses are parsed in a thread, so that the event loop is not blocked.
+# Longer responses are parsed in a thread, to keep the event loop free.
 _TOKENS_READ_AT_ONCE: Final = 8192
 # Characters of the longest token that a vocabulary may have.
 _LONGEST_TOKEN: Final = 1024
-# Prompt tokens that are searched for a thought tag which the template has opened.
+# Last prompt tokens, which are searched for a thought tag opened by the template.
 _LAST_IDS: Final = 16
 
 
@@ -112,7 +113,7 @@ class Agent:
 
     @property
     def trajectory(self) -> TrajectoryRecord:
-        """The record of its trajectory, which all agents of the trajectory share."""
+        """The record of its trajectory, shared by all agents of the trajectory."""
         return self._record
 
     @overload
@@ -149,17 +150,17 @@ class Agent:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        """The agent's reply to a conversation: a string (one user message) or messages.
+        """Return the agent's reply to a conversation: a string (one user message) or messages.
 
-        Messages that extend an earlier conversation of this agent reuse its token ids. With `n` it
-        is a list of n independent replies, drawn concurrently, each with a seed of its own. `tools`
-        are offered to the model as OpenAI describes them; a reply's `tool_calls` are for the
-        workflow to make, and to answer with messages of role `tool`; with `tool_choice="none"` they
-        are shown and calls stay text. `chat_template_kwargs` are further arguments of the chat
-        template, for example {"enable_thinking": False}. `sampling` overrides fields of `Sampling`.
-        Raises `InvalidMessagesError` at the call, `TurnError` when awaited: of n replies all or
-        none come. `ChatTemplateError` is raised at the call too, unless a long prompt is still
-        being tokenised.
+        Messages that extend an earlier conversation of this agent reuse its token ids. With `n`,
+        return a list of n independent replies, drawn concurrently, each with its own seed. `tools`
+        are offered to the model in OpenAI's format; the workflow makes the calls in a reply's
+        `tool_calls` and answers them with messages of role `tool`. With `tool_choice="none"` the
+        tools are shown, but calls stay text. `chat_template_kwargs` are further arguments of the
+        chat template, for example {"enable_thinking": False}. `sampling` overrides fields of
+        `Sampling`. Raises `InvalidMessagesError` at the call, and `TurnError` when awaited: either
+        all n replies arrive or none. `ChatTemplateError` is raised at the call too, unless a long
+        prompt is still being tokenised.
         """
         read = self.read(
             messages,
@@ -182,15 +183,15 @@ class Agent:
     def reply_to(
         self, read: ReadConversation, n: int | None, **sampling: Any
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        """The second half of `chat`: the reply to a conversation that has been read."""
+        """Do the second half of `chat`: return the reply to a conversation that has been read."""
         draft = self._memory.draft(read.messages, read.rendering)
         return self._begin(read, self._tokenised_if_short(draft), n, sampling)
 
     async def count_tokens(self, read: ReadConversation) -> int:
-        """How many tokens the prompt for a reply to a conversation has.
+        """Count the prompt tokens of a reply to a conversation.
 
-        Raises what `chat` raises; `ContextOverflowError` only for a prompt that is far too long,
-        whose tokens are not counted.
+        Raises what `chat` raises; `ContextOverflowError` is raised only for a prompt that is far
+        too long to be counted.
         """
         self._record.check_open(self.name)
         draft = self._memory.draft(read.messages, read.rendering)
@@ -207,9 +208,9 @@ class Agent:
         tool_choice: ToolChoice = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ReadConversation:
-        """The first half of `chat`, which checks its arguments; in any thread. Raises
-        `InvalidMessagesError`, and `ContextOverflowError` for more messages or tools than there can
-        be tokens: each takes one at least."""
+        """Do the first half of `chat`, which checks its arguments; in any thread. Raises
+        `InvalidMessagesError`, and `ContextOverflowError` for more messages or tools than the
+        context has tokens, since each takes at least one."""
         context = self.role.context
         for given in (messages, tools):
             if context and isinstance(given, list | tuple) and len(given) > context:
@@ -224,12 +225,13 @@ class Agent:
                 f"tool_choice cannot be {shown(tool_choice)}",
                 field="tool_choice",
                 value=tool_choice,
-                remedy='Needs "auto" or "none".',
+                remedy='Use "auto" or "none".',
             )
         return ReadConversation(parsed, rendering, offered.given if tool_choice == "auto" else ())
 
     def _tokenised_if_short(self, draft: Draft) -> PromptIds | Draft:
-        """The prompt of a short draft. Raises `ChatTemplateError` and `ContextOverflowError`."""
+        """Return the prompt of a short draft. Raises `ChatTemplateError` and
+        `ContextOverflowError`."""
         if draft.is_long:
             return draft
         try:
@@ -238,7 +240,7 @@ class Agent:
             raise self._refusal(error) from error
 
     async def _tokenised(self, draft: PromptIds | Draft) -> PromptIds:
-        """The prompt, of a long draft as well. Raises as `_tokenised_if_short`."""
+        """Return the prompt, of a long draft as well. Raises as `_tokenised_if_short`."""
         if isinstance(draft, PromptIds):
             return draft
         try:
@@ -247,7 +249,8 @@ class Agent:
             raise self._refusal(error) from error
 
     def _refusal(self, error: ChatTemplateError | TooManyTokensError) -> WorkflowError:
-        """The error of a prompt; the tokenizer does not know its agent and policy."""
+        """Return the error of a prompt with the agent and policy, which the tokenizer does not
+        know."""
         policy = self.role.policy
         if isinstance(error, TooManyTokensError):
             return ContextOverflowError.of(policy, f"more than {error.most}", error.most)
@@ -271,7 +274,7 @@ class Agent:
     def generate(
         self, token_ids: Sequence[int], *, n: int | None = None, **sampling: Any
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        """The agent's continuation of `token_ids`, which are sent to the engine unchanged.
+        """Return the agent's continuation of `token_ids`, which are sent to the engine unchanged.
 
         `n` and `sampling` are as in `chat`. Raises `InvalidMessagesError` and
         `ContextOverflowError` at the call.
@@ -286,10 +289,10 @@ class Agent:
         add_special_tokens: bool = True,
         **sampling: Any,
     ) -> Coroutine[Any, Any, list[Reply]]:
-        """`n` continuations of each prompt, a plain text or token ids, in the order of the prompts:
-        all or none. `add_special_tokens`: texts begin with what the tokenizer adds to a sequence.
-        Raises as `generate`."""
-        # What may be refused comes first: then no call has begun.
+        """Return `n` continuations of each prompt (a plain text or token ids) in the order of the
+        prompts: all or none. `add_special_tokens`: texts begin with the tokens that the tokenizer
+        adds to a sequence. Raises the errors of `generate`."""
+        # All checks come first, so that no call has begun when one fails.
         given = [
             self._tokenised_if_short(
                 TextDraft(self.role.tokenizer, prompt, add_special_tokens=add_special_tokens)
@@ -345,14 +348,14 @@ class Agent:
     def endpoint(
         self, *, lenient: bool | None = None, sampling: Literal["job", "client"] | None = None
     ) -> Endpoint:
-        """An OpenAI-compatible endpoint whose client speaks as this agent until the trajectory
-        ends.
+        """Return an OpenAI-compatible endpoint whose client speaks as this agent until the
+        trajectory ends.
 
-        What only constrained decoding could enforce (`tool_choice: required`, a JSON schema) is
-        refused; with `lenient` it is put into the prompt, without a guarantee. `sampling`: whether
-        the "job" or each request of the "client" decides temperature, top_p and top_k. Default:
-        `agents.X.endpoint` of the job. Raises `WorkflowError` of kind `no_endpoint` where none is
-        served, and `TurnError` when the trajectory has ended.
+        Requirements that only constrained decoding could enforce (`tool_choice: required`, a JSON
+        schema) are refused; with `lenient` they are put into the prompt, without a guarantee.
+        `sampling`: whether the "job" or each request of the "client" decides temperature, top_p and
+        top_k. Default: `agents.X.endpoint` of the job. Raises `WorkflowError` of kind `no_endpoint`
+        if no endpoint is served, and `TurnError` if the trajectory has ended.
         """
         own = self.role.endpoint
         options = EndpointOptions(
@@ -363,13 +366,13 @@ class Agent:
                 f"sampling cannot be {shown(sampling)}",
                 field="sampling",
                 value=sampling,
-                remedy='Needs "job" or "client".',
+                remedy='Use "job" or "client".',
             )
         self._record.check_open(self.name)
         backend = self._record.backend
         if not isinstance(backend, EndpointBackend):
             raise WorkflowError(
-                "there is no endpoint here: what answers is neither an engine nor a script",
+                "there is no endpoint here: the backend is neither an engine nor a script",
                 kind="no_endpoint",
                 field="agents",
                 value=self.name,
@@ -378,17 +381,18 @@ class Agent:
         return backend.endpoint(self, options)
 
     def draw_seed(self, purpose: str, prompt_ids: Sequence[int]) -> int:
-        """A seed for a random choice of the workflow, as reproducible as those of its turns."""
+        """Return a seed for a random choice of the workflow, as reproducible as the seeds of its
+        turns."""
         return self._record.draw_seed(f"{self.name}/{purpose}", prompt_ids)
 
     def mix_seed(self, given: int) -> int:
-        """A seed from a client's seed and the trajectory's own. With the client's alone all
-        trajectories of a group would be equal, and so without a learning signal."""
+        """Return a seed derived from a client's seed and the trajectory's own. With the client's
+        seed alone, all trajectories of a group would be equal and give no learning signal."""
         return self._record.mix_seed(given)
 
     def withdraw(self, replies: Sequence[Reply]) -> None:
-        """Take back replies that nobody has received, as if their calls had failed. Without effect
-        once the trajectory has ended."""
+        """Withdraw undelivered replies, as if their calls had failed. Has no effect after the end
+        of the trajectory."""
         for reply in replies:
             if (turn := self._record.withdraw(reply)) is not None:
                 self._memory.forget(turn.path)
@@ -421,10 +425,10 @@ class Agent:
         role, record = self.role, self._record
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             raise InvalidMessagesError(
-                "n must be a whole number of replies, at least 1",
+                "n must be a positive whole number of replies",
                 field="n",
                 value=n,
-                remedy="Leave it out for one reply that is not in a list.",
+                remedy="Leave it out to get one reply instead of a list.",
             )
         sampling = role.sampling.override(overrides) if overrides else role.sampling
         if sampling.stop_strings:
@@ -458,9 +462,9 @@ class Agent:
         return list(replies)
 
     def _give_up(self, turns: Sequence[TurnRecord]) -> None:
-        """End the turns of a call whose caller gets an error instead of their replies."""
+        """End the turns of a call whose caller gets an error instead of the replies."""
         for turn in turns:
-            turn.over = True  # a task that is cancelled before its first step says nothing itself
+            turn.over = True  # a task cancelled before its first step cannot set this itself
         self.withdraw([turn.reply for turn in turns if turn.reply is not None])
 
     async def _finish(
@@ -494,7 +498,7 @@ class Agent:
             generation.logprobs,
             generation.finish_reason,
             parsed.content,
-            # JSON escapes of a model may be half of a surrogate pair.
+            # JSON escapes written by a model may be half a surrogate pair.
             tuple(
                 ToolCall(name, *map(utf8_text, call))
                 for name, call in zip(names, parsed.calls, strict=True)
@@ -513,7 +517,7 @@ class Agent:
                 content=reply.content,
                 calls=reply.tool_calls,
             )
-        # Both last as long as the trajectory: with the same objects.
+        # Both live as long as the trajectory, so they share objects.
         turn.reply = reply
         turn.generation = replace(
             generation, token_ids=reply.response, logprobs=reply.response_logprobs
@@ -529,7 +533,7 @@ class ReadConversation:
     messages: tuple[AnyMessage, ...]
     rendering: Rendering
     tools: Sequence[Mapping[str, Any]]
-    """Tools whose calls are parsed; calls of others stay text."""
+    """Tools whose calls are parsed; other calls stay text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,7 +580,7 @@ def _parse(
     return _ParsedTurn(generation, stopped, text, reply.content, reply.calls, reply.thoughts)
 
 
-# Metric of a trajectory: number of turns that the workflow began and did not await.
+# Metric of a trajectory: number of turns that the workflow began but did not await.
 UNAWAITED: Final = "unawaited_turns"
 
 
@@ -584,8 +588,8 @@ class Agents(Mapping[str, Agent]):
     """The agents of one trajectory by name."""
 
     def __init__(self, roles: Mapping[str, Role], backend: Backend, *, seed: int) -> None:
-        # A record apart from this mapping avoids a reference cycle, which would keep the texts of
-        # the trajectory until the garbage collector runs.
+        # A record separate from this mapping avoids a reference cycle, which would keep the
+        # trajectory's texts until the garbage collector runs.
         self._record = TrajectoryRecord(backend, seed)
         self._agents = {name: Agent(role, self._record) for name, role in roles.items()}
 
@@ -609,17 +613,17 @@ class Agents(Mapping[str, Agent]):
 
     @property
     def backend(self) -> Backend:
-        """Where turns are generated."""
+        """The backend that generates the turns."""
         return self._record.backend
 
     @property
     def turns(self) -> list[TurnRecord]:
-        """Turns that have a reply, in the order in which they were asked for."""
+        """Turns that have a reply, in the order in which they were requested."""
         return self._record.turns
 
     @property
     def begun(self) -> Sequence[TurnRecord]:
-        """All turns, in the order in which they were asked for."""
+        """All turns, in the order in which they were requested."""
         return self._record.begun
 
     def enter(self) -> None:
@@ -631,7 +635,7 @@ class Agents(Mapping[str, Agent]):
 
     @property
     def unawaited(self) -> Counter[str]:
-        """By agent: number of turns that had been begun and not awaited at `close`."""
+        """By agent, the number of turns that had begun but not been awaited at `close`."""
         return Counter(turn.role.name for turn in self._record.unawaited)
 
     @property
@@ -643,7 +647,7 @@ class Agents(Mapping[str, Agent]):
     def close(self) -> list[TurnRecord]:
         """End the trajectory: no further turn begins or is recorded.
 
-        Returns `turns`, in an order and with numbers that do not depend on time.
+        Return `turns`, in an order and with numbers that do not depend on timing.
         """
         return self._record.close()
 
@@ -663,15 +667,15 @@ async def branch(
     greediness: float = 1.0,
     **sampling: Any,
 ) -> Reply:
-    """Draw `n` replies to `messages`, reward each with `score`, return the one to continue with:
-    tree sampling (AT-GRPO, Zhao et al. 2025, section 4.1; `algorithm.group_by: branch`).
+    """Draw `n` replies to `messages`, reward each with `score`, and return the one to continue
+    with: tree sampling (AT-GRPO, Zhao et al. 2025, section 4.1; `algorithm.group_by: branch`).
 
-    `choose`: `best`, the first of those with the highest reward; `sample`, one drawn with
+    `choose`: `best`, the first candidate with the highest reward; `sample`, a candidate drawn with
     probability proportional to exp(`greediness` * reward); or a function of the scored candidates.
-    All n become samples with their own rewards; those that are not returned are in
-    `reply.siblings`. Scores are computed concurrently; when one raises, the others are cancelled
-    and it is raised. Raises what `chat` and `reply.reward` raise, and `InvalidMessagesError` for a
-    `choose` that is none of these.
+    All n become samples with their own rewards; the other candidates are in `reply.siblings`.
+    Scores are computed concurrently; when one raises, the others are cancelled and its error is
+    raised. Raises what `chat` and `reply.reward` raise, and `InvalidMessagesError` for any other
+    `choose`.
     """
     if choose not in ("best", "sample") and not callable(choose):
         raise _bad("choose", choose, '"best", "sample" or a function of the candidates')

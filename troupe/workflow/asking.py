@@ -1,6 +1,7 @@
-"""The ready workflow `troupe.workflow.asking:ask`: one question, one answer, for rows of data sets.
+"""The predefined workflow `troupe.workflow.asking:ask`: one question and one answer per row of a
+data set.
 
-A job needs no code of its own with it: `tasks.dataset` gives the questions, and `rewards` with
+A job with this workflow needs no code: `tasks.dataset` gives the questions, and `rewards` with
 `ready` score the answers.
 
 workflow: troupe.workflow.asking:ask
@@ -19,32 +20,32 @@ from troupe.workflow.errors import WorkflowError
 from troupe.workflow.loading import Query
 from troupe.workflow.tools import Tools
 
-# Fields that a question may be in, in the order in which they are looked for.
+# Fields that may contain the question, in search order.
 FIELDS: Final = ("messages", "prompt", "question")
 
 
 async def ask(query: Query, agents: Agents, tools: Tools) -> None:
-    """Asks the job's only agent the query's `messages`, `prompt` or `question`; no reward of its
-    own.
+    """Ask the job's only agent the query's `messages`, `prompt` or `question`, without returning a
+    reward.
 
-    Messages are {"role", "content"}; those from the last one of the assistant on, which is what a
-    data set for supervised training ends with, are left out. Raises `WorkflowError` for a query
-    without a question, and for a job of several agents.
+    Messages are {"role", "content"}; the last assistant message, with which data sets for
+    supervised training end, is left out, together with all that follow it. Raises `WorkflowError`
+    for a query without a question, and for a job of several agents.
     """
     if len(agents) != 1:
         raise WorkflowError(
-            f"`ask` has one agent answer, and the job has {len(agents)}",
+            f"`ask` needs a job with one agent, but this job has {len(agents)}",
             kind="several_agents",
             field="agents",
             value=", ".join(agents),
-            remedy="Write a workflow of your own: an async function of (query, agents, tools).",
+            remedy="Write your own workflow: an async function of (query, agents, tools).",
         )
     (agent,) = agents.values()
     await agent.chat(question_of(query))
 
 
 def question_of(data: Mapping[str, Any]) -> str | list[Any]:
-    """The question in a row: a text, or messages up to the reply that is asked for."""
+    """Return the question in a row: a text, or messages up to the requested reply."""
     for name in FIELDS:
         given = data.get(name)
         if isinstance(given, str) and given.strip():

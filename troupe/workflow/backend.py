@@ -1,4 +1,4 @@
-"""Interfaces between a workflow and what runs it: sampling, generation, endpoints, tool calls.
+"""Interfaces between a workflow and its runtime: sampling, generation, endpoints, tool calls.
 
 The rollout service implements `Backend` over its router and `ToolBackend` over the reward service;
 `troupe workflow try` (`troupe.workflow.trying`) implements both in one process.
@@ -20,8 +20,8 @@ class Sampling:
 
     `temperature` 0 is greedy; `top_k` -1 means all tokens. A response ends at the first of
     `stop_token_ids` (which it then contains), with the token that completes one of `stop_strings`
-    (which its text then lacks) or after `max_new_tokens`. What may be written is in
-    `troupe.sampling`.
+    (which its text then lacks) or after `max_new_tokens`. `troupe.sampling` defines the valid
+    values.
     """
 
     temperature: float = 1.0
@@ -30,11 +30,11 @@ class Sampling:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Searched for in the decoded text, not by engines (`cut_at`)."""
+    """Found in the decoded text (`cut_at`), not by engines."""
     seed: int | None = None
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
-        """A copy with `values`. Raises `InvalidMessagesError` for an unknown name or a bad
+        """Return a copy with `values`. Raises `InvalidMessagesError` for an unknown name or a bad
         value."""
         read = {}
         for name, value in values.items():
@@ -53,18 +53,19 @@ class Sampling:
                     f"{name} cannot be {shown(value)}",
                     field=name,
                     value=value,
-                    remedy=f"Needs {wanted}.",
+                    remedy=f"Use {wanted}.",
                 ) from None
         return replace(self, **read)
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a response ended: a stop token or stop string, `max_new_tokens`, or the engine aborted it."""
+"""Why a response ended: at a stop token or stop string, at `max_new_tokens`, or because the engine
+aborted it."""
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were drawn by weight version `version` of its policy."""
+    """The tokens [start, end) of a response, which weight version `version` of its policy drew."""
 
     version: int
     start: int
@@ -73,7 +74,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class GeneratedTurn:
-    """One response, from the engine that drew it to the sample that is made of it.
+    """One response, from the engine that drew it to the sample made from it.
 
     `token_ids` and `logprobs` have equal length; a stop token that ended the response is its last
     element. `logprobs` are natural logs under softmax(logits / temperature), before top-k and
@@ -101,8 +102,8 @@ class GeneratedTurn:
 def cut_at(
     generation: GeneratedTurn, strings: Sequence[str], text_of: Callable[[Sequence[int]], str]
 ) -> tuple[GeneratedTurn, str] | None:
-    """The response cut at the first of `strings`, and its text before that; None: no stop
-    string. `text_of` decodes ids."""
+    """Return the response cut at the first of `strings`, and its text before that string; None: it
+    contains no stop string. `text_of` decodes ids."""
 
     def has(tokens: int) -> bool:
         text = text_of(ids[:tokens])
@@ -135,12 +136,12 @@ def cut_at(
 
 
 def first_of(strings: Sequence[str], text: str) -> int | None:
-    """Offset of the first of `strings` in `text`; None: none of them occurs."""
+    """Return the offset of the first of `strings` in `text`; None: none of them occurs."""
     return min((at for at in map(text.find, strings) if at >= 0), default=None)
 
 
 class Backend(Protocol):
-    """Generates turns for one trajectory."""
+    """The generator of turns for one trajectory."""
 
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
@@ -151,10 +152,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """Options that clients of an agent's OpenAI endpoint may set."""
+    """Options of an agent's OpenAI endpoint, which decide what its clients may set."""
 
     lenient: bool = False
-    """Accept what only constrained decoding could guarantee, without a guarantee."""
+    """Accept requirements that only constrained decoding could guarantee, without a guarantee."""
     sampling: Literal["job", "client"] = "job"
     """Whether temperature, top_p and top_k come from the agent's `sampling` in the job, or from
     each request."""
@@ -169,7 +170,8 @@ class Endpoint:
     trajectory."""
 
     base_url: str
-    """Ends in `/v1`. Contains an unguessable id, which is the only access control."""
+    """Address that ends in `/v1`. It contains an unguessable id, which is the only access
+    control."""
     api_key: str
     """A placeholder for clients that need one; it is not checked."""
     model: str
@@ -177,17 +179,17 @@ class Endpoint:
 
     @property
     def anthropic_url(self) -> str:
-        """`base_url` as Anthropic's clients take it: they add `/v1` themselves."""
+        """`base_url` in the form for Anthropic's clients, which add `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
 
 
 class ToolBackend(Protocol):
-    """Calls tools for one trajectory."""
+    """The caller of tools for one trajectory."""
 
     async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
-        """Run the tool with a JSON object of keyword arguments; returns its result as JSON.
+        """Run the tool with a JSON object of keyword arguments, and return its result as JSON.
         `expected_seconds`: estimated time with the fewest cores; 0: no estimate.
 
-        Raises `ToolError`; bounded by the tool's own timeout.
+        Raises `ToolError`. The tool's own timeout bounds the call.
         """
         ...

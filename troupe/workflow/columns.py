@@ -1,4 +1,4 @@
-"""User-defined columns of a turn's sample: named values that travel to the trainer with it."""
+"""User-defined columns of a turn's sample: named values that reach the trainer with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Columns(MutableMapping[str, Any]):
     __slots__ = ("_owner", "_tokens", "_values")
 
     def __init__(self, owner: str, tokens: int) -> None:
-        """`owner`: "agent[turn]", for error messages; `tokens`: length of the response."""
+        """Create empty columns. `owner`: "agent[turn]", for error messages; `tokens`: length of the
+        response."""
         self._owner = owner
         self._tokens = tokens
         self._values: dict[str, Any] = {}
@@ -44,8 +45,8 @@ class Columns(MutableMapping[str, Any]):
                 f"{shown(name)} cannot name a column",
                 field=f"{self._owner}.columns",
                 value=name,
-                remedy="Use up to 64 letters, digits, '.', '_' and '-', the first one a letter or "
-                "'_'; a reward is set as `reply.reward`.",
+                remedy="Use up to 64 letters, digits, '.', '_' and '-', beginning with a letter or "
+                "'_'; set a reward as `reply.reward`.",
             )
         field = f"{self._owner}.columns[{name!r}]"
         if isinstance(value, np.generic):
@@ -74,7 +75,7 @@ class Columns(MutableMapping[str, Any]):
         return f"Columns({self._owner}: {', '.join(self._values)})"
 
     def _per_token(self, value: Any, field: str) -> Any:
-        """float32 [response]."""
+        """Return the value as float32 [response]."""
         if _is_tensor(value):
             value = value.float().numpy()
         try:
@@ -83,7 +84,7 @@ class Columns(MutableMapping[str, Any]):
             vector = np.empty(0, np.float32)
         if vector.shape != (self._tokens,) or not np.isfinite(vector).all():
             raise InvalidColumnError(
-                f"needs one finite number per response token, {self._tokens} in all",
+                f"needs one finite number for each of the {self._tokens} response tokens",
                 field=field,
                 value=value,
                 remedy="Compute it for `reply.token_ids`.",
@@ -106,7 +107,7 @@ def _copied(value: Any, field: str) -> Any:
 
 
 def _checked_json(value: Any, field: str) -> Any:
-    """A deep copy of a JSON value, which the workflow can no longer change."""
+    """Return a deep copy of a JSON value, which the workflow can no longer change."""
     try:
         text = json_text(value)
     except NotJsonError as error:
@@ -114,7 +115,8 @@ def _checked_json(value: Any, field: str) -> Any:
             f"is neither an array nor JSON: {error}",
             field=field,
             value=value,
-            remedy="Set a numpy array, a torch tensor, or strings, finite numbers, booleans, None, "
+            remedy="Set a numpy array, a torch tensor, or JSON: strings, finite numbers, booleans, "
+            "None, "
             "lists and dicts of them.",
         ) from error
     if len(text) > JSON_BYTES:
@@ -127,6 +129,6 @@ def _checked_json(value: Any, field: str) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    # torch may be missing; a caller that has a tensor has imported it.
+    # torch may be missing; a caller with a tensor has imported it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

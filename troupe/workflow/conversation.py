@@ -1,8 +1,8 @@
-"""Chat messages as token ids, without tokenising a reply a second time.
+"""Converts chat messages to token ids, without tokenising a reply a second time.
 
-A prompt that extends an earlier conversation is that conversation's ids - prompt and response as
-they went through the engine - followed by the ids of what is new. Rendering and tokenising the
-whole text anew would be simpler and wrong: the ids could differ from those that were sampled.
+A prompt that extends an earlier conversation consists of that conversation's ids (prompt and
+response as the engine saw them) followed by the ids of the new text. Rendering and tokenising the
+whole text again would be simpler but wrong: the ids could differ from the sampled ones.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ PLAIN: Final = Rendering()
 _REPLY = "\x02troupe-reply\x03"
 _REPLY_BEGINS = _REPLY[0]
 
-# Texts between all special tokens, on which a tokenizer is tried.
+# Text placed between all special tokens to test a tokenizer.
 _TRIED_TEXT = "Troupe: 3 agents,\n\tcaf\u00e9 \u2192 \u4e2d\u6587  isn't it? "
 
-# What decoding shows for bytes that are no whole character, and the tokens of the longest one.
+# The text that decoding shows for an incomplete character, and the tokens of the longest character.
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 4
 
-# How vocabularies with byte fallback (SentencePiece) write a byte that is no character.
+# How vocabularies with byte fallback (SentencePiece) write a byte of an incomplete character.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# Token ids kept per policy; a long-lived process must not grow with the number of queries.
+# Token ids cached per policy; a long-lived process must not grow with the number of queries.
 _CACHED_TOKENS = 500_000
-# Characters from which on a segment's ids are kept; shorter ones are read again.
+# Segments of at least so many characters have their ids cached; shorter ones are read again.
 _LONG_SEGMENT: Final = 512
 
 # Characters that are tokenised in the event loop, which takes about 20 ms. Rendering a message
 # takes as long as tokenising this many characters.
 _CHARACTERS_AT_ONCE: Final = 16_384
 _CHARACTERS_PER_MESSAGE: Final = 64
-# A longer text, in characters per token that may be used, is first measured in slices of this size.
+# A text with more characters per usable token is first measured in slices of this size.
 _CHARACTERS_PER_TOKEN: Final = 8
 _SLICE: Final = 65_536
-# Threads that tokenise at the same time. Tokenizers in Rust release the GIL, and those in Python
-# hand it over every few milliseconds. Trajectories that begin with the same long prompt find the
-# ids of the first ones.
+# Limit on threads that tokenise at the same time. Tokenizers in Rust release the GIL, and
+# tokenizers in Python hand it over every few milliseconds. Trajectories that begin with the same
+# long prompt find the ids cached by the first of them.
 _TOKENISING = threading.BoundedSemaphore(4)
 
 
 class TooManyTokensError(Exception):
-    """A text certainly has more than `most` tokens."""
+    """A text has more than `most` tokens."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"the text has more than {most} tokens")
@@ -97,16 +97,16 @@ class ChatTokenizer:
         # Texts of single tokens, by id: at most the vocabulary.
         self._token_texts: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
-        # As they stand alone, of the tokens that end replies.
+        # Texts of single tokens that end replies, decoded alone.
         self._stop_texts: dict[int, str] = {}
 
     def first_ids(
         self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN, most: int = 0
     ) -> TokenIds:
-        """Ids of a conversation from its beginning, ready for the next reply.
+        """Return the ids of a conversation from its beginning, ready for the next reply.
 
-        `rendering`: tools that are offered, and options. `most`: tokens that can be used; 0: any
-        number. Raises `ChatTemplateError` when the tokenizer cannot render it, and
+        `rendering`: offered tools, and template options. `most`: number of usable tokens; 0:
+        unlimited. Raises `ChatTemplateError` when the tokenizer cannot render it, and
         `TooManyTokensError`.
         """
 
@@ -129,11 +129,12 @@ class ChatTokenizer:
         rendering: Rendering = PLAIN,
         tags: ThinkTags = THINK_TAGS,
     ) -> tuple[int, ...]:
-        """Ids of the last message, the assistant's, as a reply to `first_ids` of the others: what
-        the template shows of it up to the end of the turn, or its content and the end token.
+        """Return the ids of the last message, the assistant's, as a reply to `first_ids` of the
+        others: its rendering by the template up to the end of the turn, or its content and the end
+        token.
 
-        Its thoughts come first, between `tags`, also where the template leaves them out; a prompt
-        that ends inside a thought is a thought that the reply closes. Raises `ChatTemplateError`.
+        Its thoughts come first, between `tags`, even if the template leaves them out; if the prompt
+        ends inside a thought, the reply closes that thought. Raises `ChatTemplateError`.
         """
         before = self._render(messages[:-1], rendering)
         message, prompt = messages[-1], before.rstrip()
@@ -152,7 +153,7 @@ class ChatTokenizer:
         elif opened and opened[1] not in message[1] and not getattr(message, "calls", ()):
             begin, tag, rest = message[1].partition(opened[0])
             if tag and not begin.strip():
-                # The thought has no end, as in a reply that was cut off.
+                # The thought is not closed, as in a truncated reply.
                 return self.encode(rest.removeprefix("\n" if before != prompt else "") + end)
         whole = self._render((*messages[:-1], message), rendering, prompt=False)
         shown = _shown_reply(message, before, whole, opened)
@@ -160,7 +161,7 @@ class ChatTokenizer:
             shown = shown[: shown.rindex(end)]
         thoughts = thoughts_of(message, opened, tags)
         plain = (*messages[:-1], without_thoughts(message))
-        # A thought may be part of the answer, too: only a rendering without it tells.
+        # A thought may also be part of the answer: only a rendering without it tells.
         lost = thoughts not in shown or (
             plain[-1] != message and whole == self._render(plain, rendering, prompt=False)
         )
@@ -187,10 +188,11 @@ class ChatTokenizer:
         rendering: Rendering = PLAIN,
         most: int = 0,
     ) -> TokenIds:
-        """Ids that follow the reply `messages[reply]` up to the beginning of the next one.
+        """Return the ids that follow the reply `messages[reply]`, up to the beginning of the next
+        reply.
 
-        `stop_id` is the token at which the reply stopped: where it is the template's own end of
-        turn, that is not added again. `most` and errors are as in `first_ids`.
+        `stop_id` is the token at which the reply stopped; the template's end of turn is not added
+        again if it is this token. `most` and errors are as in `first_ids`.
         """
 
         def compute() -> TokenIds:
@@ -198,7 +200,7 @@ class ChatTokenizer:
             suffix = _after_reply(self._render(held, rendering))
             if suffix is None:
                 raise ChatTemplateError(
-                    "the chat template does not show an earlier reply as it was",
+                    "the chat template does not show an earlier reply unchanged",
                     field="tokenizer.chat_template",
                     remedy="Use a template that renders the content of assistant messages.",
                 )
@@ -213,7 +215,7 @@ class ChatTokenizer:
 
     @cached_property
     def ordinary_ids(self) -> tuple[int, ...]:
-        """Ids of all tokens but special ones, ascending."""
+        """Ids of all ordinary (not special) tokens, ascending."""
         special = set(self._tokenizer.all_special_ids)
         return tuple(sorted(set(self._tokenizer.get_vocab().values()) - special))
 
@@ -224,21 +226,21 @@ class ChatTokenizer:
         return found
 
     def encode(self, text: str, most: int = 0) -> tuple[int, ...]:
-        """Ids of `text` without added special tokens. `most` is as in `first_ids`. Raises
-        `TooManyTokensError`."""
+        """Return the ids of `text` without added special tokens. `most` is as in `first_ids`.
+        Raises `TooManyTokensError`."""
         self._check_length(text, most)
         return tuple(self._encode(text))
 
     def encode_first(self, text: str, most: int = 0) -> tuple[int, ...]:
-        """Ids of `text` as the beginning of a sequence: models that were trained with a
-        beginning-of-sequence token get it. Chat templates write theirs themselves. `most` is as in
-        `first_ids`. Raises `TooManyTokensError`."""
+        """Return the ids of `text` as the beginning of a sequence, with a beginning-of-sequence
+        token for models trained with one. (Chat templates write this token themselves.) `most` is
+        as in `first_ids`. Raises `TooManyTokensError`."""
         ids = self.encode(text, most)
         return ids if ids[: len(self._first_ids)] == self._first_ids else self._first_ids + ids
 
     @cached_property
     def _first_ids(self) -> tuple[int, ...]:
-        """What the tokenizer adds in front of a sequence; most often nothing, or one token."""
+        """The ids that the tokenizer puts before a sequence; usually none, or one."""
         alone = tuple(self._tokenizer.encode("a", add_special_tokens=False))
         whole = tuple(self._tokenizer.encode("a", add_special_tokens=True))
         places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
@@ -246,33 +248,34 @@ class ChatTokenizer:
         return whole[:at]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Numbers of tokens of `texts`, without added special tokens."""
+        """Return the numbers of tokens of `texts`, without added special tokens."""
         return [
             len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         ]
 
     def text(self, ids: Sequence[int], *, stopped: bool = False) -> str:
-        """Text of a response without special tokens; without the last id if the response
-        `stopped`."""
+        """Return the text of a response without special tokens, and without the last id if the
+        response `stopped`."""
         if stopped:
             ids = ids[:-1]
         return self._decode(ids, skip_special_tokens=True)
 
     def transcript(self, ids: Sequence[int]) -> str:
-        """Text of `ids` with special tokens shown."""
+        """Return the text of `ids` with special tokens shown."""
         return self._decode(ids)
 
     def text_and_transcript(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Text of `ids` without special tokens, and with them: one string where there are none."""
+        """Return the text of `ids` without special tokens, and the text with them; the same string
+        if there are none."""
         transcript = self._decode(ids)
         if self._backend is not None and self._specials.isdisjoint(ids):
             return transcript, transcript
         return self._decode(ids, skip_special_tokens=True), transcript
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token of a reply, special ones shown. A character that several tokens
-        make up is the last one's; together they are the text of all (but for what a tokenizer adds
-        at the beginning)."""
+        """Return the text of each token of a reply, special ones shown. A character made of several
+        tokens belongs to the last of them. Joined, the texts are the text of the reply, except for
+        additions of the tokenizer at the beginning."""
         found = [self._token_text(one) for one in ids]
         start = None
         for i, text in enumerate(found):
@@ -287,7 +290,8 @@ class ChatTokenizer:
         return found
 
     def _token_text(self, token: int) -> str:
-        """The text of a token within a text, where some tokenizers put a space before it."""
+        """Return the text of a token inside a text, with the space that some tokenizers put before
+        it."""
         text = self._token_texts.get(token)
         if text is None:
             before = self._anchor
@@ -296,8 +300,8 @@ class ChatTokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters: decoding shows the replacement
-        character for a part of one."""
+        """Return the bytes of a token. They may be an incomplete character, for which decoding
+        shows the replacement character."""
         found = self._token_bytes.get(token)
         if found is None:
             found = self._token_bytes[token] = self._bytes_of(token)
@@ -319,7 +323,7 @@ class ChatTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that `text` leaves out."""
+        """Ids of the special tokens, which `text` leaves out."""
         if self._backend is not None:
             return self._specials
         return frozenset(self._tokenizer.all_special_ids)
@@ -336,8 +340,8 @@ class ChatTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer behind transformers' own, whose checks take ten times as long as a
-        short text; None where it is not there, or makes other ids of a text."""
+        """The Rust tokenizer behind the transformers tokenizer, whose checks take ten times as long
+        as tokenising a short text; None if there is none, or if it gives different ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -345,7 +349,7 @@ class ChatTokenizer:
             self._tokenizer.convert_ids_to_tokens(i) for i in self._tokenizer.all_special_ids
         ]
         text = _TRIED_TEXT.join(["", *specials, ""])
-        # First by transformers, which turns off truncation and padding.
+        # transformers goes first, since it turns off truncation and padding.
         wanted = self._tokenizer.encode(text, add_special_tokens=False)
         found = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         told = backend.decode(wanted, skip_special_tokens=False)
@@ -360,13 +364,13 @@ class ChatTokenizer:
 
     @cached_property
     def _boundary(self) -> re.Pattern[str] | None:
-        """Tokens before which a text may be cut: a tokenizer splits it there first, and reads what
-        lies between for itself. None where their neighbours matter."""
-        # Normalized ones are searched for later, within what lies between.
+        """A pattern of the tokens before which a text may be cut: a tokenizer first splits the text
+        there, and then reads each part separately. None if neighbouring text matters."""
+        # Normalized tokens are searched for later, inside the parts.
         added = [t for t in self._backend.get_added_tokens_decoder().values() if not t.normalized]
         if not added or any(t.lstrip or t.rstrip or t.single_word for t in added):
             return None
-        # Of two that begin at one place the tokenizer takes the longer one.
+        # Of two tokens that begin at one place, the tokenizer takes the longer.
         longest = sorted((re.escape(t.content) for t in added), key=len, reverse=True)
         return re.compile("|".join(longest))
 
@@ -374,8 +378,8 @@ class ChatTokenizer:
         """Raise `TooManyTokensError` if `text` is far too long for `most` tokens, without
         tokenising all of it.
 
-        Cutting a text changes only the tokens beside the cut. So if the slices have more than twice
-        as many tokens as can be used, the whole text has too many as well.
+        Cutting a text changes only the tokens next to the cut. So if the slices have more than
+        twice the usable number of tokens, the whole text has too many as well.
         """
         if not most or len(text) <= _CHARACTERS_PER_TOKEN * most:
             return
@@ -388,7 +392,8 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Sequence[int]:
         if self._backend is None or len(text) < _LONG_SEGMENT or self._boundary is None:
             return self._encode_whole(text)
-        # Long segments are kept: what a job's queries share, such as a system prompt, is read once.
+        # Long segments are cached, so that text shared by a job's queries, such as a system prompt,
+        # is read once.
         cuts = [0, *(found.start() for found in self._boundary.finditer(text)), len(text)]
         parts: list[Sequence[int]] = []
         done = 0
@@ -446,13 +451,13 @@ class ChatTokenizer:
                 f"the chat template refused the conversation: {error}",
                 field="tokenizer.chat_template",
                 value=[message[0] for message in messages],
-                remedy="Use the roles in the order that the template allows, and JSON objects as "
+                remedy="Use the roles in an order that the template allows, and JSON objects as "
                 "arguments of tool calls.",
             ) from error
 
     def check_template(self) -> None:
-        """Render short conversations. Raises `ChatTemplateError` for a chat template that exceeds
-        a bound; one that refuses these conversations may take others."""
+        """Render short conversations. Raises `ChatTemplateError` for a chat template that exceeds a
+        bound. A template that refuses these conversations may accept others."""
         if getattr(self._tokenizer, "chat_template", None):
             try:
                 self._templates.probe()
@@ -486,18 +491,18 @@ class ChatTokenizer:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Bytes by the characters that byte-level vocabularies write for them (GPT-2)."""
+    """Return the bytes by the characters that byte-level vocabularies write for them (GPT-2)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
-    """A hash of messages, and of what else is asked `about` them: as key of a cache, since
+    """Return a hash of messages and of further values `about` them, as a cache key: the
     conversations would need more memory than their ids.
 
-    Of contents it takes Python's keyed 64-bit hash, which a string computes once: a conversation
-    that goes on is not read from its beginning at every turn.
+    Contents enter by Python's keyed 64-bit hash, which a string computes only once, so that a
+    growing conversation is not read from its beginning at every turn.
     """
     whole = [about, *([(m[0], len(m[1]), hash(m[1]), m[2:]) for m in part] for part in parts)]
     return xxhash.xxh3_128_digest(repr(whole).encode("utf-8", "surrogatepass"))
@@ -506,9 +511,9 @@ def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
 def _shown_reply(
     message: AnyMessage, before: str, whole: str, opened: tuple[str, str] | None
 ) -> str:
-    """What a template shows of a reply and after it: `whole` without the prompt `before`, which may
-    have `opened` a thought that `whole` lacks; else the content. Without the opening tag that the
-    prompt has."""
+    """Return a template's rendering of a reply and the text after it: `whole` without the prompt
+    `before`, which may have `opened` a thought that `whole` lacks; else the content. The opening
+    tag, which is part of the prompt, is left out."""
     opening = opened[0] if opened else ""
     if whole.startswith(before):
         return whole[len(before) :]
@@ -516,9 +521,10 @@ def _shown_reply(
         shown = whole[len(stem) :]
     elif isinstance(message, ToolMessage) and message.calls:
         raise ChatTemplateError(
-            "the chat template shows a reply with tool calls otherwise than it asks for one",
+            "the chat template renders a reply with tool calls differently from its generation "
+            "prompt",
             field="tokenizer.chat_template",
-            remedy="Use a template whose generation prompt is how it begins a reply.",
+            remedy="Use a template that begins replies with its generation prompt.",
         )
     else:
         shown = message[1]
@@ -527,9 +533,9 @@ def _shown_reply(
 
 
 def _after_reply(rendered: str) -> str | None:
-    """Text of a rendered conversation behind the reply's placeholder; None unless that is there
-    once. The placeholder begins with a character that conversations hardly have: looking for that
-    character is many times as fast."""
+    """Return the text of a rendered conversation after the reply's placeholder; None unless the
+    placeholder occurs exactly once. The search is for its first character, which conversations
+    hardly contain: this is many times as fast."""
     found, at = None, -1
     while (at := rendered.find(_REPLY_BEGINS, at + 1)) >= 0:
         if rendered.startswith(_REPLY, at):
@@ -543,7 +549,7 @@ _THOUGHT = "</think>"
 
 
 class PromptIds(NamedTuple):
-    """Ids of a prompt.
+    """The ids of a prompt.
 
     `broken`: an assistant message differs from what this agent said at that point; from there on
     the history was tokenised again.
@@ -559,9 +565,9 @@ class _KnownReply:
 
     order: Path
     texts: frozenset[str]
-    """Forms of the whole text, as clients send it back that ignore tool calls."""
+    """Forms of the whole text, which clients that ignore tool calls send back."""
     contents: frozenset[str]
-    """Forms of the content without calls, as clients send it back beside the calls."""
+    """Forms of the content without calls, which clients send back together with the calls."""
     calls: tuple[ToolCall, ...]
     meanings: list[tuple[str, str]]
     """Name and canonical arguments of each call."""
@@ -572,10 +578,11 @@ class _KnownReply:
     """The conversation after this reply."""
 
     def matches(self, content: str, meanings: list[tuple[str, str]]) -> bool:
-        """Whether an assistant message with this content and these calls repeats this reply."""
+        """Return whether an assistant message with this content and these calls repeats this
+        reply."""
         if not meanings:
             return content in self.texts
-        # Some clients drop the text beside calls; an altered call is another conversation.
+        # Some clients drop the text next to calls; an altered call makes a different conversation.
         return meanings == self.meanings and (not content or content in self.contents)
 
 
@@ -587,8 +594,8 @@ class _Point:
     replies: list[_KnownReply] = field(default_factory=list)
 
     def reply(self, message: AnyMessage) -> _KnownReply | None:
-        """The reply that `message` repeats; of equal ones the one whose calls have the message's
-        ids, else that of the earliest turn."""
+        """Return the reply that `message` repeats. Of equal replies, choose the one whose calls
+        have the message's ids, else the one of the earliest turn."""
         if not self.replies:
             return None
         calls = message.calls if isinstance(message, ToolMessage) else ()
@@ -606,8 +613,8 @@ class Draft(ABC):
         self._tokenizer = tokenizer
 
     async def tokenised(self, context: int = 0) -> PromptIds:
-        """The prompt, tokenised in a thread if it is long. `context`: tokens that the model takes;
-        0: unknown. Raises `ChatTemplateError` and `TooManyTokensError`."""
+        """Return the prompt, tokenised in a thread if it is long. `context`: context length of the
+        model; 0: unknown. Raises `ChatTemplateError` and `TooManyTokensError`."""
         if not self.is_long:
             return self.prompt(context)
 
@@ -618,30 +625,31 @@ class Draft(ABC):
         return self._joined(await asyncio.to_thread(compute))
 
     def prompt(self, context: int = 0) -> PromptIds:
-        """The same, in this thread."""
+        """Return the prompt, tokenised in this thread."""
         return self._joined(self._new_ids(context))
 
     @property
     @abstractmethod
     def is_long(self) -> bool:
-        """Whether tokenising it would hold up the event loop."""
+        """Whether tokenising it would block the event loop for too long."""
 
     @abstractmethod
     def _new_ids(self, context: int) -> TokenIds:
-        """Ids that are not known yet. Called in any thread."""
+        """Compute the ids that are not known yet. Called in any thread."""
 
     @abstractmethod
     def _joined(self, new: TokenIds) -> PromptIds:
-        """The whole prompt. Called in the thread of the event loop."""
+        """Assemble the whole prompt. Called in the thread of the event loop."""
 
 
 class TextDraft(Draft):
-    """The prompt that a plain text is."""
+    """A prompt that is a plain text."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, text: str, *, add_special_tokens: bool = True
     ) -> None:
-        """`add_special_tokens`: it begins with what the tokenizer adds to a sequence."""
+        """Create the draft. `add_special_tokens`: it begins with the tokens that the tokenizer adds
+        to a sequence."""
         super().__init__(tokenizer)
         self._text = text
         self._encode = tokenizer.encode_first if add_special_tokens else tokenizer.encode
@@ -659,7 +667,7 @@ class TextDraft(Draft):
 
 
 class PromptDraft(Draft):
-    """The prompt of a conversation, which begins with a known prompt and reply or with nothing."""
+    """The prompt of a conversation, which may begin with a known prompt and reply."""
 
     def __init__(
         self,
@@ -669,7 +677,7 @@ class PromptDraft(Draft):
         known: tuple[int, _KnownReply] | None = None,
         broken: bool = False,
     ) -> None:
-        """`known`: the last known reply, and which of the messages it is."""
+        """Create the draft. `known`: the last known reply, and its index in the messages."""
         super().__init__(tokenizer)
         self._messages = messages
         self._rendering = rendering
@@ -680,7 +688,7 @@ class PromptDraft(Draft):
     def is_long(self) -> bool:
         """See `Draft`."""
         first = 0 if self._known is None else self._known[0] + 1
-        # The template renders all messages, and only what is behind the known ones is tokenised.
+        # The template renders all messages, but only the text after the known ones is tokenised.
         size = len(self._messages) * _CHARACTERS_PER_MESSAGE + sum(map(len, self._rendering))
         for message in self._messages[first:]:
             size += len(message[1])
@@ -711,13 +719,14 @@ class ConversationMemory:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._roots: dict[Rendering, _Point] = {}  # tools are part of the first prompt
-        # By the turns that they are of: replies, and the points that they are at.
+        # By turn: the reply, and its point in the tree.
         self._replies: dict[Path, tuple[_Point, _KnownReply]] = {}
         # Texts of all replies.
         self._reply_texts: set[str] = set()
 
     def draft(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> PromptDraft:
-        """The prompt of a conversation, whose longest known beginning is looked up now."""
+        """Return the draft of a conversation's prompt, whose longest known beginning is looked up
+        now."""
         point: _Point | None = self._roots.get(rendering)
         known: tuple[int, _KnownReply] | None = None
         broken = False
@@ -752,8 +761,8 @@ class ConversationMemory:
         """Add a reply to `messages`: its whole text, and its `content` and `calls` without
         thoughts.
 
-        `order`: of equal replies the one of the earlier turn is reused. `stopped`: the last id is a
-        stop token.
+        `order`: path of the turn; of equal replies, the one of the earlier turn is reused.
+        `stopped`: the last id is a stop token.
         """
         if not response_ids:
             return
@@ -762,7 +771,7 @@ class ConversationMemory:
             found = point.reply(message) if message[0] == "assistant" else None
             point = found.then if found else point.others.setdefault(_key(message), _Point())
         contents = _forms(reply if content is None else content)
-        # Without calls a client may send back the whole text or the content.
+        # Without calls, a client may send back the whole text or the content.
         texts = _forms(reply) if calls else _forms(reply) | contents
         stop_id = response_ids[-1] if stopped else None
         known = _KnownReply(
@@ -790,7 +799,8 @@ class ConversationMemory:
 
 
 def _forms(text: str) -> frozenset[str]:
-    """`text` as clients may send it back: stripped, with and without its thoughts."""
+    """Return the forms in which clients may send `text` back: stripped, with and without its
+    thoughts."""
     return frozenset((text.strip(), text.rpartition(_THOUGHT)[2].strip()))
 
 

@@ -1,10 +1,10 @@
-"""Typed errors of workflows and environments: kind, message, field, value and remedy.
+"""Typed errors of workflows and environments, with kind, message, field, value and remedy.
 
-The rollout service makes the reason of a failed trajectory from them, and a `Problem` where the
-job's own code or configuration is at fault. An `EnvironmentFault`: the process died, hung
-or raised; the trajectory may be retried. A `MoveError`: a player made an illegal move, which the
-rule for illegal moves handles. An `EnvironmentContractError`: the environment violates its
-interface; retrying does not help.
+The rollout service derives from them the reason of a failed trajectory, and a `Problem` if the
+job's own code or configuration is at fault. `EnvironmentFault`: the process died, hung or raised;
+the trajectory may be retried. `MoveError`: a player made an illegal move, which the rule for
+illegal moves handles. `EnvironmentContractError`: the environment violates its interface; retrying
+does not help.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkflowError(Exception):
         remedy: str | None = None,
         traceback: str = "",
     ) -> None:
-        """`traceback`: of user code that raised, as text."""
+        """Create the error. `traceback`: text of the traceback of user code."""
         if kind is not None:
             self.kind = kind
         self.message = safe_text(message, _MESSAGE_CHARS)
@@ -49,7 +49,7 @@ class WorkflowError(Exception):
         super().__init__(self._text())
 
     def append(self, text: str) -> None:
-        """Add `text` to the message, as in " (tried 3 times)"."""
+        """Add `text` to the message, such as " (tried 3 times)"."""
         self.message += text
         self.args = (self._text(),)
 
@@ -83,8 +83,7 @@ class InvalidRewardError(WorkflowError, ValueError):
 
 
 class EntrypointError(WorkflowError):
-    """`module:attribute` of a job cannot be imported, or is not of the kind that the field
-    needs."""
+    """`module:attribute` of a job cannot be imported, or is of the wrong kind for the field."""
 
     kind = "entrypoint"
 
@@ -96,7 +95,8 @@ class BranchExitedError(WorkflowError):
 
 
 class TurnError(WorkflowError):
-    """A turn has no response: its deadline passed, engines were lost, the prompt was too long."""
+    """A turn has no response, for example because its deadline passed, engines were lost or the
+    prompt was too long."""
 
     kind = "turn_failed"
 
@@ -108,7 +108,7 @@ class ContextOverflowError(TurnError):
 
     @classmethod
     def of(cls, policy: str, tokens: int | str, context: int) -> ContextOverflowError:
-        """The error of a prompt with so many `tokens`, of which `context` are too many."""
+        """Return the error of a prompt whose `tokens` fill the `context`."""
         return cls(
             f"a prompt of {tokens} tokens leaves no room for a response in a context of "
             f"{context} tokens",
@@ -119,13 +119,14 @@ class ContextOverflowError(TurnError):
 
 
 class ToolError(WorkflowError):
-    """A tool call ended without a result; `traceback` is that of the function."""
+    """A tool call ended without a result; `traceback` is the function's traceback."""
 
     kind = kinds.TOOL_FAILED
 
 
 def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
-    """The error of a gRPC call with the message, field, value and remedy of `error`."""
+    """Convert `error` to the error of a gRPC call, with the same message, field, value and
+    remedy."""
     # Imports gRPC, which workflows and child processes of environments do not need.
     from troupe.rpc.errors import InvalidArgument
 
@@ -135,8 +136,8 @@ def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether the class of `error` is Troupe's own, not derived by a user. Converts its attributes
-    to safe texts, since user code may have changed them."""
+    """Return whether the class of `error` is Troupe's own, not derived by a user. Convert its
+    attributes to safe texts, since user code may have changed them."""
     kind = type(error)
     if not issubclass(kind, WorkflowError) or not str(kind.__module__).startswith("troupe."):
         return False
@@ -181,7 +182,7 @@ class EnvironmentFault(WorkflowError):
 
 
 class MoveError(WorkflowError, ValueError):
-    """A move that the environment refuses; its state is unchanged."""
+    """The environment refuses a move; its state is unchanged."""
 
     kind = "move"
 
@@ -233,7 +234,7 @@ class MissingLibraryError(EntrypointError):
 
 
 def missing_library(library: str, package: str, error: ImportError) -> MissingLibraryError:
-    """The error of an adapter whose `library` (`package` on PyPI) cannot be imported."""
+    """Return the error of an adapter whose `library` (`package` on PyPI) cannot be imported."""
     return MissingLibraryError(
         f"the {library} adapter needs the package '{package}': {error}",
         field="environment",

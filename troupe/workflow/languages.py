@@ -1,6 +1,6 @@
 """Tokenizers and stop tokens of a job's policies, and the roles of its agents.
 
-Not imported by `troupe.workflow`: needs the job specification and transformers.
+`troupe.workflow` does not import this module, which needs the job specification and transformers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import parser_of
 from troupe.workflow.turns import Role
 
-# transformers replaces its own module while it is imported: an import from another thread at that
-# time gets an empty module. Two jobs may be prepared at once.
+# transformers replaces its own module during its import, so a simultaneous import from another
+# thread gets an empty module. Two jobs may be prepared at once.
 IMPORTING = threading.Lock()
-_HUB_REMEDY = "Check the path; a hub id must be downloaded already or the hub reachable."
+_HUB_REMEDY = "Check the path; for a hub id, the model must be downloaded already or the hub "
+"reachable."
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,16 @@ class Language:
     chat: ChatTokenizer
     eos_ids: tuple[int, ...]
     positions: int = 0
-    """Tokens that the model has positions for; 0: unknown."""
+    """Number of positions of the model; 0: unknown."""
 
 
 def load_language(model: ModelSpec, field: str) -> Language:
-    """Tokenizer and end-of-sequence ids of `model`, checked against its configuration. Blocking.
+    """Load the tokenizer and end-of-sequence ids of `model`, checked against its configuration.
+    Blocking.
 
     Raises `FailedPrecondition` for a tokenizer or model that cannot be loaded, and
-    `InvalidArgument` for one that does not fit the other, or whose chat template exceeds a bound;
-    `field` names the model in the job.
+    `InvalidArgument` if the two do not match, or if the chat template exceeds a bound; `field`
+    names the model in the job.
     """
     with IMPORTING:
         importlib.import_module("transformers")
@@ -78,7 +80,7 @@ def load_language(model: ModelSpec, field: str) -> Language:
 
 
 def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int, ...]:
-    """Ids that end a response: end-of-sequence and the strings `stops`, each one token.
+    """Return the ids that end a response: end-of-sequence and the strings `stops`, each one token.
 
     Raises `InvalidArgument` for a string that is not one token.
     """
@@ -88,9 +90,9 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
         known = language.chat.transcript(ids) == stop
         if len(ids) != 1 or not known:
             raise InvalidArgument(
-                f"this is {len(ids)} tokens of the vocabulary, and must be one"
+                f"this is {len(ids)} tokens of the vocabulary, but must be one"
                 if known
-                else "the vocabulary cannot spell this",
+                else "the vocabulary cannot encode this",
                 field=field,
                 value=stop,
                 remedy="Stop at a single token, or cut the text in the workflow.",
@@ -102,7 +104,8 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
 def token_counter(
     spec: JobSpec, languages: Mapping[str, Language]
 ) -> Callable[[Sequence[str]], list[int]]:
-    """Counts the tokens of texts, by the tokenizer of the job that needs most for one."""
+    """Return a counter of tokens; for each text it takes the largest count of the job's
+    tokenizers."""
     different = {
         spec.policies[name].language_model.tokenizer_source: language.chat
         for name, language in languages.items()
@@ -121,9 +124,10 @@ def token_counter(
 def role_of(
     spec: JobSpec, name: str, languages: Mapping[str, Language], policy: str | None = None
 ) -> Role:
-    """The agent `name` of a job; `languages` by policy. `policy`: plays it instead of its own.
+    """Return the agent `name` of a job; `languages` by policy. `policy`: the policy that plays it
+    instead of its own.
 
-    Raises `InvalidArgument` as `stop_ids`.
+    Raises the `InvalidArgument` of `stop_ids`.
     """
     agent = spec.agents[name]
     policy = policy or agent.policy
@@ -170,7 +174,7 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
         _raise_hub_problem(source, None if own else model.revision, field, leaf, error)
         raise missing(f"no tokenizer can be loaded: {first_line(error)}") from error
-    # Without any file transformers makes a tokenizer of special tokens only.
+    # Without files, transformers makes a tokenizer that has only special tokens.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise missing("there is no tokenizer")
     return tokenizer
@@ -207,8 +211,7 @@ def _load_config(model: ModelSpec, field: str) -> Any:
 def _raise_hub_problem(
     source: str, revision: str | None, field: str, leaf: str, error: Exception
 ) -> None:
-    """Raise `FailedPrecondition` if the hub is what `error` is about. `leaf`: the field of the
-    id."""
+    """Raise `FailedPrecondition` if the hub caused `error`. `leaf`: the field of the id."""
     problem = hub_problem(source, revision, error)
     if problem is None:
         return
@@ -222,15 +225,16 @@ def _raise_hub_problem(
 
 
 def _local(source: str, field: str) -> str:
-    """`source` with `~` expanded. Raises `FailedPrecondition` for a directory that does not
+    """Return `source` with `~` expanded. Raises `FailedPrecondition` for a directory that does not
     exist."""
     if no_directory(source):
         raise FailedPrecondition(
-            "there is no such directory on the rollout worker, nor on a trainer's host",
+            "there is no such directory on the rollout worker or on a trainer's host",
             kind="model_missing",
             field=field,
             value=source,
-            remedy="Check the path, which one host with a trainer must have; relative ones start "
+            remedy="Check the path, which must exist on a host with a trainer; relative paths "
+            "start "
             "where the services run.",
         )
     path = Path(source).expanduser()
@@ -242,18 +246,19 @@ def _check_vocabulary(tokenizer: Any, config: Any, model: ModelSpec, field: str)
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and highest >= size:
         raise InvalidArgument(
-            f"the tokenizer has ids up to {highest}, the model's vocabulary holds {size}",
+            f"the tokenizer has ids up to {highest}, but the model's vocabulary has {size} entries",
             kind="tokenizer_mismatch",
             field=f"{field}.tokenizer" if model.tokenizer else f"{field}.path",
             value=model.tokenizer_source,
-            remedy="Use the tokenizer that the model was made for.",
+            remedy="Use the model's own tokenizer.",
         )
 
 
 def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[int]:
-    """End-of-sequence ids of a model, from its configuration and its generation settings.
+    """Return the end-of-sequence ids of a model, from its configuration and its generation
+    settings.
 
-    Raises `BadConfiguration` for one that is no token of the model.
+    Raises `BadConfiguration` for an id outside the model's vocabulary.
     """
     from transformers import GenerationConfig
 
@@ -261,7 +266,7 @@ def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[in
     size = getattr(text, "vocab_size", None)
     ids: set[int] = set()
     for one in (config, text):
-        # The architecture's default may be of another vocabulary.
+        # The architecture's default may belong to another vocabulary.
         own = size if "eos_token_id" in one.to_diff_dict() else None
         ids.update(token_ids("eos_token_id", getattr(one, "eos_token_id", None), own))
     if path is not None:
@@ -275,6 +280,6 @@ def end_ids(config: Any, path: str | None, revision: str | None) -> frozenset[in
 
 
 def positions_of(config: Any) -> int:
-    """Tokens that a model has positions for, by its text configuration; 0: unknown."""
+    """Return the number of positions of a model, from its text configuration; 0: unknown."""
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) else 0

@@ -1,7 +1,8 @@
-"""Loads the `module:attribute` entrypoints of a job: workflows, tasks, functions, environments.
+"""Loading of the `module:attribute` entrypoints of a job: workflows, tasks, functions,
+environments.
 
-Modules of users are imported again when one of their files was edited since the last import;
-those that a job ships (`troupe.functions.shipped`) never change.
+User modules are imported again if one of their files was edited since the last import; modules that
+a job ships (`troupe.functions.shipped`) never change.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["st
 _mtimes: dict[str, int] = {}
 _NEVER: Final = -1
 _lock = threading.Lock()
-# When `_mtimes` was last complete; in nanoseconds as files have them.
+# When `_mtimes` was last complete, in nanoseconds of file times.
 _complete_at = time.time_ns()
 
 
 def forget_edited() -> list[str]:
-    """Remove all modules of users from `sys.modules` if one of their files was edited.
+    """Remove all user modules from `sys.modules` if one of their files was edited.
 
-    All are removed, since any may have imported something from the edited one; those that another
-    thread is importing are removed next time. Returns the names. Objects that jobs hold of the old
-    modules stay valid.
+    All are removed, since any may have imported something from the edited module; modules that
+    another thread is importing are removed next time. Return the names. Objects of the old modules
+    that jobs hold stay valid.
     """
     with _lock:
         _look_again()  # a file may also be new
@@ -56,17 +57,17 @@ def forget_edited() -> list[str]:
 
 
 def _look_again() -> None:
-    """Has importlib list directories anew, while other threads may import."""
+    """Make importlib list directories again, even while other threads import."""
     while True:
         try:
             importlib.invalidate_caches()
         except (RuntimeError, KeyError):
-            continue  # an import changed importlib's table of directories while it was read
+            continue  # a concurrent import changed importlib's table of directories
         return
 
 
 def remember_files() -> None:
-    """Record the modification times of the files of all imported modules of users."""
+    """Record the modification times of the files of all imported user modules."""
     global _complete_at
     with _lock:
         _complete_at = time.time_ns()
@@ -77,14 +78,14 @@ def remember_files() -> None:
 def _edited(path: str) -> bool:
     now = _mtime(path)
     known = _mtimes.get(path)
-    # A module that was imported inside of a function has no recorded time yet.
+    # A module that was imported inside a function has no recorded time yet.
     return now > _complete_at if known is None else now != known
 
 
 def _being_imported() -> set[str]:
-    """Modules that are being imported, with their packages, which the import needs."""
+    """Return the modules that are being imported, and their packages, which the imports need."""
     names: set[str] = set()
-    for name, module in sys.modules.copy().items():  # other threads import meanwhile
+    for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             parts = name.split(".")
             names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
@@ -92,8 +93,8 @@ def _being_imported() -> set[str]:
 
 
 def _users_modules() -> Iterator[tuple[str, str]]:
-    """Names and files of imported modules that are neither installed nor Troupe's own."""
-    for name, module in sys.modules.copy().items():  # other threads import meanwhile
+    """Yield names and files of imported modules that are neither installed nor Troupe's own."""
+    for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         path = getattr(module, "__file__", None)
         if (
             path
@@ -107,7 +108,7 @@ def _users_modules() -> Iterator[tuple[str, str]]:
 def _mtime(path: str) -> int:
     with suppress(OSError):
         return os.stat(path).st_mtime_ns
-    return 0  # removed, which is an edit too
+    return 0  # removed, which counts as an edit
 
 
 class Query(Mapping[str, Any]):
@@ -120,7 +121,7 @@ class Query(Mapping[str, Any]):
 
     def __init__(self, id: str, split: str, index: int, data: Mapping[str, Any]) -> None:
         self.id = id
-        """Name of the query inside its step, e.g. `q17`."""
+        """Name of the query within its step, such as `q17`."""
         self.split = split
         """`train` or `held_out`."""
         self.index = index
@@ -130,9 +131,9 @@ class Query(Mapping[str, Any]):
         self.metrics: dict[str, float] = {}
         """Values that this trajectory logged; see `log`."""
         self.answer: str | None = None
-        """What this trajectory votes for in evaluations (maj@k), if the workflow sets it."""
+        """This trajectory's vote in evaluations (maj@k), if the workflow sets it."""
         self.scores: dict[str, float] = {}
-        """Mean over the agents of what each reward function gave, as `rewards.<name>`."""
+        """Mean over the agents of each reward function's results, as `rewards.<name>`."""
 
     def log(self, **values: float) -> None:
         """Log numbers about this trajectory; the job reports their means as metrics.
@@ -168,7 +169,8 @@ class Query(Mapping[str, Any]):
 
 
 Workflow = Callable[[Query, Agents, Tools], Awaitable[Mapping[str, float] | None]]
-"""A user's workflow: plays one query and returns rewards per agent; None: no rewards of its own."""
+"""A user's workflow: plays one query and returns rewards per agent, or None for no rewards of its
+own."""
 
 
 class Tasks(Protocol):
@@ -187,8 +189,8 @@ def add_working_directory() -> None:
 
 
 def load_module(name: str, field: str, value: str) -> Any:
-    """Import a module, again if files of users were edited since the last import; from the files
-    that the job ships, if they have it.
+    """Import a module from the files that the job ships, if they contain it. Import it again if
+    user files were edited since the last import.
 
     Raises `EntrypointError` with `field` and `value`.
     """
@@ -198,7 +200,7 @@ def load_module(name: str, field: str, value: str) -> Any:
     try:
         module = importlib.import_module(name_here)
         remember_files()
-    except BaseException as error:  # code of users
+    except BaseException as error:  # user code
         missing = isinstance(error, ModuleNotFoundError) and (
             name_here == error.name or name_here.startswith(f"{error.name}.")
         )
@@ -208,7 +210,7 @@ def load_module(name: str, field: str, value: str) -> Any:
             else f"importing '{name}' failed: {described(error)}",
             field=field,
             value=value,
-            remedy="Put the directory that holds it on PYTHONPATH of the services, or send it with "
+            remedy="Add its directory to PYTHONPATH of the services, or send it with "
             "the job (`code.include`)."
             if missing
             else f"Make `python -c 'import {name}'` work where the services run.",
@@ -217,11 +219,12 @@ def load_module(name: str, field: str, value: str) -> Any:
 
 
 def load_attribute(entrypoint: str, field: str) -> Any:
-    """The object that `package.module:attribute` names. Raises `EntrypointError` with `field`."""
+    """Return the object that `package.module:attribute` names. Raises `EntrypointError` with
+    `field`."""
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute:
         raise EntrypointError(
-            "names nothing to import",
+            "this names nothing to import",
             field=field,
             value=entrypoint,
             remedy="Write `package.module:attribute`.",
@@ -241,7 +244,7 @@ def load_attribute(entrypoint: str, field: str) -> Any:
 
 
 def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
-    """The workflow of a job: an async function of (query, agents, tools).
+    """Return the workflow of a job: an async function of (query, agents, tools).
 
     Raises `EntrypointError` when it is not async or does not take these three arguments.
     """
@@ -270,7 +273,7 @@ def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
 def load_tasks(
     source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
 ) -> tuple[Tasks, int]:
-    """One split of a job's tasks, and their number. Raises `EntrypointError` when it is not a
+    """Return one split of a job's tasks, and their number. Raises `EntrypointError` unless it is a
     non-empty sequence."""
     factory = load_attribute(source, field)
     if not callable(factory):
@@ -284,7 +287,7 @@ def load_tasks(
         tasks = factory(split=split, **args)
         length = len(tasks)
         indexed = hasattr(tasks, "__getitem__")
-    except BaseException as error:  # SystemExit, too: code of users may parse a command line
+    except BaseException as error:  # also SystemExit: user code may parse a command line
         raise EntrypointError(
             f"{source}(split={split!r}, ...) failed: {described(error)}",
             field=field,
@@ -293,7 +296,7 @@ def load_tasks(
         ) from error
     if length < 1 or not indexed:
         raise EntrypointError(
-            f"split '{split}' has {length} queries to index",
+            f"split '{split}' has {length} queries",
             field=field,
             value=source,
             remedy="Return an object with at least one item and `__getitem__(index) -> dict`.",

@@ -1,7 +1,7 @@
-"""Messages, tools and replies: chat input, checked, and parsers of what models write.
+"""Messages, tools and replies: checks of chat input, and parsers of model output.
 
-`parse_messages`, `parse_tools` and `parse_template_options` check what workflows and clients of
-OpenAI's API send. `PARSERS` splits replies of model families into content, tool calls and thoughts.
+`parse_messages`, `parse_tools` and `parse_template_options` check the input of workflows and of
+OpenAI clients. The `PARSERS` of model families split replies into content, tool calls and thoughts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _FUNCTION: Final = re.compile(r"\s*<function=([^<>\s]{1,256})>")
 
 
 class ToolCall(NamedTuple):
-    """One tool call of a model; `arguments` is a JSON object as text, as in OpenAI's messages."""
+    """One tool call of a model; `arguments` is the text of a JSON object, as in OpenAI's
+    messages."""
 
     id: str
     name: str
@@ -68,7 +69,8 @@ class ToolCall(NamedTuple):
 
 
 def call_ids(count: int, turn: Sequence[int]) -> list[str]:
-    """Ids for the calls of a response: nine letters and digits, as Mistral's templates need.
+    """Return ids for the calls of a response: nine letters and digits, as Mistral's templates
+    require.
 
     They are derived from `turn`, numbers that identify the response within its trajectory.
     """
@@ -76,7 +78,7 @@ def call_ids(count: int, turn: Sequence[int]) -> list[str]:
 
 
 def canonical(arguments: str) -> str:
-    """JSON with sorted keys and without white space; text that is not JSON, stripped."""
+    """Return JSON with sorted keys and without white space; other text is only stripped."""
     value = read_json(arguments or "{}")
     if value is None:
         return arguments.strip()
@@ -88,10 +90,10 @@ Offered = Sequence[Mapping[str, Any]]
 
 
 class ReplyParser(NamedTuple):
-    """Reads the replies of one family of models."""
+    """The parser of the replies of one family of models."""
 
     syntax: Callable[[Offered], CallSyntax]
-    """Call syntax of the family, given the tools that are offered."""
+    """Call syntax of the family, given the offered tools."""
     think_tags: ThinkTags = THINK_TAGS
 
     def __call__(self, text: str, tools: Offered = (), *, thinking: bool = False) -> Parsed:
@@ -102,12 +104,13 @@ class ReplyParser(NamedTuple):
         return read_reply(text, syntax, tags=self.think_tags, thinking=thinking)
 
     def opens_thought(self, prompt: str) -> bool:
-        """Whether `prompt` ends with an opening think tag, as some templates write it."""
+        """Return whether `prompt` ends with an opening think tag, which some templates write."""
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.think_tags))
 
 
 def _hermes(tools: Offered) -> CallSyntax:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+    """Return the syntax `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes,
+    Qwen2.5, Qwen3."""
 
     def read(body: str) -> list[Call] | None:
         call = _one(read_json(body), "arguments")
@@ -117,7 +120,8 @@ def _hermes(tools: Offered) -> CallSyntax:
 
 
 def _qwen_coder(tools: Offered) -> CallSyntax:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`:
+    """Return the syntax
+    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`:
     Qwen3-Coder. Values are text unless the tool's schema says otherwise."""
 
     def read(body: str) -> list[Call] | None:
@@ -146,7 +150,8 @@ def _qwen_coder(tools: Offered) -> CallSyntax:
 
 
 def _llama(tools: Offered) -> CallSyntax:
-    """`{"name": ..., "parameters": {...}}` as the whole reply, several with `;`: Llama 3.1 on."""
+    """Return the syntax `{"name": ..., "parameters": {...}}` as the whole reply, several calls with
+    `;`: Llama 3.1 and later."""
 
     def read(text: str) -> list[Call] | None:
         calls = []
@@ -161,7 +166,8 @@ def _llama(tools: Offered) -> CallSyntax:
 
 
 def _mistral(tools: Offered) -> CallSyntax:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` at the end: Mistral."""
+    """Return the syntax `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` at the end:
+    Mistral."""
 
     def read(text: str) -> list[Call] | None:
         given = read_json(text)
@@ -188,7 +194,7 @@ PARSERS: Final[Mapping[str, ReplyParser]] = {
 
 @cache
 def parser_of(tool_parser: str, reasoning_parser: str | None) -> ReplyParser:
-    """The parser of a model, by the names in its section of the job."""
+    """Return the parser of a model, by the names in its section of the job."""
     parser = PARSERS[tool_parser]
     if reasoning_parser is None:
         return parser
@@ -196,7 +202,8 @@ def parser_of(tool_parser: str, reasoning_parser: str | None) -> ReplyParser:
 
 
 def _one(given: Any, arguments: str) -> Call | None:
-    """The call in a JSON object with `name` and the key `arguments`; None: there is none."""
+    """Return the call in a JSON object with `name` and the key `arguments`; None if there is
+    none."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return None
     inside = given.get(arguments, {} if len(given) == 1 else None)
@@ -208,7 +215,7 @@ def _one(given: Any, arguments: str) -> Call | None:
 
 
 def _types(name: str, tools: Offered) -> dict[str, Any]:
-    """JSON schema types of the parameters of the tool `name`."""
+    """Return the JSON schema types of the parameters of the tool `name`."""
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
@@ -257,16 +264,16 @@ class Reply:
     ) -> None:
         self.agent = agent
         self.turn = turn
-        """How many turns this agent had begun before this one; see `TurnRecord.number`."""
+        """Number of this agent's turns that began before this one; see `TurnRecord.number`."""
         self.text = text
-        """Without the stop token and other special tokens."""
+        """Text without the stop token and other special tokens."""
         self.prompt = TokenIds.of(prompt_ids)
-        """The prompt as an array, which the replies of one call share."""
+        """The prompt as an array, shared by the replies of one call."""
         self._prompt_ids: tuple[int, ...] | None = None
         self.response = TokenIds.of(token_ids)
-        """The response as an array, the stop token included."""
+        """The response as an array, including the stop token."""
         self.response_logprobs = array("d", logprobs)
-        """The log-prob of each of its tokens."""
+        """The log-prob of each response token."""
         self.finish_reason = finish_reason
         """`stop` or `length`."""
         self.content = text if content is None else content
@@ -278,14 +285,14 @@ class Reply:
         self.unmet: tuple[str, ...] = ()
         """Fields of an endpoint's request that the reply violates (`response_format`, ...)."""
         self.session = ""
-        """Of an endpoint's request: its header `X-Session-ID`, by which a client with several
-        conversations says which one it is."""
+        """Header `X-Session-ID` of an endpoint's request, by which a client with several
+        conversations names the current one."""
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """User-defined columns of this turn's sample: `reply.columns[name] = value`."""
         self.chain = ""
-        """For a critic (`advantage: gae`): turns of one agent with equal `chain` are one episode.
-        An agent that plays several sides of a game gives each a name of its own."""
+        """For a critic (`advantage: gae`): turns of one agent with equal `chain` form one episode.
+        An agent that plays several sides of a game gives each its own name."""
         self._reward: float | None = None
         self._earned: float | None = None
 
@@ -298,20 +305,21 @@ class Reply:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of the response, made at each access: they take ten times as much as `response`."""
+        """Ids of the response, made at each access, since they take ten times as much memory as
+        `response`."""
         return tuple(self.response)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """The log-prob of each token of the response, made anew at each access."""
+        """The log-prob of each response token, made at each access."""
         return tuple(self.response_logprobs)
 
     @property
     def siblings(self) -> tuple[Reply, ...]:
-        """All replies of the same `chat(n=...)`, this one included; empty without `n`.
+        """All replies of the same `chat(n=...)`, including this one; empty without `n`.
 
-        Weak references: replies that are neither in a running trajectory nor held by the caller
-        are missing.
+        These are weak references: replies that are neither in a running trajectory nor held by the
+        caller are missing.
         """
         found = (reply() for reply in self._siblings)
         return tuple(reply for reply in found if reply is not None)
@@ -342,7 +350,7 @@ class Reply:
 
     @property
     def earned(self) -> float | None:
-        """Reward of the turn for a critic (`advantage: gae`), where it differs from `reward`: for
+        """Reward of the turn for a critic (`advantage: gae`) if it differs from `reward`, for
         example only the part of the return before the agent's next turn."""
         return self._earned
 
@@ -355,7 +363,7 @@ class Reply:
 
 
 def finite(value: Any, field: str) -> float:
-    """`value` as a finite float. Raises `InvalidRewardError` naming `field`."""
+    """Return `value` as a finite float. Raises `InvalidRewardError` naming `field`."""
     try:
         return finite_number(value)
     except NotFiniteError as error:
@@ -386,7 +394,7 @@ AnyMessage = Message | ToolMessage
 
 
 class Rendering(NamedTuple):
-    """Arguments of a chat template besides the messages, as JSON text."""
+    """Arguments of a chat template in addition to the messages, as JSON text."""
 
     tools: str = ""
     options: str = ""
@@ -404,25 +412,25 @@ class ToolSet:
 def parse_template_options(
     given: Mapping[str, Any] | None, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Check `chat_template_kwargs`; returns them, with `defaults` where they are silent, as JSON.
-    Raises `InvalidMessagesError`."""
+    """Check `chat_template_kwargs`; return them as JSON, with `defaults` for missing ones. Raises
+    `InvalidMessagesError`."""
     if not given and not defaults:
         return ""
     given = {} if given is None else given
     field = "chat_template_kwargs"
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidMessagesError(
-            f"{field} must be arguments by name, not {shown(given)}",
+            f"{field} must map names to arguments, not {shown(given)}",
             field=field,
             value=given,
-            remedy='Pass what the template knows, for example {"enable_thinking": False}.',
+            remedy='Pass arguments of the template, for example {"enable_thinking": False}.',
         )
     if reserved := sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
         raise InvalidMessagesError(
             f"{field} cannot set {reserved[0]}",
             field=f"{field}.{reserved[0]}",
             value=given[reserved[0]],
-            remedy="Leave it out: it is Troupe that renders the conversation.",
+            remedy="Leave it out: Troupe renders the conversation.",
         )
     try:
         merged = {**defaults, **given}
@@ -449,7 +457,7 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
         properties = schema.get("properties") if isinstance(schema, Mapping) else schema
         if not isinstance(properties or {}, Mapping):
             raise InvalidMessagesError(
-                f"the parameters of '{name}' are no JSON schema of an object",
+                f"the parameters of '{name}' are not a JSON schema of an object",
                 field=f"tools[{index}].function.parameters",
                 value=schema,
                 remedy='Pass {"type": "object", "properties": {...}}.',
@@ -462,16 +470,16 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
         raise InvalidMessagesError(
             f"tools are not JSON: {error}", field="tools", remedy="Pass JSON values only."
         ) from error
-    # A round trip through JSON replaces halves of surrogate pairs, which tokenizers refuse.
+    # A round trip through JSON replaces halves of surrogate pairs, which tokenizers reject.
     return ToolSet(tuple(given) if text.isascii() else tuple(json.loads(text)), text)
 
 
 def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tuple[AnyMessage, ...]:
-    """Check the messages of a `chat` call; puts the agent's system prompt in front.
+    """Check the messages of a `chat` call, and put the agent's system prompt first.
 
-    A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's
-    chat (text only, `tool_calls`, `tool_call_id` and `reasoning_content` included), or anything
-    with a `.message` that is one (a `Reply`). Raises `InvalidMessagesError`.
+    A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's chat
+    (text only, including `tool_calls`, `tool_call_id` and `reasoning_content`), or an object whose
+    `.message` is such a mapping (a `Reply`). Raises `InvalidMessagesError`.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
@@ -506,7 +514,8 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
 
 
 def plain(message: AnyMessage) -> Message:
-    """The message as (role, text) for logs and reward functions; tool calls follow as JSON."""
+    """Return the message as (role, text) for logs and reward functions, with tool calls as JSON at
+    the end of the text."""
     if not isinstance(message, ToolMessage):
         return message
     calls = [f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in message.calls]
@@ -523,7 +532,7 @@ def _no_message(index: int, item: Any) -> InvalidMessagesError:
 
 
 def _content(message: Mapping[str, Any], role: str, index: int) -> str:
-    """The text of a message; may be missing for the roles `assistant` and `tool`."""
+    """Return the text of a message, which may be missing for the roles `assistant` and `tool`."""
     content = message.get("content")
     field = f"messages[{index}].content"
     if isinstance(content, str | list | tuple):
@@ -537,12 +546,12 @@ def _content(message: Mapping[str, Any], role: str, index: int) -> str:
         f"the content of a message of role {shown(role)} must be text, not {shown(content)}",
         field=field,
         value=content,
-        remedy='Send a text ("" where there is none), or a list of text parts.',
+        remedy='Send a text (may be ""), or a list of text parts.',
     )
 
 
 def _thoughts(message: Mapping[str, Any], index: int) -> str:
-    """Thoughts of an earlier reply, where the client sends them back."""
+    """Return the thoughts of an earlier reply if the client sends them back, else ""."""
     for name in ("reasoning_content", "reasoning"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
@@ -557,12 +566,13 @@ def _thoughts(message: Mapping[str, Any], index: int) -> str:
     return ""
 
 
-# Text field by type of content part, of OpenAI's chat and responses APIs.
+# Text field by type of content part, in OpenAI's chat and responses APIs.
 _PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def content_text(content: Any, field: str) -> str:
-    """A text, or the texts of content parts joined by newlines. Raises `InvalidMessagesError`."""
+    """Return a text, or the texts of content parts joined by newlines. Raises
+    `InvalidMessagesError`."""
     if isinstance(content, str):
         return utf8_text(content)
     if not isinstance(content, list | tuple):
@@ -570,7 +580,7 @@ def content_text(content: Any, field: str) -> str:
             f"the content must be text, not {shown(content)}",
             field=field,
             value=content,
-            remedy='Send a text ("" where there is none), or a list of text parts.',
+            remedy='Send a text (may be ""), or a list of text parts.',
         )
     texts = []
     for number, part in enumerate(content):
@@ -582,10 +592,10 @@ def content_text(content: Any, field: str) -> str:
         text = part.get(key) if isinstance(part, Mapping) and key else None
         if not isinstance(text, str):
             raise InvalidMessagesError(
-                f"a part of type {shown(kind)} is no text",
+                f"a part of type {shown(kind)} is not text",
                 field=f"{field}[{number}]",
                 value=kind,
-                remedy="Send text only: agents see no images, sounds or files.",
+                remedy="Send text only: agents cannot see images, sounds or files.",
             )
         texts.append(utf8_text(text))
     return "\n".join(texts)
@@ -613,8 +623,8 @@ def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
 
 
 def _arguments(given: str | Mapping[str, Any] | None, field: str) -> str:
-    """The arguments of a call as text. Null, by which some models say that there are none, becomes
-    an empty object; text that is not JSON stays, because models write such calls."""
+    """Return the arguments of a call as text. Null, which some models write when there are none,
+    becomes an empty object. Text that is not JSON is kept, because models write such calls."""
     if isinstance(given, Mapping):
         try:
             return json_text(dict(given))
@@ -634,12 +644,13 @@ def _bad_arguments(given: Any, why: str, field: str) -> InvalidMessagesError:
         f"the arguments of a call {why}",
         field=field,
         value=given,
-        remedy='Send a JSON object as text; without arguments "{}".',
+        remedy='Send the text of a JSON object; without arguments "{}".',
     )
 
 
 def as_template_takes(message: AnyMessage) -> dict[str, Any]:
-    """The message as Hugging Face templates read it: arguments of calls as objects."""
+    """Return the message in the form that Hugging Face templates read: arguments of calls as
+    objects."""
     shaped: dict[str, Any] = {"role": message[0], "content": message[1]}
     if not isinstance(message, ToolMessage):
         return shaped
@@ -656,19 +667,19 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
 
 
 def without_thoughts(message: AnyMessage) -> AnyMessage:
-    """The message without its `reasoning_content`."""
+    """Return the message without its `reasoning_content`."""
     return message._replace(thoughts="") if isinstance(message, ToolMessage) else message
 
 
 def with_content(message: AnyMessage, content: str) -> AnyMessage:
-    """The message with another content."""
+    """Return the message with another content."""
     if isinstance(message, ToolMessage):
         return message._replace(content=content)
     return message[0], content
 
 
 def inline_thoughts(content: str, tags: ThinkTags) -> tuple[str, str] | None:
-    """The thoughts that a reply begins with, and what follows them."""
+    """Split a reply into the thoughts at its beginning and the rest; None if it has none."""
     for opening, closing in tags:
         head, closed, answer = content.partition(closing)
         if closed and head.lstrip().startswith(opening):
@@ -677,7 +688,8 @@ def inline_thoughts(content: str, tags: ThinkTags) -> tuple[str, str] | None:
 
 
 def thoughts_of(message: AnyMessage, opened: tuple[str, str] | None, tags: ThinkTags) -> str:
-    """The thoughts of a reply: `reasoning_content`, or what its content has between tags."""
+    """Return the thoughts of a reply: `reasoning_content`, or the text between tags in its
+    content."""
     if isinstance(message, ToolMessage) and message.thoughts:
         return message.thoughts.strip()
     for opening, closing in tags:

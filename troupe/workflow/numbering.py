@@ -1,10 +1,10 @@
 """Positions of turns in a workflow, independent of the timing of concurrent branches.
 
-Branches that run concurrently take their turns in an order that depends on time, and nothing that
-is trained on may depend on that. So turns are counted per *branch*: a task that a workflow creates
-(`asyncio.gather`, a task group, `create_task`) counts its own turns, and has a place among the
-tasks of the one that created it. Both are decided by the program, not by who is faster. Read depth
-first, the places give the order in which the turns would be taken if every branch ran by itself.
+Concurrent branches take their turns in an order that depends on timing, but training data must not
+depend on it. So turns are counted per *branch*: a task that a workflow creates (`asyncio.gather`, a
+task group, `create_task`) counts its own turns, and has a place among the tasks of its parent. The
+program decides both, not the speed of the branches. Read depth first, the places give the order of
+the turns if each branch ran alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from troupe.outcomes import described
 from troupe.workflow.errors import BranchExitedError
 
 Path = tuple[int, ...]
-"""Position in the tree of branches: at each level, the number of turns and branches before."""
+"""Position in the tree of branches: at each level, the number of earlier turns and branches."""
 
 
 class Branch:
@@ -29,7 +29,7 @@ class Branch:
 
     def __init__(self, path: Path = (), root: Branch | None = None) -> None:
         self.path = path
-        self._root = root  # None: itself; avoids a reference cycle
+        self._root = root  # None: this branch; avoids a reference cycle
         self.steps = 0
 
     @property
@@ -38,12 +38,12 @@ class Branch:
         return self._root or self
 
     def step(self) -> Path:
-        """Count a turn or branch that begins in this branch; returns its path."""
+        """Count a turn or branch that begins in this branch, and return its path."""
         self.steps += 1
         return (*self.path, self.steps - 1)
 
     def fork(self) -> Branch:
-        """A new branch, for a task that this branch creates."""
+        """Return a new branch, for a task that this branch creates."""
         return Branch(self.step(), self.root)
 
 
@@ -51,7 +51,7 @@ _CURRENT: ContextVar[Branch | None] = ContextVar("troupe_branch", default=None)
 
 
 def current(root: Branch) -> Branch:
-    """The running branch if it belongs to `root`, else `root`."""
+    """Return the running branch if it belongs to `root`, else `root`."""
     branch = _CURRENT.get()
     return branch if branch is not None and branch.root is root else root
 
@@ -64,19 +64,20 @@ def enter(root: Branch) -> None:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Tasks created in this block are not branches: Troupe's own tasks must not be counted."""
+    """Prevent tasks created in this block from being branches: Troupe's own tasks must not be
+    counted."""
     token = _CURRENT.set(None)
     try:
         yield
     finally:
-        # Another context: a coroutine that refused cancellation is closed from outside.
+        # In another context if a coroutine that refused cancellation is closed from outside.
         with contextlib.suppress(ValueError):
             _CURRENT.reset(token)
 
 
 def places(paths: Iterable[Path]) -> Mapping[Path, Path]:
-    """Ordinals for the path of every branch that took turns: 2.0 is the first branch of the third
-    one. Branches without turns do not count."""
+    """Map the path of every branch that took turns to ordinals: 2.0 is the first branch of the
+    third branch. Branches without turns do not count."""
     children: dict[Path, set[int]] = {}
     found = set(paths)
     for path in found:
@@ -91,7 +92,8 @@ def places(paths: Iterable[Path]) -> Mapping[Path, Path]:
 
 
 def _number_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Install the task factory that gives tasks created in a branch their own; once per loop."""
+    """Install the task factory that gives each task created in a branch its own branch; once per
+    loop."""
     former = loop.get_task_factory()
     if isinstance(former, _Factory):
         return
@@ -108,7 +110,7 @@ class _Factory:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         branch = _CURRENT.get()
-        # A task with an explicit context shares its variables, the branch included.
+        # A task with an explicit context shares its variables, including the branch.
         if branch is not None and options.get("context") is None:
             context = copy_context()
             context.run(_CURRENT.set, branch.fork())

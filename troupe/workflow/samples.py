@@ -1,18 +1,19 @@
 """Samples of a trajectory: one per turn, with group, reward, chain and team context.
 
-A workflow gives two kinds of rewards: of a turn (`reply.reward`) and of an agent (what it returns
-plus the job's reward functions). Their meaning:
+A workflow gives two kinds of rewards: for a turn (`reply.reward`) and for an agent (its returned
+rewards plus the job's reward functions). Their meaning:
 
-*Group methods* (all but `gae`) compare one number per turn: the turn's own reward, which takes the
-place of its agent's, else its agent's.
+*Group methods* (all but `gae`) compare one number per turn: the turn's own reward if it has one,
+else its agent's.
 
 *gae* adds up rewards along a chain, an agent's turns of one trajectory: each turn's own reward at
-its last token, and its agent's reward at the chain's last token, also where that turn has one of
-its own. The number that groups compare may differ from what the turn earned: a return from the
-turn on counts later turns' rewards again. `reply.earned` then gives the latter.
+its last token, and its agent's reward at the chain's last token, even if that turn has its own
+reward. The number that groups compare may differ from the reward that the turn earned: a return
+from the turn onwards includes the rewards of later turns. Then `reply.earned` gives the earned
+reward.
 
 An agent that plays several sides of a game has one chain per side (`reply.chain`); with a single
-chain one side would earn what the other wins. Each reply of `chat(n=k)` is a chain of its own.
+chain, one side would earn the other's rewards. Each reply of `chat(n=k)` is its own chain.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from troupe.workflow.turns import TurnRecord
 
 
 def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> tuple[int, ...]:
-    """The last `limit` tokens of the other agents' prompts and responses at the time of `turn`.
+    """Return the last `limit` tokens of the other agents' prompts and responses, as of `turn`.
 
-    For every other agent of the trajectory, in the order of names: the prompt of its latest turn
-    that was begun before `turn` was answered, and the response to it if that was complete when
-    `turn` was begun. So agents that move at once see each other's prompts, and an agent that moves
-    later sees earlier responses. `turns`: all turns of the trajectory.
+    For every other agent of the trajectory, in the order of names, they contain the prompt of its
+    latest turn that began before `turn` was answered, and the response if it was complete when
+    `turn` began. So agents that move simultaneously see each other's prompts, and an agent that
+    moves later sees earlier responses. `turns`: all turns of the trajectory.
     """
     latest: dict[str, TurnRecord] = {}
     for other in turns:
@@ -40,7 +41,7 @@ def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> t
         if name not in latest or latest[name].asked < other.asked:
             latest[name] = other
     tokens: list[int] = []
-    for _, other in sorted(latest.items(), reverse=True):  # no more of each than is kept
+    for _, other in sorted(latest.items(), reverse=True):  # of each only as much as is kept
         said = other.reply is not None and other.answered < turn.asked
         response = other.reply.response if other.reply is not None and said else ()
         own = [*other.prompt_ids[-limit:], *response[-limit:]]
@@ -64,13 +65,13 @@ class SampleRow:
     """Samples of one query and policy with equal `group_id` share a baseline."""
     turn: TurnRecord
     reward: float | None
-    """Reward of the turn, else of its agent."""
+    """Reward of the turn if it has one, else of its agent."""
     own_reward: bool = False
     """Whether `reward` is the turn's own."""
     earned: float = 0.0
     """Reward of this turn in its chain, without the agent's reward."""
     final: float | None = None
-    """Reward of its agent, earned once at the end of each chain; None: it has none."""
+    """Reward of its agent, earned once at the end of each chain; None: no reward."""
     chain: str = ""
     """Name of the chain, within one trajectory and agent."""
     context: tuple[int, ...] | None = None
@@ -87,10 +88,10 @@ def rows_of(
     group_by: GroupBy,
     team_tokens: int = 0,
 ) -> list[SampleRow]:
-    """One row per turn of a policy in `trained` that has at least one token.
+    """Return one row per turn of a policy in `trained` that has at least one token.
 
-    `turns` are those of a closed trajectory (`Agents.close`), `rewards` those of its agents.
-    `team_tokens`: length limit of `SampleRow.context`; 0: none.
+    `turns`: of a closed trajectory (`Agents.close`); `rewards`: by agent. `team_tokens`: length
+    limit of `SampleRow.context`; 0: none.
     """
     rows = []
     for turn in turns:
@@ -114,7 +115,8 @@ def rows_of(
 
 
 def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
-    """Metrics of a trajectory from its turns; values that the workflow logs override them."""
+    """Return the metrics of a trajectory that its turns determine; values that the workflow logs
+    override them."""
     done = [t.generation for t in turns if t.generation is not None]
     return {
         "turns": len(done),
@@ -128,7 +130,8 @@ def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
 
 
 def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy) -> str:
-    """Id of the group, equal in all trajectories of the query that contribute to it."""
+    """Return the id of the turn's group, equal in all trajectories of the query that contribute to
+    it."""
     agent = f"{query_id}/{turn.role.name}"
     if group_by == "agent":
         return agent
@@ -136,5 +139,5 @@ def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy) -> str:
     at = f"{agent}/{turn.place}"
     if group_by == "turn" or turn.siblings is None:
         return at
-    # Siblings share their prompt, also with other trajectories that reached the same point.
+    # Siblings share their prompt, also across trajectories that reached the same point.
     return f"{at}/{turn.prompt_digest:016x}"

@@ -1,4 +1,4 @@
-"""Rewards of a finished trajectory: the workflow's result plus those of reward functions."""
+"""Rewards of a finished trajectory: the workflow's result plus the rewards of reward functions."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from troupe.workflow.turns import TurnRecord
 
 # Longer than any agent's name.
 _NAME_CHARS = 200
-# Of an answer that is compared with others.
+# Length limit of an answer that is compared with others.
 _ANSWER_CHARS = 1000
 
 
 class Scorer(Protocol):
-    """Calls reward functions: the reward service, or this process (`troupe.workflow.trying`)."""
+    """The caller of reward functions: the reward service, or this process
+    (`troupe.workflow.trying`)."""
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The JSON value of a reward function called with `arguments`. Raises `ToolError`."""
+        """Call a reward function with `arguments`, and return its JSON value. Raises
+        `ToolError`."""
         ...
 
 
 class RewardFailedError(WorkflowError):
-    """A trajectory has no usable rewards; `kind` says why."""
+    """A trajectory has no usable rewards; `kind` gives the reason."""
 
     kind = "reward_failed"
 
@@ -51,8 +53,9 @@ async def rewards_of(
     turns: Sequence[TurnRecord],
     agents: Collection[str],
 ) -> dict[str, float]:
-    """Rewards per agent of a finished trajectory: `given` by the workflow plus those of the job's
-    reward functions, whose means are noted in `query.scores`. Raises `RewardFailedError`."""
+    """Return the rewards per agent of a finished trajectory: those `given` by the workflow plus the
+    results of the job's reward functions, whose means are recorded in `query.scores`. Raises
+    `RewardFailedError`."""
     own = check_rewards(given, agents, "the workflow")
     parts = await call_functions(functions, scorer, query, turns, own, agents)
     for name, part in zip(functions, parts, strict=True):
@@ -62,8 +65,8 @@ async def rewards_of(
 
 
 def answer_of(query: Query, turns: Sequence[TurnRecord], pattern: str | None) -> str | None:
-    """What a trajectory votes for: `query.answer`, else what `pattern` cuts out of its last reply,
-    white space folded. None: nothing, or only white space."""
+    """Return the vote of a trajectory: `query.answer`, else the match of `pattern` in its last
+    reply, with white space folded. None: no vote, or only white space."""
     answer = query.answer
     if answer is None and pattern is not None:
         replies = [turn.reply.text for turn in turns if turn.reply is not None]
@@ -74,7 +77,8 @@ def answer_of(query: Query, turns: Sequence[TurnRecord], pattern: str | None) ->
 
 
 def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str, float]:
-    """Rewards per agent as a workflow or function returned them; None means none.
+    """Check the rewards per agent that a workflow or function returned, and return them; None means
+    no rewards.
 
     Raises `RewardFailedError` of kind `reward_not_finite`, `reward_unknown_agent` or
     `reward_bad_type`.
@@ -86,7 +90,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
         if agent not in agents and agent != metric_names.TEAM:
             named = agent.isprintable() and len(agent) <= _NAME_CHARS
             raise RewardFailedError(
-                f"{source} rewards '{safe_text(agent, 60)}', which is no agent of the job",
+                f"{source} rewards '{safe_text(agent, 60)}', which is not an agent of the job",
                 # An impossible name comes from the model's text, not from the workflow's code.
                 kind=kinds.REWARD_UNKNOWN_AGENT if named else "reward_bad_name",
                 field=source,
@@ -108,7 +112,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
 
 
 def _items(given: Any, source: str) -> list[tuple[str, Any]]:
-    """Items of a returned mapping, keys as texts."""
+    """Return the items of a returned mapping, with keys as text."""
     kind, why = kinds.REWARD_BAD_TYPE, ""
     try:
         if isinstance(given, Mapping):
@@ -117,7 +121,7 @@ def _items(given: Any, source: str) -> list[tuple[str, Any]]:
                 (str.__str__(key) if isinstance(key, str) else f"\0{shown(key)}", value)
                 for key, value in given.items()
             ]
-    except BaseException as error:  # a mapping of a user's class
+    except BaseException as error:  # a mapping of a user-defined class
         kind, why = "reward_unreadable", f", which raised {described(error, 200)} when it was read"
     what = f"{type_name(given)} {shown(given)}{why}"
     raise RewardFailedError(
@@ -187,16 +191,17 @@ async def call_functions(
 
 
 def as_arguments(arguments: Mapping[str, Any]) -> str:
-    """The arguments of a reward function as JSON. Raises `ToolError` of kind `bad_arguments`."""
+    """Return the arguments of a reward function as JSON. Raises `ToolError` of kind
+    `bad_arguments`."""
     try:
         # A query may have JSON_DEPTH levels; `call_functions` adds a few.
         return json_text(arguments, allow_nan=True, depth=JSON_DEPTH + 10)
     except NotJsonError as error:
         raise ToolError(
-            f"what reward functions are called with is not JSON: {error}",
+            f"the arguments of reward functions are not JSON: {error}",
             kind=kinds.BAD_ARGUMENTS,
             field="query.data",
-            remedy="Leave the query's data as the tasks gave it.",
+            remedy="Do not change the query's data.",
         ) from error
 
 
@@ -212,7 +217,7 @@ def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
                     kind="reward_not_finite",
                     field=f"agents.{agent}",
                     value=value,
-                    remedy="Return rewards of an ordinary size, as between -1 and 1.",
+                    remedy="Return rewards of an ordinary size, for example between -1 and 1.",
                 )
     return total
 
@@ -220,8 +225,8 @@ def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def check_complete(
     rewards: Mapping[str, float], turns: Sequence[TurnRecord], trained: Collection[str]
 ) -> None:
-    """Raise `RewardFailedError` of kind `reward_missing` for a turn of a trained policy that has
-    neither a reward of its own nor of its agent."""
+    """Raise `RewardFailedError` of kind `reward_missing` if a turn of a trained policy has no
+    reward and its agent has none either."""
     for turn in turns:
         agent = turn.role.name
         if turn.role.policy not in trained or agent in rewards:
@@ -239,7 +244,7 @@ def check_complete(
 def with_turn_rewards(
     rewards: Mapping[str, float], turns: Sequence[TurnRecord]
 ) -> dict[str, float]:
-    """Rewards to report: an agent with only turn-level rewards gets their mean."""
+    """Return the rewards to report: an agent with only turn-level rewards gets their mean."""
     means = dict(rewards)
     own: dict[str, list[float]] = {}
     for turn in turns:

@@ -14,13 +14,12 @@ IntArray = npt.NDArray[np.int32]
 
 
 class TokenIds(Sequence[int]):
-    """Token ids of a prompt as one array: `array` is int32 and not to be written to.
+    """Token ids of a prompt as one array: `array` is int32 and must not be written to.
 
-    It reads like a tuple of ints, and equals one with the same ids. A prompt of 20,000 tokens is
-    hashed, checked, sent and stored at every turn of a conversation: as an array each of these
-    costs microseconds, as a tuple of Python's ints up to a millisecond. Ids that extend others
-    (`joined`) reuse what is known of those: their hash, range and JSON text are made of what is
-    new.
+    It reads like a tuple of ints, and equals a tuple with the same ids. A prompt of 20,000 tokens
+    is hashed, checked, sent and stored at every turn of a conversation: each of these costs
+    microseconds for an array, but up to a millisecond for a tuple of Python ints. Ids that extend
+    others (`joined`) reuse their results: only the new ids are added to hash, range and JSON text.
     """
 
     __slots__ = ("_earlier", "_hasher", "_json", "_range", "array")
@@ -33,7 +32,7 @@ class TokenIds(Sequence[int]):
     _earlier: TokenIds | None
 
     def __init__(self, array: IntArray) -> None:
-        """`array`: one-dimensional, and never changed from now on."""
+        """Wrap `array`, which is one-dimensional and must never change."""
         array.flags.writeable = False
         self.array = array
         self._hasher = self._range = self._earlier = None
@@ -41,9 +40,10 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def of(cls, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
-        """The ids as an array; those that are one already are not copied.
+        """Return the ids as an array, without copying an existing array.
 
-        Raises `OverflowError` for an id that is no int32, `TypeError` for one that is no integer.
+        Raises `OverflowError` for an id outside int32, and `TypeError` for an id that is not an
+        integer.
         """
         if isinstance(ids, TokenIds):
             return ids
@@ -55,13 +55,13 @@ class TokenIds(Sequence[int]):
             return cls(ids.astype(np.int32))
         try:
             return cls(np.fromiter(ids, np.int32, len(ids)))
-        except TypeError:  # numpy's own integers, and whatever else has `__index__`
+        except TypeError:  # numpy integers, and other objects with `__index__`
             return cls(np.fromiter(map(as_int, ids), np.int32, len(ids)))
 
     @classmethod
     def joined(cls, parts: Iterable[Sequence[int]]) -> TokenIds:
-        """The ids of all parts, one after another. The JSON text of the first part goes over to
-        the result: of a growing conversation there is one."""
+        """Return the concatenated ids of all parts. The JSON text of the first part moves to the
+        result, so that a growing conversation has only one."""
         given = [cls.of(part) for part in parts if len(part)]
         if len(given) < 2:
             return given[0] if given else EMPTY
@@ -78,9 +78,10 @@ class TokenIds(Sequence[int]):
         return whole
 
     def share_with(self, earlier: TokenIds) -> None:
-        """Have `earlier`, with which these ids begin, and what that shares with be views of this
-        array, but for the first of all, which other conversations begin with, too. Else the prompts
-        of a conversation would take memory by the square of its turns."""
+        """Turn `earlier`, with which these ids begin, and the ids that it shares with into views of
+        this array, so that the memory of a conversation's prompts does not grow with the square of
+        its turns. The ids of the first prompt are an exception, since other conversations begin
+        with them, too."""
         self._earlier = earlier
         while earlier._earlier is not None:
             earlier.array = self.array[: len(earlier)]
@@ -96,17 +97,17 @@ class TokenIds(Sequence[int]):
 
     @property
     def range(self) -> tuple[int, int]:
-        """The lowest and the highest id. There must be some."""
+        """The lowest and the highest id. The ids must not be empty."""
         if self._range is None:
             self._range = int(self.array.min()), int(self.array.max())
         return self._range
 
     @property
     def json(self) -> bytes:
-        """The ids as a JSON array. It is kept: about five bytes for each id."""
+        """The ids as a JSON array, which is kept: about five bytes per id."""
         text, known = self._json
         if known < len(self):
-            import orjson  # comes with what serves engines
+            import orjson  # installed with the engines
 
             new = orjson.dumps(self.array[known:], option=orjson.OPT_SERIALIZE_NUMPY)
             text = b"".join((memoryview(text)[:-1], b",", memoryview(new)[1:])) if known else new
@@ -151,7 +152,7 @@ class TokenIds(Sequence[int]):
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # as of the tuple that it equals
+        return hash(tuple(self))  # like the tuple that it equals
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.array, dtype, copy=copy)

@@ -15,7 +15,7 @@ from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
 from troupe.workflow.messages import ToolCall
 
-# Kinds of failures of the call itself, which `run` returns to the model; not of the service.
+# Kinds of failures of the call itself (not of the service), which `run` returns to the model.
 _MODEL_ERRORS: Final = frozenset(
     {
         kinds.UNKNOWN_TOOL,
@@ -24,7 +24,7 @@ _MODEL_ERRORS: Final = frozenset(
         kinds.TIMEOUT,
         kinds.OUT_OF_MEMORY,
         kinds.BAD_RESULT,
-        # Of a tool of an MCP server; the next call reaches a server that was started anew.
+        # A tool of an MCP server failed; the next call reaches a restarted server.
         kinds.TOOL_FAILED,
         kinds.MCP_UNAVAILABLE,
     }
@@ -34,7 +34,7 @@ _NAME_CHARS: Final = 200
 
 
 class Tools:
-    """The tools of one trajectory, which run in processes of the reward service."""
+    """The tools of one trajectory, which run in the reward service's processes."""
 
     def __init__(
         self,
@@ -49,36 +49,36 @@ class Tools:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The tools as `Agent.chat(..., tools=...)` takes them: name, docstring, and the JSON
-        schema that the type hints of a `@troupe.tool` give."""
+        """The tools as an argument of `Agent.chat(..., tools=...)`: name, docstring, and the JSON
+        schema derived from the type hints of a `@troupe.tool`."""
         return [dict(one) for one in self._definitions]
 
     def expecting(self, seconds: float) -> Tools:
-        """The same tools, whose calls take about `seconds` with the fewest cores of their tool.
+        """Return the same tools for calls that take about `seconds` with the tool's fewest cores.
 
-        `await tools.expecting(90.0).call("run_tests", files=files)`: an estimate for the order of
-        calls and the number of their cores, better than the tool's declaration (`seconds_per`) and
-        earlier calls. A call that takes longer is not cut off. Raises `ToolError` of kind
+        `await tools.expecting(90.0).call("run_tests", files=files)`: this estimate for the order of
+        calls and the number of their cores overrides the tool's declaration (`seconds_per`) and the
+        estimate from earlier calls. A longer call is not cut off. Raises `ToolError` of kind
         `bad_estimate`.
         """
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if not number or not 0 <= seconds < math.inf:
             raise ToolError(
-                f"a call cannot be expected to take {seconds!r} seconds",
+                f"{seconds!r} seconds is not a valid estimate for a call",
                 kind="bad_estimate",
                 field="seconds",
                 value=seconds,
-                remedy="Say how long it takes with the fewest cores; 0 where that is unknown.",
+                remedy="Give its seconds with the fewest cores, or 0 if unknown.",
             )
         same = copy(self)
         same._expected_seconds = float(seconds)
         return same
 
     async def run(self, call: ToolCall) -> dict[str, Any]:
-        """Carry out a tool call of a reply; returns the message with its result.
+        """Carry out a tool call of a reply, and return the message with its result.
 
-        Errors of the model (an unknown tool, malformed arguments, a failed call) are returned as
-        a message, too. Other `ToolError`s are raised.
+        Errors of the model (an unknown tool, malformed arguments, a failed call) are also returned
+        as a message. Other `ToolError`s are raised.
         """
         try:
             arguments = parse_json(call.arguments or "{}")
@@ -86,7 +86,7 @@ class Tools:
                 raise NotJsonError(f"a JSON object is needed, not {type(arguments).__name__}")
             result = await self.call(call.name, **arguments)
         except NotJsonError as error:
-            result = f"error: the arguments are no JSON object: {error}"
+            result = f"error: the arguments are not a JSON object: {error}"
         except ToolError as error:
             if error.kind not in _MODEL_ERRORS:
                 raise
@@ -97,8 +97,8 @@ class Tools:
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run a tool and return its JSON value.
 
-        Raises `ToolError`; its `kind` is that of a wrong call (`unknown_tool`, `bad_arguments`) or
-        of a failed one (`raised`, `timeout`, `out_of_memory`, ...). Bounded by the tool's timeout.
+        Raises `ToolError`; its `kind` tells a wrong call (`unknown_tool`, `bad_arguments`) from a
+        failed call (`raised`, `timeout`, `out_of_memory`, ...). The tool's timeout bounds the call.
         """
         name = safe_text(name, _NAME_CHARS)
         if name not in self._names:
@@ -127,7 +127,7 @@ class Tools:
             return parse_json(answer)
         except NotJsonError as error:
             raise ToolError(
-                f"tools/{name} answered what is no JSON: {error}",
+                f"tools/{name} returned a value that is not JSON: {error}",
                 kind=kinds.BAD_RESULT,
                 field=f"tools.{name}",
                 remedy="Return finite numbers, strings, lists and dicts of them.",

@@ -1,7 +1,7 @@
 """The record of a trajectory's turns: their numbers, prompts and seeds.
 
 A `TrajectoryRecord` numbers the turns (`TurnRecord`) in the order of the calls and derives their
-seeds, so that neither depends on which prompt is tokenised, or which reply is drawn, first.
+seeds, so that neither depends on which prompt is tokenised first or which reply is drawn first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from troupe.workflow.token_ids import EMPTY, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One agent of a job: its policy, tokenizer and sampling, the same for all trajectories."""
+    """One agent of a job: its policy, tokenizer and sampling, shared by all trajectories."""
 
     name: str
     policy: str
@@ -39,13 +39,13 @@ class Role:
     sampling: Sampling
     system_prompt: str | None = None
     parser: ReplyParser = PARSERS["hermes"]
-    """Syntax in which the model writes tool calls and thoughts."""
+    """Parser for the model's syntax of tool calls and thoughts."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template that a call does not set otherwise."""
+    """Default arguments of the chat template."""
     endpoint: EndpointOptions = ENDPOINT_OPTIONS
     """Defaults of `Agent.endpoint`."""
     context: int = 0
-    """Tokens of prompt and response that engines of the policy take at most; 0: unknown."""
+    """Maximum tokens of prompt and response in the policy's engines; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,15 @@ class AgentCall:
     path: Path
     """Path of the call itself; it orders the turns of a trajectory."""
     n: int | None
-    """The `n` of the call; None: left out, so that one reply was drawn."""
+    """The `n` of the call; None: not given, so one reply was drawn."""
 
 
 @dataclass(slots=True)
 class TurnRecord:
     """The record of one turn; `reply` is None until it has been generated.
 
-    `number` counts the turns of its agent, `position` those of the whole trajectory: in the order
-    of the calls while the workflow runs, and after `settle` in an order that does not depend on
-    time.
+    `number` counts the turns of its agent, `position` all turns of the trajectory: in the order of
+    the calls while the workflow runs, and after `settle` in an order independent of timing.
     """
 
     role: Role
@@ -74,7 +73,7 @@ class TurnRecord:
     position: int
     messages: tuple[Message, ...]
     sampling: Sampling
-    """With the turn's own seed, as soon as there is the prompt."""
+    """Sampling of the turn, with its own seed as soon as the prompt is known."""
     call: AgentCall
     prompt_ids: TokenIds = EMPTY
     """Empty until the prompt is tokenised."""
@@ -82,11 +81,11 @@ class TurnRecord:
     """Index of the reply among the `n` of its call."""
     over: bool = False
     """Whether its call has ended, with a reply or an error. A turn that is not over when the
-    workflow returns was never awaited."""
+    workflow returns has not been awaited."""
     place: str = ""
-    """Its call among those of its agent: `1` is the second one of the workflow itself, `2.0:1` the
-    second one in the first branch of the third branch. Equal in all trajectories of a query that
-    branch in the same way."""
+    """Place of its call among the calls of its agent: `1` is the second call of the workflow
+    itself, `2.0:1` the second call in the first branch of the third branch. It is equal in all
+    trajectories of a query that branch in the same way."""
     reply: Reply | None = None
     generation: GeneratedTurn | None = None
     asked: int = 0
@@ -94,16 +93,17 @@ class TurnRecord:
     answered: int = 0
     """Logical time of the reply."""
     prefix_broken: bool = False
-    """The prompt's history differs from what this agent was given and said; see `PromptIds`."""
+    """Whether the prompt's history differs from this agent's earlier prompts and replies; see
+    `PromptIds`."""
 
     @property
     def siblings(self) -> int | None:
-        """Number of replies that its call drew by `n=`; None: without `n`."""
+        """Number of replies that its call drew with `n=`; None: without `n`."""
         return self.call.n
 
     @property
     def path(self) -> Path:
-        """Orders the turns of a trajectory."""
+        """Path of the turn; it orders the turns of a trajectory."""
         return (*self.call.path, self.sibling)
 
     @property
@@ -113,11 +113,11 @@ class TurnRecord:
 
 
 def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """Sort the turns of a trajectory by path; sets their `position`, `number` and `place`."""
+    """Sort the turns of a trajectory by path, and set their `position`, `number` and `place`."""
     ordered = sorted(turns, key=lambda turn: turn.path)
     ordinals = places(turn.call.branch for turn in ordered)
     counted: dict[str, int] = {}
-    # By agent and branch: ordinals of its calls. Siblings share one.
+    # By agent and branch: ordinals of its calls. Siblings share an ordinal.
     calls: dict[tuple[str, Path], dict[Path, int]] = {}
     for position, turn in enumerate(ordered):
         name, call = turn.role.name, turn.call
@@ -134,10 +134,10 @@ def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
 
 
 class TrajectoryRecord:
-    """The turns of one trajectory, in order, with the seeds that they are drawn with.
+    """The turns of one trajectory, in order, and the seeds for drawing them.
 
-    All seeds derive from `seed`, the prompts and the branches, so that neither timing nor the
-    order in which concurrent branches end changes what is drawn.
+    All seeds derive from `seed`, the prompts and the branches, so that the drawn tokens depend
+    neither on timing nor on the order in which concurrent branches end.
     """
 
     def __init__(self, backend: Backend, seed: int) -> None:
@@ -148,9 +148,9 @@ class TrajectoryRecord:
         self._asked: dict[tuple[numbering.Path, str, int], int] = {}
         self._counts: dict[str, int] = {}
         self.begun: list[TurnRecord] = []
-        """All turns, in the order in which they were asked for."""
+        """All turns, in the order in which they were requested."""
         self._closed = False
-        # Calls whose prompts are being tokenised: one after another, in the order of the calls.
+        # Held while a call's prompt is tokenised: one after another, in the order of the calls.
         self._in_turn = asyncio.Lock()
         self._unread = 0
         # Turns whose call had not been awaited to its end when the record was closed.
@@ -158,7 +158,7 @@ class TrajectoryRecord:
 
     @property
     def turns(self) -> list[TurnRecord]:
-        """Turns that have a reply, in the order in which they were asked for."""
+        """Turns that have a reply, in the order in which they were requested."""
         return [turn for turn in self.begun if turn.reply is not None]
 
     def enter(self) -> None:
@@ -177,7 +177,7 @@ class TrajectoryRecord:
         """Raise `TurnError` if the trajectory has ended."""
         if self._closed:
             raise TurnError(
-                f"'{agent}' was asked for a turn after its trajectory had ended",
+                f"'{agent}' was asked for a turn after the end of its trajectory",
                 kind=kinds.TRAJECTORY_ENDED,
                 remedy="Await every branch before the workflow returns.",
             )
@@ -221,7 +221,8 @@ class TrajectoryRecord:
     def give_later(
         self, turns: Sequence[TurnRecord], tokenised: Callable[[], Awaitable[PromptIds]]
     ) -> asyncio.Task[None]:
-        """Give `turns` their prompt and seeds as soon as those of all earlier calls have theirs."""
+        """Give `turns` their prompt and seeds as soon as the turns of all earlier calls have
+        theirs."""
 
         async def give() -> None:
             async with self._in_turn:
@@ -232,7 +233,7 @@ class TrajectoryRecord:
         def ended(task: asyncio.Task[None]) -> None:
             self._unread -= 1
             if not task.cancelled():
-                task.exception()  # raised to those that await the turns, if there are any
+                task.exception()  # raised to any caller that awaits the turns
 
         self._unread += 1
         with numbering.outside():
@@ -241,7 +242,7 @@ class TrajectoryRecord:
         return task
 
     async def in_turn(self, tokenised: Awaitable[PromptIds]) -> PromptIds:
-        """A prompt that is not for a turn, tokenised when those of earlier calls are."""
+        """Return a prompt that is not for a turn, tokenised after the prompts of earlier calls."""
         async with self._in_turn:
             return await tokenised
 
@@ -257,7 +258,8 @@ class TrajectoryRecord:
             turn.sampling = replace(turn.sampling, seed=seed)
 
     def withdraw(self, reply: Reply) -> TurnRecord | None:
-        """Take a reply from its turn; None if there is none, or the trajectory has ended."""
+        """Remove a reply from its turn, and return the turn; None if there is none, or if the
+        trajectory has ended."""
         turn = next((turn for turn in self.begun if turn.reply is reply), None)
         if turn is None or self._closed:
             return None
@@ -265,13 +267,13 @@ class TrajectoryRecord:
         return turn
 
     def tick(self) -> int:
-        """The next logical time: orders the begins and ends of turns."""
+        """Return the next logical time, which orders the begins and ends of turns."""
         self._ticks += 1
         return self._ticks
 
     def draw_seed(self, agent: str, prompt_ids: Sequence[int]) -> int:
-        """Seed of the next turn of `agent` with this prompt; repeated prompts get different
-        seeds."""
+        """Draw the seed of the next turn of `agent` with this prompt; repeated prompts get
+        different seeds."""
         path = numbering.current(self._root).path
         return self._draw_seed(path, agent, TokenIds.of(prompt_ids))
 
@@ -283,10 +285,12 @@ class TrajectoryRecord:
         return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
 
     def mix_seed(self, given: int) -> int:
-        """A seed from `given` and the trajectory's own: the same `given` makes the same seed
-        within a trajectory and different seeds in the trajectories of a group."""
+        """Return a seed derived from `given` and the trajectory's own: the same `given` yields the
+        same seed within a trajectory, and different seeds in the trajectories of a group."""
         return _draw(f"{self._seed}/given/{given}")
 
 
 def _draw(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts
+    return (
+        xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF
+    )  # the range that every engine accepts

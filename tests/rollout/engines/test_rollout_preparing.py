@@ -63,7 +63,7 @@ async def refused(house: House, workflow: str = "team", **changes: Any) -> Troup
         (
             {"policies": {"small": {"model": {"config": {"vocab_size": 50}}}}},
             "policies.small.model.tokenizer",
-            "the model's vocabulary holds 50",
+            "but the model's vocabulary has 50",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nowhere:Game"], "module 'nowhere' does not exist"),
         (["tests.workflow.environments.zoo:Chess"], "has no attribute 'Chess'"),
-        (["tests.workflow.environments.zoo:os"], "which makes no environments"),
+        (["tests.workflow.environments.zoo:os"], "which cannot make environments"),
         (["builtins:dict"], "made a dict, not an `Environment`"),
         (["tests.workflow.environments.zoo:Nim", "--arg", "x"], "not of the form NAME=VALUE"),
     ],

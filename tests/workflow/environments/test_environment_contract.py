@@ -137,7 +137,7 @@ def test_a_seat_that_is_done_does_not_come_back() -> None:
     seen = {seat: Observation("?") for seat in ("left", "right", "third")}
     contract.began(Reset(("left", "right", "third"), ("left",), seen))
     contract.went(Step(seen, {}, {"left": True}, {}, ("right",)))
-    with pytest.raises(EnvironmentContractError, match="seats move that are done"):
+    with pytest.raises(EnvironmentContractError, match="seats move that have ended"):
         contract.went(Step(seen, {}, {}, {}, ("left",)))
 
 
@@ -227,5 +227,5 @@ def test_agents_are_seated_as_said() -> None:
     team = Seating.of(seats, {"a": "x", "b": "y", "c": "x"}, permutation=0)
     assert (team.seats_of("x"), team.agents) == (("a", "c"), ("x", "y"))
     for agents in (["x", "y"], ["w", "x", "y", "z"], {"a": "x"}):
-        with pytest.raises(SeatingError, match="do not fit"):
+        with pytest.raises(SeatingError, match="do not match"):
             Seating.of(seats, agents)

@@ -126,7 +126,7 @@ def test_an_interpreter_without_the_library_says_what_to_install() -> None:
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     python = str(tmp_path / "bin" / "python")
-    with pytest.raises(EntrypointError, match="no interpreter") as caught:
+    with pytest.raises(EntrypointError, match="interpreter cannot be run") as caught:
         opened(python=python)
     assert caught.value.field == "tasks.verifiers.python"
     assert caught.value.value == python
@@ -150,7 +150,7 @@ def test_one_that_does_not_answer_is_killed(tmp_path: Path) -> None:
 
 
 async def test_other_tasks_are_refused_by_the_workflow() -> None:
-    with pytest.raises(EntrypointError, match="no task of an environment of verifiers"):
+    with pytest.raises(EntrypointError, match="is not a task of a verifiers environment"):
         await play(verifiers.play, {"question": "?"})
 
 

@@ -1,7 +1,7 @@
-"""The child process of a hosted environment, and the messages between it and its parent.
+"""The child process of a hosted environment, and its messages with the parent.
 
 `python -m troupe.workflow.environments.child PARENT_PID` reads requests (`open`, `reset`, `step`)
-from stdin and writes one answer to each to stdout; both are frames of JSON objects.
+from stdin and writes one answer per request to stdout; both are framed JSON objects.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ def pack(message: Mapping[str, Any]) -> bytes:
     """Encode the body of a frame. Raises `EnvironmentContractError` when it is too large or not
     JSON."""
     try:
-        # A NaN reward is reported by the contract, with the seat's name.
+        # The contract reports a NaN reward, with the seat's name.
         body = json_text(message, allow_nan=True).encode()
     except NotJsonError as error:
         raise errors.EnvironmentContractError(
-            f"what passes between a workflow and a hosted environment must be JSON: {error}",
+            f"a message between a workflow and a hosted environment must be JSON: {error}",
             field="environment",
             value=message,
             remedy="Use strings, numbers, booleans, None, lists and dicts; arrays in `arrays`.",
         ) from error
     if len(body) > MAX_FRAME_BYTES:
         raise errors.ObservationTooLargeError(
-            f"{len(body):,} bytes in one message of an environment; {MAX_FRAME_BYTES:,} at most",
+            f"a message of an environment has {len(body):,} bytes; the limit is "
+            f"{MAX_FRAME_BYTES:,}",
             field="environment",
             remedy="Observe less.",
         )
@@ -76,12 +77,12 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def to_properties(given: Mapping[str, Any]) -> Properties:
-    """The inverse of `asdict`."""
+    """Return the inverse of `asdict`."""
     return Properties(**{**given, "seats": tuple(given["seats"])})
 
 
 def from_reset(reset: Reset) -> dict[str, Any]:
-    """A reset as JSON values; `infos` are converted by `pack`."""
+    """Return a reset as JSON values; `infos` are converted by `pack`."""
     return {
         "agents": reset.agents,
         "current": reset.current,
@@ -91,14 +92,14 @@ def from_reset(reset: Reset) -> dict[str, Any]:
 
 
 def to_reset(given: Mapping[str, Any]) -> Reset:
-    """The inverse of `from_reset`; tuples inside actions and infos have become lists."""
+    """Return the inverse of `from_reset`; tuples inside actions and infos have become lists."""
     return Reset(
         tuple(given["agents"]), tuple(given["current"]), _observations(given), given["infos"]
     )
 
 
 def from_step(step: Step) -> dict[str, Any]:
-    """A step as JSON values; `infos` are converted by `pack`."""
+    """Return a step as JSON values; `infos` are converted by `pack`."""
     return {
         "obs": {seat: _from_observation(seen) for seat, seen in step.obs.items()},
         "rewards": step.rewards,
@@ -110,7 +111,7 @@ def from_step(step: Step) -> dict[str, Any]:
 
 
 def to_step(given: Mapping[str, Any]) -> Step:
-    """The inverse of `from_step`."""
+    """Return the inverse of `from_step`."""
     return Step(
         _observations(given),
         given["rewards"],
@@ -122,7 +123,7 @@ def to_step(given: Mapping[str, Any]) -> Step:
 
 
 def from_error(error: WorkflowError) -> dict[str, Any]:
-    """An error as JSON values, for `to_error`."""
+    """Return an error as JSON values, for `to_error`."""
     return {
         "type": type(error).__name__,
         "message": error.message,
@@ -135,7 +136,7 @@ def from_error(error: WorkflowError) -> dict[str, Any]:
 
 
 def to_error(given: Mapping[str, Any], environment: str) -> WorkflowError:
-    """The error that the child raised."""
+    """Restore the error that the child raised."""
     message, remedy, value = given["message"], given["remedy"], given["value"]
     if given["type"] == errors.IllegalMoveError.__name__:
         return errors.IllegalMoveError(message, seat=given["seat"], value=value, remedy=remedy)
@@ -183,7 +184,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The request and answer pipes, moved away from stdin and stdout, which games may use."""
+    """Return the request and answer pipes, and free stdin and stdout, which games may use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -192,14 +193,14 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 class EnvironmentChild:
-    """The environment of this process; carries out requests."""
+    """The environment of this process, which carries out requests."""
 
     def __init__(self) -> None:
         self._environment: Environment | None = None
         self._name = ""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request; exceptions of the environment become `error`."""
+        """Answer one request; exceptions of the environment become `error`."""
         try:
             return {"ok": self._carry_out(request)}
         except WorkflowError as error:

@@ -1,4 +1,4 @@
-"""Tests whether an environment keeps its interface and its declared properties.
+"""Tests of an environment's interface and declared properties.
 
     report = check(MyGame)
     assert report.ok, report
@@ -51,7 +51,7 @@ _WORDS = ("yes", "no", "1", "2", "[0]", "[pass]", "hello")
 
 
 def legal_mover(seen: Observation, draw: random.Random, seat: str) -> Action:
-    """A random legal move; where any text is legal, one of a few words."""
+    """Draw a random legal move; if any text is legal, one of a few words."""
     if seen.legal is None:
         return draw.choice(_WORDS)
     return seen.legal[draw.choice(sorted(seen.legal))]
@@ -68,7 +68,7 @@ class EpisodeRecord:
 
     @property
     def returns(self) -> dict[str, float]:
-        """The sum of rewards of every seat."""
+        """Sum of rewards by seat."""
         totals = dict.fromkeys(self.reset.agents, 0.0)
         for step in self.steps:
             for seat, reward in step.rewards.items():
@@ -76,7 +76,7 @@ class EpisodeRecord:
         return totals
 
     def plain(self) -> list[Any]:
-        """The episode without infos, as values that `==` compares."""
+        """Return the episode without infos, as values that `==` compares."""
         first = (self.reset.agents, self.reset.current, plain_observations(self.reset.obs))
         return [first, *(plain_step(step) for step in self.steps)]
 
@@ -89,9 +89,10 @@ def play_randomly(
     moves: list[dict[str, Action]] | None = None,
     limit: int | None = None,
 ) -> EpisodeRecord:
-    """Play one episode with contract checks, by `moves` or else by `move`.
+    """Play one episode with contract checks, with the given `moves` or else with moves drawn by
+    `move`.
 
-    `limit` ends it after so many steps. Raises `WorkflowError`.
+    `limit` ends the episode after that number of steps. Raises `WorkflowError`.
     """
     contract = Contract(environment.properties)
     record = EpisodeRecord(seed, contract.began(environment.reset(seed)))
@@ -104,7 +105,8 @@ def play_randomly(
             number >= len(moves) or set(moves[number]) != set(contract.current)
         ):
             raise EnvironmentContractError(
-                f"in step {number} it is the turn of {', '.join(contract.current)}, unlike before",
+                f"in step {number} it is the turn of {', '.join(contract.current)}, unlike the "
+                "first time",
                 field="step.current",
                 value=contract.current,
                 remedy="Derive all chance from the seed.",
@@ -122,7 +124,7 @@ def play_randomly(
 
 
 def plain_step(step: Step) -> tuple[Any, ...]:
-    """A step without infos, as values that `==` compares."""
+    """Return a step without infos, as values that `==` compares."""
     return (
         plain_observations(step.obs),
         {seat: float(reward) for seat, reward in step.rewards.items()},
@@ -133,7 +135,7 @@ def plain_step(step: Step) -> tuple[Any, ...]:
 
 
 def plain_observations(obs: Mapping[str, Observation]) -> dict[str, Any]:
-    """Observations as values that `==` compares; arrays as dtype, shape and bytes."""
+    """Return observations as values that `==` compares; arrays as dtype, shape and bytes."""
     return {
         seat: (
             seen.text,
@@ -163,7 +165,7 @@ class Inapplicable(Exception):
 
 @dataclass
 class EnvironmentTrial:
-    """The environment under test, with the episodes that were already played."""
+    """The environment under test, with the episodes played so far."""
 
     make: EnvironmentFactory
     seeds: tuple[int, ...]
@@ -174,19 +176,19 @@ class EnvironmentTrial:
     """Declared properties; the check `interface` sets them."""
 
     def record(self, seed: int) -> EpisodeRecord:
-        """The episode of a seed; played once, on an object of its own."""
+        """Return the episode of a seed, which is played once, on a separate object."""
         if seed not in self.records:
             with closing(self.make()) as environment:
                 self.records[seed] = play_randomly(environment, seed, self.move)
         return self.records[seed]
 
     def all(self) -> list[EpisodeRecord]:
-        """Episodes of all seeds."""
+        """Return the episodes of all seeds."""
         return [self.record(seed) for seed in self.seeds]
 
 
 def interface(trial: EnvironmentTrial) -> str:
-    """Checks construction, properties and `reset` of an environment."""
+    """Check construction, properties and `reset` of an environment."""
     environment = trial.make()
     if not isinstance(environment, Environment):
         raise Broken(f"makes a {type(environment).__name__}, not an Environment")
@@ -201,7 +203,7 @@ def interface(trial: EnvironmentTrial) -> str:
     if declared.max_steps < 1:
         raise Broken(f"properties.max_steps is {declared.max_steps}")
     if environment.properties != declared:
-        raise Broken("properties change from one look to the next")
+        raise Broken("properties are not constant")
     environment.close()
     with closing(trial.make()) as environment:
         record = play_randomly(environment, trial.seeds[0], trial.move, limit=1)
@@ -209,7 +211,7 @@ def interface(trial: EnvironmentTrial) -> str:
 
 
 def same_seed_same_episode(trial: EnvironmentTrial) -> str:
-    """Seed and moves determine the episode, on new and on used objects."""
+    """Check that seed and moves determine the episode, on new and on used objects."""
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     with closing(trial.make()) as used:
@@ -221,7 +223,7 @@ def same_seed_same_episode(trial: EnvironmentTrial) -> str:
 
 
 def instances_independent(trial: EnvironmentTrial) -> str:
-    """Two objects that are played alternately behave as each does alone."""
+    """Check that two objects, played alternately, behave as each does alone."""
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     records = [trial.record(seed) for seed in (trial.seeds[0], trial.seeds[-1])]
@@ -237,13 +239,13 @@ def instances_independent(trial: EnvironmentTrial) -> str:
                 if plain_step(step) != plain_step(record.steps[number]):
                     raise Broken(
                         f"seed {record.seed}, step {number}: another object, played alternately, "
-                        "changes what this one does"
+                        "changes the behaviour of this one"
                     )
-    return "two objects, step by step in turn"
+    return "two objects, played alternately"
 
 
 def agents_fixed(trial: EnvironmentTrial) -> str:
-    """Every seat ends. (The contract refuses unknown seats.)"""
+    """Check that every seat ends. (The contract refuses unknown seats.)"""
     for record in trial.all():
         ended = {
             seat
@@ -255,11 +257,11 @@ def agents_fixed(trial: EnvironmentTrial) -> str:
         if set(record.reset.agents) != ended:
             never = sorted(set(record.reset.agents) - ended)
             raise Broken(f"seed {record.seed}: {', '.join(never)} never ended")
-    return "every seat of the reset, and no other, came to its end"
+    return "every seat of the reset, and no other, ended"
 
 
 def terminates(trial: EnvironmentTrial) -> str:
-    """Episodes end within the declared number of steps."""
+    """Check that episodes end within the declared number of steps."""
     longest = max(len(record.steps) for record in trial.all())
     for record in trial.all():
         if record.steps and record.steps[-1].current:
@@ -268,7 +270,7 @@ def terminates(trial: EnvironmentTrial) -> str:
 
 
 def rewards_finite(trial: EnvironmentTrial) -> str:
-    """All rewards are finite numbers. (The contract refuses others.)"""
+    """Check that all rewards are finite numbers. (The contract refuses others.)"""
     values = [r for record in trial.all() for step in record.steps for r in step.rewards.values()]
     if not all(math.isfinite(value) for value in values):
         raise Broken("a reward is not finite")
@@ -276,7 +278,7 @@ def rewards_finite(trial: EnvironmentTrial) -> str:
 
 
 def observations(trial: EnvironmentTrial) -> str:
-    """Observations are texts within the declared size. (The contract refuses others.)"""
+    """Check that observations are texts within the declared size. (The contract refuses others.)"""
     longest = max(
         len(seen.text)
         for record in trial.all()
@@ -287,7 +289,7 @@ def observations(trial: EnvironmentTrial) -> str:
 
 
 def zero_sum(trial: EnvironmentTrial) -> str:
-    """The rewards of every step add up to zero."""
+    """Check that the rewards of every step add up to zero."""
     if not trial.declared.zero_sum:
         raise Inapplicable("not declared")
     for record in trial.all():
@@ -303,7 +305,7 @@ def zero_sum(trial: EnvironmentTrial) -> str:
 
 
 def cooperative(trial: EnvironmentTrial) -> str:
-    """All seats get the same rewards."""
+    """Check that all seats get the same rewards."""
     if not trial.declared.cooperative:
         raise Inapplicable("not declared")
     for record in trial.all():
@@ -315,7 +317,7 @@ def cooperative(trial: EnvironmentTrial) -> str:
 
 
 def hosted_alike(trial: EnvironmentTrial) -> str:
-    """Resets, steps and moves survive serialisation to a hosted process."""
+    """Check that resets, steps and moves survive serialisation for a hosted process."""
     for record in trial.all():
         reset = child.to_reset(_travelled(child.from_reset(record.reset)))
         steps = [child.to_step(_travelled(child.from_step(step))) for step in record.steps]
@@ -323,14 +325,14 @@ def hosted_alike(trial: EnvironmentTrial) -> str:
         arrived = EpisodeRecord(record.seed, reset, moves, steps)
         if arrived.plain() != record.plain() or moves != record.moves:
             raise Broken(
-                f"seed {record.seed}: what it gives is not JSON (tuples and sets among actions "
+                f"seed {record.seed}: its output is not JSON (tuples and sets among actions "
                 "become lists, keys become strings)"
             )
     return "resets, steps and moves as JSON"
 
 
 def close_repeatable(trial: EnvironmentTrial) -> str:
-    """`close` twice, before a reset, in the middle of an episode and after it."""
+    """Check that `close` can be called twice: before a reset, during an episode and after it."""
     for when in ("before a reset", "in the middle"):
         environment = trial.make()
         if when == "in the middle":
@@ -359,18 +361,19 @@ def _compare(record: EpisodeRecord, environment: Environment, where: str) -> Non
 
 
 def _travelled(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` after serialisation and parsing."""
+    """Serialise `message` and parse it again."""
     return child.unpack(child.pack(message))
 
 
 # A move that no game has.
 _NONSENSE: Final[Action] = {"no such move": [None, "\x00"]}
-# Permutations that are tried: all of four seats.
+# Number of permutations to try: all of four seats.
 _PERMUTATIONS: Final = 24
 
 
 def illegal_move(trial: EnvironmentTrial) -> str:
-    """An illegal move raises `IllegalMoveError` and changes nothing (unless the rule is `game`)."""
+    """Check that an illegal move raises `IllegalMoveError` and changes nothing (unless the rule is
+    `game`)."""
     declared = trial.declared
     record = trial.record(trial.seeds[0])
     if declared.illegal == "game":
@@ -391,11 +394,11 @@ def illegal_move(trial: EnvironmentTrial) -> str:
                 raise Broken(f"step {number}: an illegal move has changed the state")
     if not refused:
         raise Inapplicable("any move is legal")
-    return f"{refused} refused, the game went on as before (rule: {declared.illegal})"
+    return f"{refused} refused; the game continued unchanged (rule: {declared.illegal})"
 
 
 def unknown_player(trial: EnvironmentTrial) -> str:
-    """The contract refuses moves of unknown seats and moves outside of an episode."""
+    """Check that the contract refuses moves of unknown seats and moves outside an episode."""
     contract = Contract(trial.declared)
     with closing(trial.make()) as environment:
         _expect(EpisodeOverError, contract, {trial.declared.seats[0]: 0}, "before reset")
@@ -411,8 +414,8 @@ def unknown_player(trial: EnvironmentTrial) -> str:
 
 
 def seat_permutation(trial: EnvironmentTrial) -> str:
-    """Permuting the agents permutes the rewards; in a symmetric game seats that swap moves swap
-    rewards."""
+    """Check that permuting the agents permutes the rewards, and that in a symmetric game seats that
+    swap moves swap rewards."""
     record = trial.record(trial.seeds[0])
     seats = record.reset.agents
     if len(seats) < 2:
@@ -428,7 +431,7 @@ def seat_permutation(trial: EnvironmentTrial) -> str:
             abs(returns[seating.agent_of[seat]] - record.returns[seat]) > TOLERANCE
             for seat in seats
         ):
-            raise Broken(f"seating {number}: {returns} is no permutation of {record.returns}")
+            raise Broken(f"seating {number}: {returns} is not a permutation of {record.returns}")
     if len(held) != count:
         raise Broken(f"{count} seatings, of which only {len(held)} differ")
     if not trial.declared.symmetric:
@@ -438,7 +441,7 @@ def seat_permutation(trial: EnvironmentTrial) -> str:
 
 
 def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int:
-    """1 if the move raises `IllegalMoveError`; else raises `Broken`."""
+    """Return 1 if the move raises `IllegalMoveError`; else raise `Broken`."""
     try:
         environment.step(joint)
     except IllegalMoveError:
@@ -451,11 +454,11 @@ def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int
         raise Broken(
             f"{where}: an illegal move raises {described(error)}, not IllegalMoveError"
         ) from error
-    raise Broken(f"{where}: the move {_NONSENSE!r} was taken")
+    raise Broken(f"{where}: the move {_NONSENSE!r} was accepted")
 
 
 def joint_move_order(trial: EnvironmentTrial) -> str:
-    """The order of seats in a joint move does not matter."""
+    """Check that the order of seats in a joint move does not matter."""
     if not trial.declared.simultaneous:
         raise Inapplicable("not simultaneous")
     if not trial.declared.deterministic:
@@ -467,11 +470,11 @@ def joint_move_order(trial: EnvironmentTrial) -> str:
                 step = environment.step(dict(reversed(joint.items())))
                 if plain_step(step) != plain_step(record.steps[number]):
                     raise Broken(f"seed {record.seed}, step {number}: the order of seats matters")
-    return "every joint move, written backwards"
+    return "every joint move, in reverse order of seats"
 
 
 def _game_judges(trial: EnvironmentTrial) -> str:
-    """The game accepts any text: an episode of nonsense must still end."""
+    """Check that a game that accepts any text ends an episode of nonsense."""
     with closing(trial.make()) as environment:
         record = play_randomly(environment, trial.seeds[0], lambda seen, draw, seat: "?!")
     if record.steps[-1].current:
@@ -494,7 +497,7 @@ def _expect(
 def _seated_returns(
     trial: EnvironmentTrial, record: EpisodeRecord, seating: Seating
 ) -> dict[str, float]:
-    """Returns by player of the episode, played again with `seating`."""
+    """Play the episode again with `seating`, and return the returns by player."""
     with closing(trial.make()) as environment:
         again = play_randomly(environment, record.seed, trial.move)
     return {seating.agent_of[seat]: total for seat, total in again.returns.items()}
@@ -523,7 +526,7 @@ class Finding:
     name: str
     ok: bool
     detail: str
-    """The fault, or what was tested."""
+    """The fault, or a description of the test."""
     skipped: bool = False
     """The check does not apply to the declared properties."""
 
@@ -575,7 +578,7 @@ _CHECKS: Final[dict[str, Callable[[EnvironmentTrial], str]]] = {
 def check(
     make: EnvironmentFactory, *, seeds: Sequence[int] = range(5), move: Mover = legal_mover
 ) -> ConformanceReport:
-    """Run all checks on environments that `make` constructs.
+    """Run all checks on environments made by `make`.
 
     `move(observation, random, seat)` chooses an action; by default a random legal one. Faults of
     the environment are reported, not raised.
@@ -613,7 +616,7 @@ def _report(trial: EnvironmentTrial) -> ConformanceReport:
 
 
 def _owner(error: WorkflowError) -> str | None:
-    """The check that an error of the contract belongs to."""
+    """Return the check to which an error of the contract belongs."""
     if isinstance(error, RewardNotFiniteError):
         return "rewards_finite"
     if isinstance(error, ObservationTooLargeError):

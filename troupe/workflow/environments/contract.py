@@ -1,4 +1,4 @@
-"""Checks every reset, move and step of an environment against the interface."""
+"""Checks of every reset, move and step of an environment against the interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from troupe.workflow.errors import (
 
 
 class Contract:
-    """The state of one environment's episode that checks need: seats to move, their legal moves."""
+    """The state of one environment's episode for the checks: the seats to move, and their legal
+    moves."""
 
     def __init__(self, properties: Properties) -> None:
         self.properties = properties
@@ -28,7 +29,7 @@ class Contract:
         self.current: tuple[str, ...] = ()
         """The seats that move now."""
         self.steps = 0
-        """Number of steps of the episode."""
+        """Number of steps so far in the episode."""
         self._obs: dict[str, Observation] = {}
         self._done: set[str] = set()
 
@@ -41,7 +42,7 @@ class Contract:
             raise self._broken(
                 "reset.agents",
                 reset.agents,
-                "seats differ from those that the environment declares",
+                "these are not the seats that the environment declares",
                 f"Give each of some of: {', '.join(known)}.",
             )
         if not reset.current:
@@ -63,7 +64,7 @@ class Contract:
             )
         if set(actions) != set(self.current):
             raise UnknownPlayerError(
-                f"{self.properties.name}: moves came for {_names(actions)}, "
+                f"{self.properties.name}: there are moves for {_names(actions)}, "
                 f"but it is the turn of {_names(self.current)}",
                 field="actions",
                 value=sorted(actions),
@@ -90,7 +91,7 @@ class Contract:
                     f"step.{field}",
                     strangers,
                     "names seats that this episode does not have",
-                    "Seats stay the same from reset to the end.",
+                    "The seats of an episode must not change.",
                 )
         for seat, reward in step.rewards.items():
             if not _is_finite(reward):
@@ -106,7 +107,7 @@ class Contract:
         gone = self._done & set(step.current)
         if gone:
             raise self._broken(
-                "step.current", sorted(gone), "seats move that are done", "Leave them out."
+                "step.current", sorted(gone), "seats move that have ended", "Leave them out."
             )
         if not step.current and self._done != set(self.agents):
             raise self._broken(
@@ -145,7 +146,10 @@ class Contract:
         unseen = [seat for seat in current if seat not in obs]
         if unseen:
             raise self._broken(
-                f"{where}.obs", sorted(obs), f"{_names(unseen)} must move blindly", "Observe them."
+                f"{where}.obs",
+                sorted(obs),
+                f"{_names(unseen)} must move without an observation",
+                "Add their observations.",
             )
         for seat, seen in obs.items():
             self._check_observation(where, seat, seen)
@@ -153,8 +157,8 @@ class Contract:
                 raise self._broken(
                     f"{where}.obs.{seat}.legal",
                     {},
-                    "a seat moves that has no legal move",
-                    "Leave it out of `current`, or give None where any move is legal.",
+                    "a seat without a legal move must move",
+                    "Leave it out of `current`, or give None if any move is legal.",
                 )
         self.current = current
         self._obs = {seat: obs[seat] for seat in current}
@@ -178,7 +182,7 @@ class Contract:
 
 
 def is_reset(given: Any) -> Reset:
-    """The result of `reset`, checked to be a `Reset`. Raises `EnvironmentContractError`."""
+    """Return the result of `reset` if it is a `Reset`. Raises `EnvironmentContractError`."""
     if not isinstance(given, Reset):
         raise _no_such("reset", given, "Return a `Reset`.")
     _check_texts("reset", given.obs)
@@ -186,7 +190,7 @@ def is_reset(given: Any) -> Reset:
 
 
 def is_step(given: Any) -> Step:
-    """The result of `step`, checked to be a `Step`. Raises `EnvironmentContractError`."""
+    """Return the result of `step` if it is a `Step`. Raises `EnvironmentContractError`."""
     if not isinstance(given, Step):
         raise _no_such("step", given, "Return a `Step`.")
     for field in ("obs", "rewards", "terminations", "truncations", "infos"):

@@ -1,4 +1,4 @@
-"""Plays one episode: seating, prompts, reading moves from replies, rules for illegal moves."""
+"""Playing of one episode: seating, prompts, reading moves from replies, rules for illegal moves."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from troupe.workflow.messages import Reply
 ReadMove = Callable[[str, Observation, str], Action]
 """(text, observation, seat) -> action. Raises `IllegalMoveError`."""
 
-# Legal moves that a prompt lists at most.
+# Maximum number of legal moves that a prompt lists.
 _SHOWN_MOVES = 64
 
 
 def read_move(text: str, seen: Observation, seat: str = "") -> Action:
-    """The legal move that `text` names; where the game lists none, the trimmed text itself.
+    """Return the legal move that `text` names, or the trimmed text itself if the game lists no
+    legal moves.
 
-    Tried in order: the whole text, the last [bracketed] part, the legal move that is named last
-    (players who think aloud name several). Case-insensitive. Raises `IllegalMoveError` when no
-    legal move is found.
+    Try, in this order, the whole text, the last [bracketed] part, and the legal move named last
+    (players who think aloud name several), ignoring case. Raises `IllegalMoveError` if no legal
+    move is found.
     """
     if seen.legal is None:
         return text.strip()
     moves = {_folded(label): action for label, action in seen.legal.items()}
-    # Labels that differ in case only are matched exactly.
+    # Labels that differ only in case are matched exactly.
     exact = {label.strip(): action for label, action in seen.legal.items()}
     bracketed = re.findall(r"\[([^\[\]]+)\]", text)
     for candidate in [text, *reversed(bracketed[-1:])]:
@@ -53,7 +54,7 @@ def read_move(text: str, seen: Observation, seat: str = "") -> Action:
     if named is not None:
         return moves[named]
     raise IllegalMoveError(
-        f"no legal move of '{seat}' is named in {text[:80]!r}",
+        f"{text[:80]!r} does not name a legal move of '{seat}'",
         seat=seat,
         value=text,
         remedy=legal_help(seen),
@@ -61,7 +62,7 @@ def read_move(text: str, seen: Observation, seat: str = "") -> Action:
 
 
 def legal_help(seen: Observation) -> str:
-    """The legal moves in one line; empty when any text is legal."""
+    """Return the legal moves in one line; empty when any text is legal."""
     if seen.legal is None:
         return ""
     labels = list(seen.legal)
@@ -72,7 +73,8 @@ def legal_help(seen: Observation) -> str:
 
 
 def _named_last(text: str, moves: Mapping[str, Action]) -> str | None:
-    """The label that ends last in `text`, as whole words; of two that end together the longer."""
+    """Return the label that ends last in `text`, as whole words; if two end together, the
+    longer."""
     best: tuple[int, int, str] | None = None
     for label in moves:
         if not label:
@@ -90,7 +92,7 @@ def _named_last(text: str, moves: Mapping[str, Action]) -> str | None:
 
 
 def _joins(neighbour: str, edge: str) -> bool:
-    """Whether a word continues from character `edge` to `neighbour`."""
+    """Return whether a word continues from character `edge` to `neighbour`."""
     return bool(neighbour) and neighbour.isalnum() and edge.isalnum()
 
 
@@ -102,20 +104,21 @@ Line: TypeAlias = dict[str, str] | Reply
 
 History = Literal["all", "latest"]
 """Conversation of a seat. `all`: every observation and reply so far (token ids are reused).
-`latest`: only the newest observation, for fully observable games and small contexts."""
+`latest`: only the latest observation, for fully observable games and small contexts."""
 
 Prompt = Callable[[Properties, str, Observation, bool], str]
 """(properties, seat, observation, first) -> text; `first`: the seat's first message."""
 
 
 def prompt(properties: Properties, seat: str, seen: Observation, first: bool) -> str:
-    """The rules (in the first message), the observation, the legal moves."""
+    """Return a seat's message: the rules (in the first message), the observation and the legal
+    moves."""
     parts = (properties.rules if first else "", seen.text, legal_help(seen))
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def correction(error: IllegalMoveError, seen: Observation) -> str:
-    """The message after an illegal move."""
+    """Return the message after an illegal move."""
     return f"That is no legal move. {legal_help(seen) or error.remedy or 'Try another.'}".strip()
 
 
@@ -127,7 +130,7 @@ class SeatingError(WorkflowError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """Which agent plays which seat in one episode; an agent may hold several seats."""
+    """The assignment of agents to seats in one episode; an agent may hold several seats."""
 
     agent_of: Mapping[str, str]
 
@@ -135,7 +138,7 @@ class Seating:
         object.__setattr__(self, "agent_of", MappingProxyType(dict(self.agent_of)))
 
     def seats_of(self, agent: str) -> tuple[str, ...]:
-        """The seats of one agent, in the game's order."""
+        """Return the seats of one agent, in the game's order."""
         return tuple(seat for seat, held in self.agent_of.items() if held == agent)
 
     @property
@@ -166,16 +169,16 @@ class Seating:
         if missing or len(held) != len(seats):
             raise SeatingError(
                 f"{len(seats)} seats ({', '.join(seats)}) and the agents "
-                f"{', '.join(dict.fromkeys(held)) or '(none)'} do not fit",
+                f"{', '.join(dict.fromkeys(held)) or '(none)'} do not match",
                 field="seats",
                 value=missing or held,
-                remedy="Say who sits where: `seats={seat: agent, ...}`; one may sit on several.",
+                remedy="Assign the seats: `seats={seat: agent, ...}`; an agent may hold several.",
             )
         return cls(dict(zip(seats, _arranged(held, permutation), strict=True)))
 
 
 def _arranged(items: list[str], number: int) -> list[str]:
-    """The `number`-th permutation, by its factorial digits."""
+    """Return the `number`-th permutation, by its factorial digits."""
     left, arranged = list(items), []
     number %= factorial(len(left))
     while left:
@@ -201,21 +204,22 @@ class PlayRules:
 
 
 def job_rules(rules: PlayRules, given: Mapping[str, object]) -> PlayRules:
-    """`rules` with `illegal` and `resamples` of a job (`tasks.args`, `Episodes`) where given.
+    """Return `rules`, overridden by `illegal` and `resamples` of a job (`tasks.args`, `Episodes`)
+    if given.
 
     Raises `EntrypointError` for invalid values.
     """
     illegal, resamples = given.get("illegal"), given.get("resamples")
     if illegal is not None and illegal not in get_args(IllegalRule):
         raise EntrypointError(
-            "there is no such rule for illegal moves",
+            "unknown rule for illegal moves",
             field="tasks.args.illegal",
             value=illegal,
             remedy=f"One of {', '.join(get_args(IllegalRule))}.",
         )
     if resamples is not None and not (isinstance(resamples, int) and resamples >= 0):
         raise EntrypointError(
-            "a seat is asked again a whole number of times, or never (0)",
+            "the number of further attempts must be a whole number, at least 0",
             field="tasks.args.resamples",
             value=resamples,
         )
@@ -252,7 +256,7 @@ class Outcome:
     """Seats whose illegal move ended the episode."""
 
     def total(self, seat: str, since: int = 0) -> float:
-        """The undiscounted return of a seat from step `since` on."""
+        """Return the undiscounted return of a seat from step `since` onwards."""
         return sum(self.rewards[seat][since:])
 
     @property
@@ -262,7 +266,7 @@ class Outcome:
 
 
 class Episode:
-    """Plays one episode of `environment` with the agents of one trajectory."""
+    """One episode of `environment`, played by the agents of one trajectory."""
 
     def __init__(
         self, environment: AsyncEnvironment, agents: Agents, rules: PlayRules, *, seed: int
@@ -275,7 +279,7 @@ class Episode:
         self._outcome: Outcome
 
     async def play(self, agents: tuple[str, ...] | Mapping[str, str], permutation: int) -> Outcome:
-        """Reset the environment, assign seats, play to the end. Raises `WorkflowError`."""
+        """Reset the environment, assign seats, and play to the end. Raises `WorkflowError`."""
         reset = await self._environment.reset(self._seed)
         properties = self._environment.properties
         seating = Seating.of(reset.agents, agents, permutation=permutation)
@@ -292,9 +296,9 @@ class Episode:
         return self._outcome
 
     async def _read(self, reply: Reply, seen: Observation, seat: str) -> Action:
-        """The move in a reply's content, without thoughts. Raises `IllegalMoveError`.
+        """Return the move in a reply's content, without thoughts. Raises `IllegalMoveError`.
 
-        A long reply is parsed in a thread, so that the event loop is not blocked.
+        A long reply is parsed in a thread, to keep the event loop free.
         """
         read = self._rules.read
         if len(reply.content) <= _CHARACTERS_READ_AT_ONCE:
@@ -305,7 +309,7 @@ class Episode:
         """Ask all seats of `current` and play their moves; None when a seat lost by an illegal
         move.
 
-        Seats are asked concurrently. Those that have to be asked again are asked together, so that
+        All seats are asked concurrently. Seats that must be asked again are asked together, so that
         the order of turns does not depend on timing.
         """
         for seat in current:
@@ -330,7 +334,7 @@ class Episode:
             if not refused:
                 try:
                     return await self._environment.step(actions)
-                except IllegalMoveError as error:  # not covered by the list of legal moves
+                except IllegalMoveError as error:  # not excluded by the list of legal moves
                     seat = error.seat if error.seat in current else current[-1]
                     refused[seat] = error
             left = []
@@ -354,7 +358,7 @@ class Episode:
         return await self._environment.step(actions)
 
     async def _answers(self, seats: list[str]) -> dict[str, PlayedTurn]:
-        """A new turn of each seat."""
+        """Ask each seat for a new turn."""
         turns = {}
         for seat, reply in zip(seats, await self._replies(seats), strict=True):
             self._conversations[seat].append(reply)
@@ -363,7 +367,8 @@ class Episode:
         return turns
 
     async def _replies(self, seats: list[str]) -> list[Reply]:
-        """One reply of each seat, generated concurrently; numbered in the order of `seats`."""
+        """Return one reply per seat, generated concurrently but numbered in the order of
+        `seats`."""
         agent_of = self._outcome.seating.agent_of
         asked: list[asyncio.Future[Reply]] = []
         try:
@@ -388,7 +393,7 @@ class Episode:
         return "lost"
 
     def _forfeit(self, losers: list[str]) -> None:
-        """End the episode: losers get `illegal_reward`, in a zero-sum game the others its
+        """End the episode: losers get `illegal_reward`, and in a zero-sum game the others share its
         negative."""
         properties = self._environment.properties
         punishment = properties.illegal_reward
@@ -412,6 +417,6 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class _RandomMove:
-    """A random legal move in place of an illegal one."""
+    """A random legal move that replaces an illegal one."""
 
     action: Action

@@ -23,9 +23,10 @@ from troupe.workflow.loading import Query
 from troupe.workflow.tools import Tools
 
 Credit = Literal["episode", "to_go"]
-"""Reward of a turn: the return of its seat over the `episode`, or from that turn on (`to_go`)."""
+"""Reward of a turn: the return of its seat over the `episode`, or from that turn onwards
+(`to_go`)."""
 
-# Local environments that are kept for later episodes; constructing one may take a while.
+# Maximum number of local environments kept for later episodes, since construction may be slow.
 _KEPT_IDLE: Final = 64
 
 
@@ -48,7 +49,7 @@ class Episodes:
         given = {"illegal": illegal, "resamples": resamples}
         job_rules(PlayRules(), given)
         self._given = {name: value for name, value in given.items() if value is not None}
-        # Training seeds are far below: a split of 2**40 queries is not reached.
+        # Training seeds stay below this: no split has 2**40 queries.
         self._first = first_seed + (0 if split == "train" else 2**40)
         self._size = size
 
@@ -67,9 +68,9 @@ class GameWorkflow:
     the job's agents take the seats in order, and a single agent takes all. With `permute` the
     agents change seats from seed to seed.
 
-    The seed of an episode is `query["seed"]` (see `Episodes`), else derived from the query's split
-    and index: all trajectories of a group play the same episode from the same seats, so that their
-    rewards are comparable.
+    The seed of an episode is `query["seed"]` (see `Episodes`), else it is derived from the query's
+    split and index: all trajectories of a group play the same episode from the same seats, so that
+    their rewards are comparable.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class GameWorkflow:
         if hosted:
             if not isinstance(environment, str):
                 raise EntrypointError(
-                    "a hosted environment is named, since its process has to import it",
+                    "a hosted environment must be given by name, since its process has to import "
+                    "it",
                     field="environment",
                     value=environment,
                     remedy='Pass "package.module:attribute" and `args`.',
@@ -108,12 +110,12 @@ class GameWorkflow:
         self._idle: list[Local] = []
 
     async def __call__(self, query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-        """Play one query. Raises `EnvironmentFault` and what agents raise."""
+        """Play one query. Raises `EnvironmentFault` and the errors of agents."""
         environment = self._take()
         try:
             outcome = await self._play(environment, query, agents)
         except BaseException:
-            # The environment may be in any state; the first error is the one to report.
+            # The environment may be in any state; only the first error is reported.
             with contextlib.suppress(WorkflowError):
                 await environment.close()
             raise
@@ -127,14 +129,14 @@ class GameWorkflow:
         return rewards
 
     def seating(self, seats: Sequence[str], agents: Sequence[str], seed: int) -> Seating:
-        """The seating in the episode of a seed. Raises `SeatingError`."""
+        """Return the seating in the episode of a seed. Raises `SeatingError`."""
         held = self._seats if self._seats is not None else tuple(agents)
         return Seating.of(seats, held, permutation=seed if self.permutes else 0)
 
     def make(self) -> Environment:
-        """A new environment in this process, which the caller has to close.
+        """Return a new environment in this process, which the caller has to close.
 
-        Raises as `open_environment`.
+        Raises the errors of `open_environment`.
         """
         if isinstance(self._environment, str):
             return open_environment(self._environment, self._args)
@@ -182,9 +184,9 @@ async def play_game(
     permutation: int = 0,
     rules: PlayRules | None = None,
 ) -> Outcome:
-    """Play one episode inside of a custom workflow; `reward_turns` then gives its rewards.
+    """Play one episode inside a custom workflow; `reward_turns` then gives its rewards.
 
-    `seats` and the default are as in `GameWorkflow`; `permutation` as in `Seating.of`. The
+    `seats` and its default are as in `GameWorkflow`, `permutation` as in `Seating.of`. The
     environment stays open.
     """
     episode = Episode(environment, agents, rules or PlayRules(), seed=seed)
@@ -192,23 +194,23 @@ async def play_game(
 
 
 def seed_of(query: Query) -> int:
-    """The seed of a query's episode, equal for all trajectories of its group."""
+    """Return the seed of a query's episode, equal for all trajectories of its group."""
     if "seed" in query:
         return int(query["seed"])
     return xxhash.xxh3_64_intdigest(f"{query.split}/{query.index}".encode()) >> 1
 
 
 def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, float]:
-    """Rewards per agent, as a workflow returns them; sets `reward` and `earned` of the turns.
+    """Return rewards per agent, as a workflow's result, and set `reward` and `earned` of the turns.
 
     For groups: an agent on one seat gets the return of that seat. For an agent on several seats
     each turn gets its own seat's return, since the sum carries no information (0 in a zero-sum game
-    against itself). With `to_go` each turn gets the return from there on. An illegal reply always
-    gets `illegal_reward`.
+    against itself). With `to_go` each turn gets the return from that turn onwards. An illegal reply
+    always gets `illegal_reward`.
 
     For a critic (`reply.earned`): the turns of a seat add up to its return. The last turn earns all
     of it, or with `to_go` each turn earns the rewards up to the seat's next turn. An illegal reply
-    earns `illegal_reward` besides, unless it ended the game, which then included it.
+    also earns `illegal_reward`, unless it ended the game, whose rewards then include it.
     """
     seating = outcome.seating
     rewards = {}
@@ -244,7 +246,8 @@ def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, floa
 
 
 def figures(outcome: Outcome) -> dict[str, float]:
-    """Metrics of an episode: its length, illegal replies, the return of every seat."""
+    """Return metrics of an episode: its length, its illegal replies, and the return of every
+    seat."""
     return {
         "game_steps": float(outcome.steps),
         "illegal_moves": float(len(outcome.illegal_turns)),

@@ -1,8 +1,8 @@
-"""Hosts of environments: the async interface of workflows to an environment, with retries.
+"""Hosts of environments: a workflow's async interface to an environment, with retries.
 
-`Local` runs the environment in this process, `Hosted` (process.py) in one of its own. Both check it
-against its `Contract` and retry a failed reset. A failed step is never repeated: it ends the
-trajectory, which may be run again as a whole.
+`Local` runs the environment in this process, `Hosted` (process.py) in a separate process. Both
+check it against its `Contract` and retry a failed reset. A failed step is never repeated: it ends
+the trajectory, which may be retried as a whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Counters:
     """Counts per (event, environment).
 
     `resets`, `steps`: successful ones. `retries`: further attempts of a reset. `faults`: failures
-    of any kind, also those that a retry repaired. `kills`: processes killed at a deadline.
+    of any kind, including those that a retry repaired. `kills`: processes killed at a deadline.
     `starts`: processes started. `illegal_moves`: of players.
     """
 
@@ -53,7 +53,7 @@ class Counters:
         self._counts[event, environment] += by
 
     def of(self, event: Event, environment: str | None = None) -> int:
-        """The count of one environment, or of all."""
+        """Return the count of one environment, or of all."""
         return sum(
             count
             for (what, whose), count in self._counts.items()
@@ -61,7 +61,7 @@ class Counters:
         )
 
     def all(self) -> dict[tuple[Event, str], int]:
-        """A copy of all counts."""
+        """Return a copy of all counts."""
         return dict(self._counts)
 
 
@@ -72,14 +72,14 @@ COUNTERS: Final = Counters()
 def open_environment(
     entrypoint: str, args: Mapping[str, Any], field: str = "environment"
 ) -> Environment:
-    """A new environment: `package.module:attribute` called with `args`.
+    """Return a new environment: `package.module:attribute` called with `args`.
 
     Raises `EntrypointError`; `EnvironmentFault` when the environment's own code raises.
     """
     make = load_attribute(entrypoint, field)
     if not callable(make):
         raise EntrypointError(
-            f"is a {type(make).__name__}, which makes no environments",
+            f"is a {type(make).__name__}, which cannot make environments",
             field=field,
             value=entrypoint,
             remedy="Name a class or a function that returns an `Environment`.",
@@ -96,7 +96,7 @@ def open_environment(
 
 
 def guarded(name: str, call: Callable[[], T]) -> T:
-    """Call code of an environment; turns its exceptions, except `WorkflowError`, into an
+    """Call code of an environment, and turn its exceptions, except `WorkflowError`, into an
     `EnvironmentFault` with the end of the traceback."""
     try:
         return call()
@@ -107,12 +107,12 @@ def guarded(name: str, call: Callable[[], T]) -> T:
 
 
 def raised_fault(name: str, error: BaseException) -> EnvironmentFault:
-    """The fault of an environment whose code raised `error`."""
+    """Return the fault of an environment whose code raised `error`."""
     return EnvironmentFault(
         f"environment {name} raised {described(error)}",
         reason="raised",
         environment=name,
-        remedy="Mend the environment if it always does; `troupe environment check` tries it.",
+        remedy="If this always happens, fix the environment; `troupe environment check` tests it.",
         traceback=traceback_text(error),
     )
 
@@ -137,7 +137,7 @@ class FaultLimits:
 
 
 class AsyncEnvironment(ABC):
-    """An environment as a workflow plays it, with contract checks, retries and counts."""
+    """An environment as seen by a workflow, with contract checks, retries and counts."""
 
     def __init__(self, name: str, limits: FaultLimits) -> None:
         self.name = name
@@ -229,7 +229,7 @@ class AsyncEnvironment(ABC):
 
     @abstractmethod
     async def _open(self) -> Properties:
-        """Make an environment unless there is one; returns its properties."""
+        """Make an environment unless there is one, and return its properties."""
 
     @abstractmethod
     async def _reset(self, seed: int) -> Reset: ...
@@ -245,7 +245,7 @@ class AsyncEnvironment(ABC):
 class Local(AsyncEnvironment):
     """An environment in this process, on the event loop.
 
-    For environments that answer within about a millisecond; slower ones belong into `hosted`.
+    For environments that answer within about a millisecond; slower ones should be `hosted`.
     """
 
     def __init__(

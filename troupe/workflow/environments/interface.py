@@ -1,4 +1,5 @@
-"""The interface of environments: seats that move in turn or at once until the episode is over.
+"""The interface of environments: seats that move in turn or simultaneously until the episode is
+over.
 
 Terms: an *agent* is a role of the job, a *seat* is a player of the game; `Seating` maps seats to
 agents. `Reset.agents` has PettingZoo's name (Terry et al. 2021, section 3) and holds seats.
@@ -32,7 +33,7 @@ class Properties:
     rules: str = ""
     """Text that every seat gets before its first move."""
     simultaneous: bool = False
-    """Several seats may move at once."""
+    """Several seats may move simultaneously."""
     zero_sum: bool = False
     """The rewards of every step add up to zero over the seats."""
     cooperative: bool = False
@@ -59,7 +60,7 @@ class Observation:
     """Text for language models."""
     legal: Mapping[str, Action] | None = None
     """Legal moves: label that a player writes -> action. None: any text is a move, or only `step`
-    tells which are legal."""
+    decides which are legal."""
     arrays: Mapping[str, Any] = field(default_factory=dict)
     """Observation as numpy arrays by name, for small networks."""
 
@@ -80,7 +81,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a move, or of a joint move. A seat that a mapping lacks has 0 or False."""
+    """The result of a move, or of a joint move. A seat missing in a mapping has 0 or False."""
 
     obs: Mapping[str, Observation]
     """Observations by seat; at least of `current`."""
@@ -118,9 +119,9 @@ class Environment(ABC):
         Raises `IllegalMoveError` for an illegal one, and leaves the state unchanged.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold no resources
+    def close(self) -> None:  # noqa: B027 - most have no resources
         """Release all resources. Repeatable; no other method is called afterwards."""
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Makes a new environment at every call."""
+"""A function that makes a new environment at every call."""

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: the process, the pool that lends it, and `Hosted`."""
+"""Environments in separate processes: the process, the pool that lends it, and `Hosted`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from troupe.workflow.environments.host import COUNTERS, AsyncEnvironment, FaultL
 from troupe.workflow.environments.interface import Action, Properties, Reset, Step
 from troupe.workflow.errors import EnvironmentFault, FaultReason
 
-# Bytes of stderr that are kept, for the error message of a process that died.
+# Bytes of stderr that are kept for the error message of a dead process.
 _TAIL_BYTES: Final = 2048
-# How long a killed process group may take to end.
+# Time limit for a killed process group to end.
 _REAP_SECONDS: Final = 10.0
 
 THREADS: Final = dict.fromkeys(
@@ -43,7 +43,8 @@ THREADS: Final = dict.fromkeys(
 
 
 class EnvironmentProcess:
-    """A child process with one environment; answers one request at a time, ends at any fault."""
+    """A child process with one environment, which answers one request at a time and ends at any
+    fault."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,14 +59,14 @@ class EnvironmentProcess:
         environment = {
             **os.environ,
             **THREADS,
-            # The child can import whatever this process can, and first what the job ships.
+            # The child can import the same modules as this process, the job's shipped ones first.
             "PYTHONPATH": os.pathsep.join(
                 path or os.getcwd() for path in (*([str(code.folder)] if code else []), *sys.path)
             ),
         }
         try:
             self._process = await asyncio.create_subprocess_exec(
-                # -P: the working directory is not before what is on the path.
+                # -P: the working directory does not come first on the path.
                 *(sys.executable, "-P", "-m"),
                 "troupe.workflow.environments.child",
                 str(os.getpid()),
@@ -97,10 +98,10 @@ class EnvironmentProcess:
         return self._reaping is not None and self._reaping.done()
 
     async def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and return the answer; kills the process after `seconds`.
+        """Send a request and return the answer; kill the process after `seconds`.
 
-        Raises `EnvironmentFault`, or the typed error that the environment raised. Cancellation
-        kills the process, too: a late answer would be taken for that of the next request.
+        Raises `EnvironmentFault`, or the typed error that the environment raised. Cancellation also
+        kills the process: a late answer would be mistaken for the answer to the next request.
         """
         process = self._process
         assert process is not None
@@ -120,7 +121,7 @@ class EnvironmentProcess:
             raise self._fault(
                 "deadline",
                 f"did not end its {what} within {seconds:g} s and was killed",
-                f"Allow more `{_LIMITS[what]}`, or mend what it waits for.",
+                f"Allow more `{_LIMITS[what]}`, or fix the cause of the delay.",
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._died(what) from error
@@ -128,7 +129,7 @@ class EnvironmentProcess:
             message = f"answered {what} with {error.size:,} bytes"
             raise self._fault("too_large", message) from error
         except ValueError as error:
-            raise self._fault("too_large", f"answered {what} with no JSON: {error}") from error
+            raise self._fault("too_large", f"answered {what} with invalid JSON: {error}") from error
         finally:
             if not answered:
                 self.kill()
@@ -146,7 +147,7 @@ class EnvironmentProcess:
         self._reaping = asyncio.create_task(self._reap(process))
 
     def abandon(self) -> None:
-        """Kill and reap the process when the event loop that it was started in has ended."""
+        """Kill and reap the process after the end of the event loop in which it was started."""
         process, self._process = self._process, None
         if process is not None:
             kill_tree(process.pid)
@@ -174,14 +175,14 @@ class EnvironmentProcess:
         assert process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 1.0)
-        if self._draining is not None:  # to have the end of stderr
+        if self._draining is not None:  # to get the end of stderr
             await asyncio.wait({self._draining}, timeout=1.0)
         how = "it hangs" if process.returncode is None else exit_text(process.returncode)
         last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
         return self._fault("died", f"died during {what}: {how}" + "".join(f"; {s}" for s in last))
 
     async def _drain(self) -> None:
-        """Read stderr until it ends; keeps its last bytes."""
+        """Read stderr until it ends, and keep its last bytes."""
         assert self._process is not None
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(65536):
@@ -209,8 +210,8 @@ IDLE_SECONDS: Final = 60.0
 class EnvironmentPool:
     """A pool of processes with an opened environment, each lent to one borrower at a time.
 
-    A failed process is not returned to the pool. An idle one ends after `idle_seconds`. Bound to
-    the event loop of its first use; in another loop the pool begins empty.
+    A failed process is not returned to the pool. An idle one ends after `idle_seconds`. The pool is
+    bound to the event loop of its first use; in another loop it begins empty.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class EnvironmentPool:
         self._slots = asyncio.Semaphore(self._processes)
         self._idle: list[_Idle] = []
         self._lent: set[EnvironmentProcess] = set()
-        # Killed, and perhaps not reaped yet.
+        # Killed processes, perhaps not reaped yet.
         self._ending: list[EnvironmentProcess] = []
 
     @property
@@ -245,8 +246,8 @@ class EnvironmentPool:
         return len(self._lent)
 
     async def borrow(self) -> tuple[EnvironmentProcess, Properties]:
-        """A process with an opened environment. Raises `EnvironmentFault`; `EntrypointError` when
-        the environment cannot be constructed."""
+        """Return a process with an opened environment. Raises `EnvironmentFault`, and
+        `EntrypointError` if the environment cannot be constructed."""
         self._bind()
         try:
             async with asyncio.timeout(self.limits.wait_seconds):
@@ -343,7 +344,7 @@ class _Idle(NamedTuple):
 
 
 class Hosted(AsyncEnvironment):
-    """An environment in a process that is borrowed from a pool from the first `reset` to `close`.
+    """An environment in a process that is borrowed from a pool, from the first `reset` to `close`.
 
     A process that exceeds the time limit of a reset or step is killed with its descendants; other
     environments are not delayed.
@@ -403,10 +404,10 @@ class Hosted(AsyncEnvironment):
 def hosted(
     entrypoint: str, args: Mapping[str, Any] | None = None, *, limits: FaultLimits | None = None
 ) -> Hosted:
-    """An environment `package.module:attribute`, called with `args` (JSON values), in a process of
-    its own, which ends with `close` or with this process.
+    """Return an environment `package.module:attribute`, called with `args` (JSON values), in a
+    separate process that ends with `close` or with this process.
 
-    Many trajectories share an `EnvironmentPool` instead, as `GameWorkflow` does.
+    For many trajectories, share an `EnvironmentPool`, as `GameWorkflow` does.
     """
     pool = EnvironmentPool(entrypoint, args, processes=1, limits=limits)
     return Hosted(pool, owns_pool=True)

@@ -1,4 +1,4 @@
-"""Tools and reward functions in this process, with the errors of the reward service."""
+"""Tools and reward functions that run in this process, with the errors of the reward service."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Function = Callable[..., Any]
 class LocalFunctions:
     """`ToolBackend` and `Scorer` over plain functions; arguments and results are JSON.
 
-    There is no memory limit. A function that does not end in `seconds` goes on in a daemon thread,
-    which does not keep the process alive.
+    There is no memory limit. A function that does not end within `seconds` continues in a daemon
+    thread, which does not keep the process alive.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class LocalFunctions:
         *,
         seconds: Mapping[str, float] | float = 60.0,
     ) -> None:
-        """`seconds`: time limit of a call, for all or by `tools/name` and `rewards/name`."""
+        """Take functions by name. `seconds`: time limit of a call, for all or by `tools/name` and
+        `rewards/name`."""
         self._functions = {
             **{f"tools/{name}": function for name, function in tools.items()},
             **{f"rewards/{name}": function for name, function in rewards.items()},
@@ -85,7 +86,8 @@ class _Raised(Exception):
 
 
 async def _in_thread(function: Function, arguments: dict[str, Any]) -> Any:
-    """The result of a call in a daemon thread; the default executor's would delay the exit."""
+    """Return the result of a call in a daemon thread; threads of the default executor would delay
+    the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -1,4 +1,5 @@
-"""Plays a workflow without services: policies instead of engines, functions in this process."""
+"""Playing a workflow without services: policies replace engines, and functions run in this
+process."""
 
 from __future__ import annotations
 
@@ -38,13 +39,14 @@ class Played:
     rewards: dict[str, float]
     """Per agent (and `team`), as a job would report them."""
     samples: list[SampleRow]
-    """Samples that a job would store of it."""
+    """Samples that a job would store."""
     metrics: dict[str, float]
-    """Metrics that a job would log of it, with those that the workflow logged."""
+    """Metrics that a job would log, including the workflow's own."""
 
 
 def make_role(name: str, system_prompt: str | None = None, **sampling: Any) -> Role:
-    """A role whose policy has the agent's name and whose tokens are bytes (`ByteTokenizer`)."""
+    """Return a role whose policy has the agent's name and whose tokens are bytes
+    (`ByteTokenizer`)."""
     own = Sampling(stop_token_ids=(END_ID,)).override(sampling)
     return Role(name, name, _LANGUAGE, own, system_prompt)
 
@@ -69,8 +71,8 @@ class Trial:
         trajectory_id: str = "",
         contexts: Mapping[str, int] | None = None,
     ) -> None:
-        """Arguments as of `play`. `functions` replaces those made from `tools` and `rewards`;
-        `contexts` as in `PolicyBackend`."""
+        """Take the arguments of `play`. `functions` replaces the functions made from `tools` and
+        `rewards`; `contexts` is as in `PolicyBackend`."""
         self.query = query if isinstance(query, Query) else Query("q0", "train", 0, query)
         self.trajectory_id = trajectory_id or f"{self.query.id}-t0"
         self._workflow = workflow
@@ -86,10 +88,10 @@ class Trial:
         self._seconds = seconds
 
     async def run(self) -> Played:
-        """Play and score. Raises what the workflow raises, `WorkflowError` for rewards that a job
-        would refuse, and of kind `deadline` when it takes too long."""
+        """Play and score. Raises the workflow's errors, a `WorkflowError` for rewards that a job
+        would refuse, and one of kind `deadline` if it takes too long."""
         check_json(self.query)
-        # A task of its own, as in a job: tasks that it creates are its branches.
+        # A separate task, as in a job: the tasks that it creates are its branches.
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 given = await asyncio.create_task(self._play())
@@ -152,15 +154,14 @@ async def play(
 ) -> Played:
     """Run a workflow on one query without any model or service.
 
-    `query`: what the job's tasks would return. `policy`: draws the turns of all agents, or a
-    policy by agent; default: `RandomPolicy()`. `agents`: their names, or `make_role(...)` by name;
-    default: every name that the workflow uses. `tools`, `rewards`: functions by name, called in
-    this process with JSON arguments. `trained`: policies whose turns become samples, all by
-    default. `seconds`: the longest that it, and each function, may take. The same `seed` plays the
-    same trajectory.
+    `query`: an item of the job's tasks. `policy`: draws the turns of all agents, or policies by
+    agent; default: `RandomPolicy()`. `agents`: their names, or `make_role(...)` by name; default:
+    every name that the workflow uses. `tools`, `rewards`: functions by name, called in this process
+    with JSON arguments. `trained`: policies whose turns become samples, all by default. `seconds`:
+    the longest that it, and each function, may take. The same `seed` plays the same trajectory.
 
-    Raises what the workflow raises, `WorkflowError` for rewards that a job would refuse, and of
-    kind `deadline` when it takes too long.
+    Raises the workflow's errors, a `WorkflowError` for rewards that a job would refuse, and one of
+    kind `deadline` if it takes too long.
     """
     trial = Trial(
         workflow,
@@ -181,7 +182,7 @@ def check_json(query: Query) -> None:
     """Raise `WorkflowError` of kind `bad_task` unless the query's data is JSON."""
     try:
         json_text(dict(query.data), allow_nan=True)
-    except BaseException as error:  # a mapping of a user's class
+    except BaseException as error:  # a mapping of a user-defined class
         raise WorkflowError(
             f"query {query.id} does not consist of JSON values: {safe_text(error)}",
             kind="bad_task",

@@ -1,4 +1,4 @@
-"""Policies without a model, for trying a workflow and for testing one.
+"""Policies without a model, for trying and testing a workflow.
 
 A policy is any function, sync or async, from a `Prompt` to a text or to `Spoken` token ids. The
 policies here are stateless: one object serves any number of trajectories at once.
@@ -56,23 +56,25 @@ class Spoken:
     ids: Sequence[int]
     logprobs: Sequence[float] | None = None
     stopped: bool = True
-    """Whether the policy ended the response itself; False: it is cut off."""
+    """Whether the policy ended the response itself; False: it is truncated."""
 
 
 Policy = Callable[[Prompt], "str | Spoken | Awaitable[str | Spoken]"]
-"""Draws the response of a turn."""
+"""A function that draws the response of a turn."""
 
 
 class RandomPolicy:
-    """Answers with random tokens of the vocabulary, or with one of `texts`."""
+    """A policy that answers with random tokens of the vocabulary, or with one of `texts`."""
 
     def __init__(self, texts: Sequence[str] = (), *, longest: int = 16) -> None:
-        """`longest`: length limit of a random response in tokens, besides `max_new_tokens`."""
+        """Create the policy. `longest`: length limit of a random response in tokens, in addition to
+        `max_new_tokens`."""
         self._texts = tuple(texts)
         self._longest = longest
 
     def __call__(self, prompt: Prompt) -> str | Spoken:
-        """One of the texts, each equally likely, or 1 to `longest` tokens, each equally likely."""
+        """Return one of the texts, each equally likely, or 1 to `longest` tokens, each equally
+        likely."""
         if self._texts:
             return prompt.random.choice(self._texts)
         known = prompt.tokenizer.ordinary_ids
@@ -82,19 +84,19 @@ class RandomPolicy:
 
 
 class EchoPolicy:
-    """Repeats the last message of its prompt."""
+    """A policy that repeats the last message of its prompt."""
 
     def __call__(self, prompt: Prompt) -> str:
-        """The last message."""
+        """Return the last message."""
         return prompt.text
 
 
 class ScriptedPolicy:
-    """Answers with given texts, in the order in which turns are begun."""
+    """A policy that answers with given texts, in the order in which turns begin."""
 
     def __init__(self, replies: Mapping[str, str | Sequence[str]] | str | Sequence[str]) -> None:
-        """`replies`: texts by agent, or one list for all agents together. A single text instead
-        of a list is repeated. Raises `WorkflowError` for anything else."""
+        """Take `replies`: texts by agent, or one list for all agents together. A single text
+        instead of a list is repeated. Raises `WorkflowError` for anything else."""
         self._replies: dict[str | None, str | tuple[str, ...]] = {}
         given = replies if isinstance(replies, Mapping) else {None: replies}
         for agent, texts in given.items():
@@ -112,7 +114,7 @@ class ScriptedPolicy:
             self._replies[agent] = tuple(texts)
 
     def __call__(self, prompt: Prompt) -> str:
-        """The next text. Raises `TurnError` of kind `script_ended` when there is none."""
+        """Return the next text. Raises `TurnError` of kind `script_ended` after the last one."""
         shared = None in self._replies
         replies = self._replies.get(None if shared else prompt.agent, ())
         number = prompt.position if shared else prompt.number
@@ -135,18 +137,18 @@ class PolicyBackend:
     def __init__(
         self, policy: Policy | Mapping[str, Policy], contexts: Mapping[str, int] | None = None
     ) -> None:
-        """`policy`: for all agents, or by agent. `contexts`: context length in tokens by policy;
-        unlimited for others."""
+        """Create the backend. `policy`: one for all agents, or by agent. `contexts`: context length
+        in tokens by policy; unlimited for others."""
         self._policy = policy
         self._contexts = contexts or {}
         self.agents: Agents | None = None
-        """The trajectory's agents; to be set before its first turn."""
+        """The trajectory's agents; must be set before its first turn."""
         self._endpoints: tuple[EndpointServer, TrajectoryEndpoints] | None = None
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """An OpenAI-compatible endpoint of `agent` on loopback, until `close`.
+        """Return an OpenAI-compatible endpoint of `agent` on loopback, until `close`.
 
-        Raises `WorkflowError` of kind `no_endpoint` where the libraries are missing.
+        Raises `WorkflowError` of kind `no_endpoint` if the libraries are missing.
         """
         if self._endpoints is None:
             missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
@@ -156,7 +158,7 @@ class PolicyBackend:
                     kind="no_endpoint",
                     field="agents",
                     value=agent.name,
-                    remedy="`pip install 'troupe-rl[rollout]'`, or both by themselves.",
+                    remedy="`pip install 'troupe-rl[rollout]'`, or install the two packages.",
                 )
             # A heavy import, for the few workflows that use an endpoint.
             from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
@@ -176,10 +178,10 @@ class PolicyBackend:
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
-        """The response of the agent's policy, cut to `max_new_tokens` and to the rest of the
+        """Return the response of the agent's policy, cut to `max_new_tokens` and to the rest of the
         context. Raises `TurnError`; `ContextOverflowError` when the prompt fills the context."""
         assert self.agents is not None
-        # Every turn has a `Sampling` object of its own.
+        # Every turn has its own `Sampling` object.
         turn = next(turn for turn in reversed(self.agents.begun) if turn.sampling is sampling)
         role = turn.role
         room = min(sampling.max_new_tokens, self._room(role.policy, len(prompt_ids)))

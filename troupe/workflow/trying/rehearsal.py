@@ -1,4 +1,4 @@
-"""`troupe workflow try`: plays queries of a `Setting` one after another and reports each result."""
+"""`troupe workflow try`: plays queries of a `Setting` sequentially and reports each result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from troupe.workflow.trying.policies import Policy
 from troupe.workflow.trying.setting import Setting
 from troupe.workflow.turns import TurnRecord
 
-# A workflow that blocks the event loop is interrupted so long after its time limit, then every
+# A workflow that blocks the event loop is interrupted this long after its time limit, then every
 # second.
 _GRACE_SECONDS: Final = 2.0
 _OURS: Final = str(Path(__file__).resolve().parents[1])
@@ -68,8 +68,8 @@ class Rehearsal:
     """Time limit of one trajectory."""
 
     def run(self) -> Iterator[Rehearsed]:
-        """Yield trajectories as they end. Blocking; in the main thread it interrupts a workflow
-        that blocks the event loop."""
+        """Yield trajectories as they end. Blocking; in the main thread, interrupt a workflow that
+        blocks the event loop."""
         for query in self.queries:
             for number in range(self.group_size):
                 with interruptible():
@@ -112,21 +112,21 @@ class Rehearsal:
         try:
             return await trial.run()
         finally:
-            # The event loop ends here, so that processes of environments must end, too.
+            # The event loop ends here, so the processes of environments must end, too.
             close = getattr(self.setting.workflow, "close", None)
             if inspect.iscoroutinefunction(close):
                 await await_contained(close())
 
 
 def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:
-    """Samples per group over all trajectories that ended without an error."""
+    """Count the samples per group over all trajectories that ended without an error."""
     return Counter(
         row.group_id for one in rehearsed if one.played is not None for row in one.played.samples
     )
 
 
 def explain(error: BaseException) -> Failure:
-    """The failure of a trajectory whose workflow raised `error`."""
+    """Describe the failure of a trajectory whose workflow raised `error`."""
     if issubclass(type(error), _Blocked):
         return Failure(
             "workflow_blocked",
@@ -145,7 +145,7 @@ def explain(error: BaseException) -> Failure:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Traceback without frames of `troupe.workflow` and the standard library."""
+    """Return the traceback without frames of `troupe.workflow` and the standard library."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -165,7 +165,7 @@ def _interrupting(seconds: float) -> Iterator[None]:
         return
 
     def ring(*_: Any) -> None:
-        raise _Blocked(f"it held the event loop, or refused to end, after {seconds:g} s")
+        raise _Blocked(f"it blocked the event loop, or refused to end, after {seconds:g} s")
 
     former = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)

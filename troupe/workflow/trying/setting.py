@@ -1,4 +1,4 @@
-"""Loads the workflow that `troupe workflow try` plays: of a job, of a file or of a module."""
+"""Loading of the workflow that `troupe workflow try` plays: from a job, a file or a module."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Setting:
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
-    """Context length in tokens by policy; without policies whose tokens are bytes."""
+    """Context length in tokens by policy; policies whose tokens are bytes are left out."""
     notes: tuple[str, ...] = ()
     """Differences from a job, as messages."""
 
@@ -88,9 +88,9 @@ class Setting:
 def open_setting(source: str, job: Path | None = None, *, split: str = "train") -> Setting:
     """Load what `source` names: a job file, `FILE.py[:attribute]` or `package.module:attribute`.
 
-    With `job` the agents, tasks and functions are those of that job, whose own workflow is ignored.
-    Modules of the working directory are found, too. Raises `JobSpecError`, `InvalidArgument`
-    and `EntrypointError`.
+    With `job`, agents, tasks and functions come from that job, whose own workflow is ignored.
+    Modules of the working directory are also found. Raises `JobSpecError`, `InvalidArgument` and
+    `EntrypointError`.
     """
     add_working_directory()
     if Path(source).suffix in JOB_SUFFIXES:
@@ -101,10 +101,11 @@ def open_setting(source: str, job: Path | None = None, *, split: str = "train") 
         spec = load_job(source)
         if spec.workflow is None:
             raise InvalidArgument(
-                "policies of this job are networks: it has no workflow",
+                "this job's policies are networks, so it has no workflow",
                 field="environment",
                 value=source,
-                remedy="`troupe train` plays it; Actor in troupe.networks plays one by itself.",
+                remedy="`troupe train` plays it; `Actor` in `troupe.networks` plays one policy "
+                "alone.",
             )
         return _of_job(spec, spec.workflow, load_workflow(spec.workflow), split)
     entrypoint = _entrypoint(source)
@@ -141,7 +142,8 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
 
 
 def _context(engine: EngineSpec, language: Language) -> int:
-    """Tokens of a context; where it is left to an embedded engine, the least that it has."""
+    """Return the context length in tokens; if an embedded engine chooses it, the shortest that it
+    may have."""
     room = LONGEST_CONTEXT if engine.is_server else EMBEDDED_CONTEXT
     return context_of(engine.max_context, language.positions, room)
 
@@ -160,7 +162,7 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
         temperature=given.temperature,
         max_new_tokens=given.max_new_tokens,
         stop_token_ids=language.eos_ids,
-        # One token of the real vocabulary is several bytes.
+        # One token of the real vocabulary can be several bytes.
         stop_strings=tuple(given.stop),
     )
     return Role(
@@ -199,7 +201,7 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
         where = f"{section}.{name}.entrypoint"
         if spec.code is None:
             raise InvalidArgument(
-                "a deployed function runs in a cluster, and there is none here",
+                "a deployed function runs in a cluster, but there is none here",
                 field=f"{section}.{name}.function",
                 value=spec.function,
                 remedy="Name its `entrypoint` to try the workflow.",
@@ -217,19 +219,19 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
 
 
 def _declared(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Costs that the function declares."""
+    """Return the costs that the function declares."""
     target = mcp.call if isinstance(function, mcp.McpTool) else getattr(function, "func", function)
     found = declaration_of(target)
     return {} if found is None else found.costs
 
 
 def _entrypoint(source: str) -> str:
-    """`module:attribute` of `source`; makes the module of a file importable."""
+    """Return `module:attribute` of `source`, and make the module of a file importable."""
     file, colon, attribute = source.rpartition(":") if ":" in source else (source, "", "")
     if not file.endswith(".py"):
         if not colon or not attribute or not file:
             raise InvalidArgument(
-                "this names no workflow", field="FILE", value=source, remedy=_REMEDY
+                "this does not name a workflow", field="FILE", value=source, remedy=_REMEDY
             )
         return source
     path = Path(file).expanduser()
@@ -242,7 +244,7 @@ def _entrypoint(source: str) -> str:
 
 
 def _importable(path: Path) -> str:
-    """Module name of a file; puts the directory above its package on `sys.path`."""
+    """Return the module name of a file, and put the directory above its package on `sys.path`."""
     names = [path.stem]
     above = path.parent
     while (above / "__init__.py").is_file():
@@ -253,7 +255,7 @@ def _importable(path: Path) -> str:
         sys.path.insert(0, str(above))
     try:
         found = importlib.util.find_spec(name)
-    except Exception:  # imports the packages above, which are code of users
+    except Exception:  # imports the packages above, which are user code
         found = None
     origin = found.origin if found is not None else None
     if origin is None or Path(origin).resolve() != path:
@@ -277,7 +279,7 @@ def _may_be_workflow(value: Any, module: str) -> bool:
 
 
 def _only_workflow(module: str, file: str) -> str:
-    """The one function or object of the file that can be a workflow."""
+    """Return the only function or object of the file that can be a workflow."""
     names: list[str] = [
         name
         for name, value in vars(load_module(module, "FILE", file)).items()

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file, for trying a workflow without a model."""
+"""A tokenizer without files, for trying a workflow without a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SPECIAL: Final = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")")
 
 
 class ByteTokenizer:
-    """One id per byte of UTF-8, with a chat template and the part of a Hugging Face tokenizer's
-    interface that `ChatTokenizer` uses."""
+    """A tokenizer with one id per byte of UTF-8, a chat template, and the part of a Hugging Face
+    tokenizer's interface that `ChatTokenizer` uses."""
 
     chat_template = "<|role|>content<|end|>..."
     all_special_ids = tuple(range(_FIRST_BYTE))
     eos_token_id = END_ID
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of the special tokens and of the characters of random texts."""
+        """Return the ids of the special tokens and of the characters of random texts."""
         readable = string.ascii_lowercase + string.digits + " "
         return {
             **{token: i for i, token in enumerate(SPECIALS)},
@@ -31,7 +31,7 @@ class ByteTokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; special tokens are never added."""
+        """Return the ids of `text`; special tokens are never added."""
         ids: list[int] = []
         for part in _SPECIAL.split(text):
             if part in SPECIALS:
@@ -43,11 +43,11 @@ class ByteTokenizer:
     def __call__(
         self, texts: Sequence[str], add_special_tokens: bool = False
     ) -> dict[str, list[list[int]]]:
-        """Ids of several texts."""
+        """Return the ids of several texts."""
         return {"input_ids": [self.encode(text) for text in texts]}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         parts: list[str] = []
         run = bytearray()
         for i in [*ids, None]:
@@ -61,7 +61,7 @@ class ByteTokenizer:
         return "".join(parts)
 
     def convert_ids_to_tokens(self, token: int) -> bytes:
-        """A token as its vocabulary has it."""
+        """Return a token as it is in the vocabulary."""
         if token < _FIRST_BYTE:
             return SPECIALS[token].encode()
         return bytes([(token - _FIRST_BYTE) % 256])
@@ -73,7 +73,8 @@ class ByteTokenizer:
         add_generation_prompt: bool = False,
         **_: Any,
     ) -> str:
-        """The conversation as text, ready for the next reply; tools and calls of them as JSON."""
+        """Return the conversation as text, ready for the next reply; tools and their calls are
+        JSON."""
         offered = "".join(f"{json.dumps(tool)}\n" for tool in tools or ())
         text = f"{_marker('system')}{offered}{SPECIALS[END_ID]}" if offered else ""
         for message in messages:

@@ -1,1 +1,1 @@
-"""Adapters of game libraries. Each module imports its library on first use."""
+"""Adapters for game libraries. Each module imports its library on first use."""

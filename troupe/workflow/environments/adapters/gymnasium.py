@@ -32,7 +32,7 @@ Describe = Callable[[Any, Any], str]
 class Gymnasium(SpacesEnvironment):
     """One environment of Gymnasium's registry, made with `make_args`; its only seat is `player`.
 
-    The text is that of `describe`, else the `ansi` rendering if there is one, else numbers.
+    The text is the result of `describe`, else the `ansi` rendering if there is one, else numbers.
     `moves`: names of the actions of a discrete space, in order. Actions of other spaces are JSON
     lists of numbers (`spaces.numbers` reads them from a text).
     """
@@ -87,7 +87,7 @@ class Gymnasium(SpacesEnvironment):
     def reset(self, seed: int) -> Reset:
         """Begin an episode."""
         self._steps = 0
-        # Its generators take unsigned 32-bit seeds.
+        # Its generators accept unsigned 32-bit seeds.
         seen, info = self._env.reset(seed=seed % 2**31)
         return Reset((SEAT,), (SEAT,), {SEAT: self._observe(seen, info)}, {SEAT: info})
 
@@ -112,7 +112,7 @@ class Gymnasium(SpacesEnvironment):
 
 
 def _has_text(gymnasium: Any, spec: Any) -> bool:
-    """Whether the environment renders itself as text."""
+    """Return whether the environment renders itself as text."""
     entrypoint = spec.entry_point
     cls = (
         gymnasium.envs.registration.load_env_creator(entrypoint)

@@ -55,7 +55,7 @@ class OpenSpiel(Environment):
             self.game = pyspiel.load_game(game)
         except pyspiel.SpielError as error:
             raise EntrypointError(
-                f"OpenSpiel has no such game: {str(error).splitlines()[0]}",
+                f"OpenSpiel does not have this game: {str(error).splitlines()[0]}",
                 field="game",
                 value=game,
                 remedy="`pyspiel.registered_names()` lists them.",
@@ -91,7 +91,7 @@ class OpenSpiel(Environment):
 
     @property
     def properties(self) -> Properties:
-        """As OpenSpiel declares them."""
+        """The properties that OpenSpiel declares."""
         return self._properties
 
     def reset(self, seed: int) -> Reset:
@@ -145,7 +145,7 @@ class OpenSpiel(Environment):
         return (self._seats[state.current_player()],)
 
     def seen(self, state: Any, player: int) -> Observation:
-        """The observation of `player`, who moves in `state`, without `arrays`."""
+        """Return the observation of `player`, which moves in `state`, without `arrays`."""
         return Observation(self._describe(state, player), _legal(state, player))
 
     def _observe(self) -> dict[str, Observation]:
@@ -180,7 +180,7 @@ class OpenSpiel(Environment):
 
 
 def _legal(state: Any, player: int) -> dict[str, Action]:
-    """Legal moves by label."""
+    """Return the legal moves by label."""
     mover, legal = _MOVER.format(player), {}
     for action in state.legal_actions(player):
         label = state.action_to_string(player, action).removeprefix(mover)

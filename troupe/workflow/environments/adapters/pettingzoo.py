@@ -29,8 +29,8 @@ class _PettingZoo(SpacesEnvironment):
     """Base class of both kinds.
 
     `declared`: fields of `Properties` that PettingZoo lacks: `zero_sum`, `max_steps`, `rules`, ...
-    `moves`: names of discrete actions, in order. The text is that of `describe`, else the `ansi`
-    rendering if the environment was made with it, else numbers.
+    `moves`: names of discrete actions, in order. The text is the result of `describe`, else the
+    `ansi` rendering if the environment was made with it, else numbers.
     """
 
     simultaneous: bool
@@ -56,7 +56,7 @@ class _PettingZoo(SpacesEnvironment):
                 f"makes a PettingZoo environment of the {kind} kind",
                 field="make",
                 value=make if isinstance(make, str) else getattr(make, "__name__", str(make)),
-                remedy=f"Take the adapter `{other}`, or PettingZoo's conversions between the two.",
+                remedy=f"Use the adapter `{other}`, or PettingZoo's conversions between the two.",
             )
         self._moves = moves
         self._describe = describe
@@ -80,8 +80,8 @@ class _PettingZoo(SpacesEnvironment):
         truncations: Mapping[str, Any],
         current: Sequence[str],
     ) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Terminations and truncations by seat. When nobody is left, seats that never joined the
-        episode end with it."""
+        """Return terminations and truncations by seat. When no seat is left, seats that never
+        joined the episode end with it."""
         over = {seat: bool(flag) for seat, flag in terminations.items()}
         cut = {seat: bool(flag) for seat, flag in truncations.items()}
         self._ended |= {seat for flags in (over, cut) for seat, flag in flags.items() if flag}
@@ -103,7 +103,7 @@ class Parallel(_PettingZoo):
         """Begin an episode."""
         seen, infos = self._env.reset(seed=seed % 2**31)
         self._ended.clear()
-        # All that an episode may have: some may join it later.
+        # All possible seats: some may join the episode later.
         return Reset(self._seats, tuple(self._env.agents), self._observe(seen, infos), infos)
 
     def step(self, actions: Mapping[str, Action]) -> Step:
@@ -145,7 +145,7 @@ class Aec(_PettingZoo):
         env = self._env
         (seat,) = actions
         env.step(native(env.action_space(seat), actions[seat], seat))
-        # These hold the last step's, of every seat that has joined.
+        # These are the last step's, of every seat that has joined.
         rewards = {s: float(env.rewards.get(s, 0.0)) for s in self._seats}
         terminations, truncations = dict(env.terminations), dict(env.truncations)
         # Finished seats must make an empty move before the others may move.

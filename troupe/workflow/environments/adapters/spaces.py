@@ -1,4 +1,4 @@
-"""Conversion of actions and observations of Gymnasium's spaces, also used by PettingZoo."""
+"""Conversion of actions and observations in Gymnasium's spaces, which PettingZoo also uses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 def legal_of(
     space: Any, mask: Any = None, names: Sequence[str] | None = None
 ) -> dict[str, Action] | None:
-    """The moves of a discrete space, by name or number; None for other spaces.
+    """Return the moves of a discrete space, by name or number; None for other spaces.
 
     `mask` [n]: 1 for legal actions, else 0. `names` [n]: labels; default: numbers. Raises
-    `EnvironmentContractError` for names of another length, or a mask of another form.
+    `EnvironmentContractError` for names of a wrong length, or a mask of a wrong form.
     """
     if not isinstance(space, _spaces().Discrete):
         return None
@@ -52,9 +52,9 @@ def legal_of(
 
 
 def native(space: Any, action: Action, seat: str) -> Any:
-    """A JSON action as a value of the space: lists for arrays, tuples and sequences, objects for
-    `Dict`, [number of the space, value] for `OneOf`. Raises `IllegalMoveError` if it is not in the
-    space."""
+    """Convert a JSON action to a value of the space: lists for arrays, tuples and sequences,
+    objects for `Dict`, [number of the space, value] for `OneOf`. Raises `IllegalMoveError` if it is
+    not in the space."""
     try:
         value = _value(space, action)
         inside = space.contains(value)
@@ -88,7 +88,7 @@ def _value(space: Any, action: Action) -> Any:
 
 
 def check_playable(space: Any, seat: str) -> None:
-    """Raise `EntrypointError` for an action space whose actions cannot be written as JSON."""
+    """Raise `EntrypointError` for an action space whose actions cannot be expressed in JSON."""
     spaces = _spaces()
     known = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Text)
     if isinstance(space, spaces.Dict):
@@ -101,10 +101,10 @@ def check_playable(space: Any, seat: str) -> None:
         parts = []
     else:
         raise EntrypointError(
-            f"'{seat}' has the action space {space}, whose actions cannot be written as JSON",
+            f"'{seat}' has the action space {space}, whose actions cannot be expressed in JSON",
             field="action_space",
             value=str(space),
-            remedy="Wrap the environment in one whose actions are numbers, texts or lists of them.",
+            remedy="Wrap the environment so that actions are numbers, texts or lists of them.",
         )
     for part in parts:
         check_playable(part, seat)
@@ -123,7 +123,7 @@ def _illegal(space: Any, action: Action, seat: str) -> IllegalMoveError:
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers in a text, in order: an action of a vector space."""
+    """Return the numbers in a text, in order, as an action of a vector space."""
     found = []
     for word in text.replace(",", " ").replace("[", " ").replace("]", " ").split():
         try:
@@ -141,7 +141,7 @@ def split_mask(observation: Any) -> tuple[Any, Any]:
 
 
 def arrays_of(observation: Any) -> dict[str, Any]:
-    """The arrays of an observation, by name."""
+    """Return the arrays of an observation, by name."""
     if isinstance(observation, Mapping):
         parts = {str(k): arrays_of(v) for k, v in observation.items()}
         return {
@@ -156,7 +156,7 @@ def arrays_of(observation: Any) -> dict[str, Any]:
 
 
 def rendered(text: str) -> str:
-    """An `ansi` rendering with coloured text in [brackets] instead of escape codes."""
+    """Return an `ansi` rendering with coloured text in [brackets] instead of escape codes."""
     parts: list[str] = []
     done, marked = 0, None  # end of the copied text, and the open colour code
     for escape in _COLOUR.finditer(text):
@@ -169,7 +169,7 @@ def rendered(text: str) -> str:
 
 
 def text_of(observation: Any) -> str:
-    """An observation as text: rounded numbers."""
+    """Return an observation as text: rounded numbers."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
@@ -183,7 +183,7 @@ def text_of(observation: Any) -> str:
 
 
 class SpacesEnvironment(Environment):
-    """Base class of adapters whose environments have Gymnasium's spaces."""
+    """Base class of adapters for environments with Gymnasium's spaces."""
 
     _env: Any
     _properties: Properties
@@ -192,7 +192,7 @@ class SpacesEnvironment(Environment):
 
     @property
     def properties(self) -> Properties:
-        """As declared, or as the registry has them."""
+        """The properties, as declared or from the registry."""
         return self._properties
 
     def close(self) -> None:
@@ -202,8 +202,8 @@ class SpacesEnvironment(Environment):
     def _observation(
         self, space: Any, seen: Any, info: Mapping[str, Any], describe: Callable[[Any], str] | None
     ) -> Observation:
-        """What `seen` is for a seat with this action space; text: that of `describe`, else the
-        `ansi` rendering if there is one, else numbers."""
+        """Convert `seen` to the observation of a seat with this action space. Its text is the
+        result of `describe`, else the `ansi` rendering if there is one, else numbers."""
         inner, mask = split_mask(seen)
         legal = legal_of(space, info.get("action_mask", mask), self._moves)
         if describe is not None:

@@ -24,12 +24,12 @@ class TextArena(Environment):
     """One game of TextArena's registry, such as `KuhnPoker-v0`; seats are `p0`, `p1`, ...
 
     Moves are texts, and the game itself handles illegal ones: it answers with a warning, and ends
-    after too many. Rewards come with the end. `declared`: fields of `Properties` that TextArena
+    after too many. Rewards arrive at the end. `declared`: fields of `Properties` that TextArena
     lacks: `zero_sum`, `max_steps`, ... Observations repeat the whole episode, as TextArena's
     wrapper for language models does: play them with `PlayRules(history="latest")`.
 
-    TextArena uses Python's global random generators; their state is swapped for the time of a call,
-    so that games are independent.
+    TextArena uses Python's global random generators, whose state is swapped during each call, so
+    that games are independent.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TextArena(Environment):
                 f"{' '.join(str(error).split())[:300]}",
                 field="id",
                 value=id,
-                remedy="Some games need word lists of NLTK, a key, or a newer Python.",
+                remedy="Some games need NLTK word lists, a key, or a newer Python version.",
             ) from error
         self._properties = Properties(
             **{
@@ -80,14 +80,14 @@ class TextArena(Environment):
 
     @property
     def properties(self) -> Properties:
-        """As declared; the game handles illegal moves."""
+        """The declared properties; the game handles illegal moves."""
         return self._properties
 
     def reset(self, seed: int) -> Reset:
         """Begin a game."""
         self._states = None
         with self._randomness(seed):
-            # Wrappers keep observations of former games.
+            # Wrappers keep observations of earlier games.
             env = self._make()
             self._env = env if _speaks(env) else self._wrap(env)
             self._env.reset(num_players=self._players, seed=seed % 2**31)
@@ -121,7 +121,7 @@ class TextArena(Environment):
 
     @contextmanager
     def _randomness(self, seed: int | None = None) -> Iterator[None]:
-        """Swap the state of the global random generators for this game's; restores it
+        """Swap in this game's state of the global random generators, and restore the old state
         afterwards."""
         others = random.getstate(), np.random.get_state()
         if self._states is not None:
@@ -139,7 +139,7 @@ class TextArena(Environment):
 
 
 def _speaks(env: Any) -> bool:
-    """Whether a wrapper of the game already joins its messages into one text."""
+    """Return whether a wrapper of the game already joins its messages into one text."""
     from textarena.core import ObservationWrapper, Wrapper
 
     while isinstance(env, Wrapper):

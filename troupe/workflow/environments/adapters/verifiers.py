@@ -2,9 +2,9 @@
 
     tasks: {verifiers: {environment: wordle, python: /envs/wordle/bin/python}}
 
-The environment runs unchanged in a child process with an interpreter of its own, and every model
-call of one of its roles goes to the OpenAI-compatible endpoint of the trajectory's agent: several
-roles can be several policies. `VerifiersTasks` gives the queries, `play` is the workflow.
+The environment runs unchanged in a child process with its own interpreter. Every model call of a
+role goes to the OpenAI-compatible endpoint of the trajectory's agent, so different roles can be
+different policies. `VerifiersTasks` gives the queries, `play` is the workflow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from troupe.workflow.tools import Tools
 from troupe.workflow.turns import TurnRecord
 
 TRAIN: Final = "train"
-# Queries of an environment whose tasks never end.
+# Number of queries of an environment with unlimited tasks.
 _ENDLESS: Final = 1_000_000
 Traces = Sequence[Mapping[str, Any]]
 
@@ -41,8 +41,8 @@ class VerifiersTasks:
         whole: bool = False,
         field: str = "tasks",
     ) -> None:
-        """`held_out`: the fraction of the tasks that is set aside for the split "held_out".
-        `whole`: no part is; as of a named evaluation. Blocking. Raises `EntrypointError` and
+        """Load the tasks. `held_out`: the fraction reserved for the split "held_out". `whole`:
+        reserve none, as for a named evaluation. Blocking. Raises `EntrypointError` and
         `EnvironmentFault`."""
         training = split == TRAIN
         if not training and spec.held_out_args is not None:
@@ -52,7 +52,7 @@ class VerifiersTasks:
         self._spec = spec.model_copy(update={"held_out_args": None})
         self._field = f"{field}.verifiers"
         self._pool = pool_of(self._spec, self._field)
-        # Evaluations ask the environment's own tasks for evaluation, where it has such.
+        # Evaluations use the environment's own evaluation tasks, if it has any.
         self._own_split = False
         count = None
         if not training and held_out is None:
@@ -61,14 +61,14 @@ class VerifiersTasks:
         if count is None:
             if not training and held_out is None and not alone:
                 raise EntrypointError(
-                    f"environment '{spec.environment}' has no tasks for evaluations of its own",
+                    f"environment '{spec.environment}' has no evaluation tasks",
                     kind="split_missing",
                     field=f"{field}.held_out",
                     remedy="Give a fraction (0.05) of its tasks, or `verifiers.held_out_args`.",
                 )
             count = self._count(held_out=False) or 0
         self.endless = count < 0
-        """Whether its tasks never end: they are asked in their own order."""
+        """Whether the tasks are unlimited; they are then used in their own order."""
         every = Stride(held_out, training) if held_out is not None else None
         self._stride = every
         count = _ENDLESS if self.endless else count
@@ -102,26 +102,27 @@ class VerifiersTasks:
 
 
 class Stride:
-    """Every k-th task is held out, the others are trained on; also of tasks that never end."""
+    """A split in which every k-th task is held out and the others are trained on, also for
+    unlimited tasks."""
 
     def __init__(self, fraction: float, training: bool) -> None:
-        """`fraction`: that is held out, between 0 and 1."""
+        """Create the split. `fraction`: the held-out part, between 0 and 1."""
         self._k, self._training = max(2, round(1 / fraction)), training
 
     def length(self, count: int) -> int:
-        """How many of `count` tasks are of this split."""
+        """Return how many of `count` tasks belong to this split."""
         aside = -(-count // self._k)
         return count - aside if self._training else aside
 
     def position(self, index: int) -> int:
-        """The task that item `index` of this split is."""
+        """Return the number of the task at `index` of this split."""
         if not self._training:
             return index * self._k
         return index + index // (self._k - 1) + 1
 
 
 def merged(args: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` with what `others` say, section by section."""
+    """Return `args` overridden by `others`, section by section."""
     both = dict(args)
     for name, value in others.items():
         old = both.get(name)
@@ -131,16 +132,16 @@ def merged(args: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]
 
 
 async def play(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """The workflow of jobs whose tasks are `verifiers`: one episode.
+    """Play one episode: the workflow of jobs whose tasks are `verifiers`.
 
     The rewards are the environment's, its reward functions and metrics are logged by name. Raises
     `EntrypointError`, `EnvironmentFault` and `TurnError`.
     """
     if "verifiers" not in query:
         raise EntrypointError(
-            f"query {query.id} is no task of an environment of verifiers",
+            f"query {query.id} is not a task of a verifiers environment",
             field="tasks",
-            remedy="Give a mix with other sources a `workflow` that plays them too.",
+            remedy="For a mix with other sources, set a `workflow` that plays them too.",
         )
     spec = VerifiersSpec.model_validate(query["verifiers"])
     process = await pool_of(spec).for_episode()
@@ -162,8 +163,8 @@ async def play(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
 def assign_roles(
     roles: Collection[str], fixed: Collection[str], given: Mapping[str, str], agents: Sequence[str]
 ) -> dict[str, str]:
-    """The agent by role. `fixed`: roles that a model of their own plays, unless `given` says
-    otherwise. Raises `EntrypointError` of kind `environment_role`."""
+    """Return the agent by role. `fixed`: roles played by a model of their own, unless `given`
+    assigns an agent. Raises `EntrypointError` of kind `environment_role`."""
     if strange := sorted(set(given) - set(roles)):
         raise EntrypointError(
             f"the environment has no role '{strange[0]}'; it has {', '.join(sorted(roles))}",
@@ -174,12 +175,12 @@ def assign_roles(
         )
     assigned = {}
     for role in roles:
-        if role in given or role in agents or not agents:  # none: a trial invents them
+        if role in given or role in agents or not agents:  # no agents: a trial invents them
             assigned[role] = given.get(role, role)
         elif role not in fixed:
             if len(roles) > 1 or len(agents) > 1:
                 raise EntrypointError(
-                    f"no agent plays the role '{role}' of the environment",
+                    f"the environment's role '{role}' has no agent",
                     kind=kinds.ENVIRONMENT_ROLE,
                     field=f"tasks.verifiers.roles.{role}",
                     value=role,
@@ -189,7 +190,7 @@ def assign_roles(
             assigned[role] = agents[0]
     if not assigned:
         raise EntrypointError(
-            "no role of the environment is played by an agent of the job",
+            "the job's agents do not play any role of the environment",
             kind=kinds.ENVIRONMENT_ROLE,
             field="tasks.verifiers.roles",
             remedy=f"Give agents some of {', '.join(sorted(roles))}.",
@@ -199,7 +200,7 @@ def assign_roles(
 
 @dataclass(frozen=True, slots=True)
 class TraceScore:
-    """What the environment gave one conversation of a role."""
+    """The environment's rewards and metrics for one conversation of a role."""
 
     agent: str
     session: str
@@ -225,9 +226,9 @@ class EpisodeScores:
         *,
         single: bool,
     ) -> EpisodeScores:
-        """`weights`: by name of a reward or metric, instead of its own. `single`: the environment
-        has one role, whose name metrics leave out. Raises `EnvironmentContractError` for a name
-        that is not there."""
+        """Compute the scores of an episode. `weights`: by name of a reward or metric, instead of
+        its own. `single`: the environment has one role, whose name metrics leave out. Raises
+        `EnvironmentContractError` for an unknown name."""
         named: dict[str, list[float]] = {}
         scores = []
         known: set[str] = set()
@@ -258,11 +259,11 @@ class EpisodeScores:
         return cls(scores, team, {name: sum(v) / len(v) for name, v in named.items()})
 
     def reward(self, turns: Sequence[TurnRecord]) -> dict[str, float]:
-        """Rewards per agent, as a workflow returns them.
+        """Return rewards per agent, as a workflow's result.
 
-        An agent with one conversation gets its reward; with several, each turn gets that of its
-        own, and the conversation is a chain. A role that the environment does not reward gets the
-        team's.
+        An agent with one conversation gets its reward; with several, each turn gets the reward of
+        its conversation, and each conversation is a chain. A role that the environment does not
+        reward gets the team's reward.
         """
         rewards = {metric_names.TEAM: self.team}
         for agent in {one.agent for one in self.traces if one.agent}:

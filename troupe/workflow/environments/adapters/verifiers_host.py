@@ -1,12 +1,12 @@
-"""The program of a child process that holds one environment of the `verifiers` library.
+"""The program of a child process with one environment of the `verifiers` library.
 
-It runs with the interpreter of the environment in which `verifiers` is installed, so it imports
-nothing of Troupe. It reads requests from standard input and answers each on standard output, both
-one JSON object a line: `open` loads the environment, `task` gives the data of one task, `play` runs
-an episode (many at once), `cancel` ends one. A model call of a role goes to the address that `play`
-names for it: the OpenAI-compatible endpoint of that trajectory's agent.
+It runs with the interpreter of the Python environment in which `verifiers` is installed, so it does
+not import Troupe. It reads requests from standard input and answers them on standard output, one
+JSON object per line: `open` loads the environment, `task` gives the data of one task, `play` runs
+an episode (many concurrently), `cancel` ends one. A model call of a role goes to the role's address
+in the `play` request: the OpenAI-compatible endpoint of that trajectory's agent.
 
-Two generations of the library are spoken: 0.1 (`load_environment`, rubrics, one role) and 0.4
+It supports two generations of the library: 0.1 (`load_environment`, rubrics, one role) and 0.4
 (tasksets, harnesses, several roles).
 """
 
@@ -34,15 +34,15 @@ from typing import Any, BinaryIO, Final
 
 Object = dict[str, Any]
 
-# Name of the only role of environments that name none.
+# Name of the only role of environments that do not name it.
 SINGLE_ROLE: Final = "agent"
-# Tasks of an endless taskset that are kept, in the order in which it made them.
+# Number of tasks of an endless taskset that are kept, in the order of their creation.
 _KEPT_TASKS: Final = 4096
-# Marks the clients of roles that Troupe serves; there is no such variable, and no key is needed.
+# Marks the clients of roles that Troupe serves; the variable does not exist, and no key is needed.
 _KEY_VARIABLE: Final = "TROUPE_ENDPOINT"
 _CHAT_HARNESS: Final = "troupe-chat"
 _TRACEBACK_CHARS: Final = 2000
-# Errors of verifiers 0.1 that say what the policy did; its rollout is scored as it is.
+# Errors of verifiers 0.1 about the policy's behaviour; its rollout is scored as it is.
 _OF_POLICY: Final = (
     "EmptyModelResponseError",
     "InvalidModelResponseError",
@@ -52,7 +52,7 @@ _OF_POLICY: Final = (
 
 
 class Refusal(Exception):
-    """The environment cannot be used as the job says; `kind` is stable, `field` is below
+    """The environment cannot be used as the job requires; `kind` is stable, `field` is below
     `tasks.verifiers`."""
 
     def __init__(self, kind: str, field: str, message: str, remedy: str = "") -> None:
@@ -84,12 +84,13 @@ class RubricEnvironment:
             raise Refusal(
                 "environment_unsupported",
                 "environment",
-                "a reward function compares the rollouts of a group, which Troupe plays apart",
-                "Reward each rollout by itself: `algorithm.advantage` compares a group's.",
+                "a reward function compares the rollouts of a group, which Troupe plays separately",
+                "Reward each rollout separately; `algorithm.advantage` compares the rollouts of a "
+                "group.",
             )
         self.roles = [SINGLE_ROLE]
         self.fixed_roles: list[str] = []
-        # One for all episodes: making one costs a tenth of a second.
+        # One client for all episodes: making one costs a tenth of a second.
         self._http: Any = httpx.AsyncClient(
             timeout=None,
             trust_env=False,
@@ -98,7 +99,7 @@ class RubricEnvironment:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """What all episodes share, until the process ends."""
+        """Keep the resources that all episodes share until the process ends."""
         try:
             yield
         finally:
@@ -110,7 +111,7 @@ class RubricEnvironment:
         return None if rows is None else len(rows)
 
     def task(self, index: int, held_out: bool) -> Object:
-        """The data of a task."""
+        """Return the data of a task."""
         rows = self._rows(held_out)
         assert rows is not None
         return dict(rows[index])
@@ -119,11 +120,11 @@ class RubricEnvironment:
         if held_out:
             return self._env.build_eval_dataset()
         rows = self._env.build_dataset()
-        # Some environments are for evaluation only.
+        # Some environments are only for evaluation.
         return self._env.build_eval_dataset() if rows is None else rows
 
     async def play(self, task: Object, endpoints: dict[str, Object]) -> list[Object]:
-        """One episode, as one trace. Raises `EpisodeFailed`."""
+        """Play one episode, and return it as one trace. Raises `EpisodeFailed`."""
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
@@ -153,7 +154,7 @@ class RubricEnvironment:
         ]
 
     def _rewards(self, metrics: Object) -> dict[str, list[float]]:
-        """By reward function its score and weight, as far as the rubric names its functions."""
+        """Return score and weight by reward function, as far as the rubric names its functions."""
         rubric = self._env.rubric
         names: list[str] = getattr(rubric, "_get_reward_func_names", list)()
         weights: list[float] = getattr(rubric, "_get_reward_weights", list)()
@@ -164,11 +165,11 @@ class RubricEnvironment:
 
 
 class TasksetEnvironment:
-    """An environment of verifiers 0.4: a taskset, roles with a harness each, rewards per trace.
+    """An environment of verifiers 0.4: a taskset, roles with one harness each, rewards per trace.
 
-    `args` is the library's own `[env]` block. What it leaves open is decided for training on a
-    rollout worker: runtimes are local processes, and a role that is given no harness converses
-    (`null`) inside of this process, without a program per conversation.
+    `args` is the library's own `[env]` block. Its defaults here suit training on a rollout worker:
+    runtimes are local processes, and a role without a harness converses (`null`) inside this
+    process, without a program per conversation.
     """
 
     def __init__(self, ident: str, args: Object) -> None:
@@ -190,7 +191,7 @@ class TasksetEnvironment:
         ships_harness = default_harness_id(config.taskset.id) == config.taskset.id
         changed: Object = {}
         for role, spec in agent_config_fields(config).items():
-            # A retry inside of the episode would leave turns of an attempt that nobody rewards.
+            # A retry inside the episode would leave unrewarded turns of the failed attempt.
             update: Object = {"retries": RetryConfig()}
             if "runtime" not in spec.model_fields_set:
                 update["runtime"] = SubprocessConfig()
@@ -211,7 +212,8 @@ class TasksetEnvironment:
         self._next = 0
 
     def serving(self) -> Any:
-        """What all episodes share, until the process ends: tool servers, the interception."""
+        """Return the resources that all episodes share until the process ends: tool servers, the
+        interception."""
         return self._env.serving()
 
     def count(self, held_out: bool) -> int | None:
@@ -225,8 +227,8 @@ class TasksetEnvironment:
         return len(self._tasks)
 
     def task(self, index: int, held_out: bool) -> Object:
-        """The data of a task. Of an endless taskset, tasks of which later ones have long been made
-        are made again from the first."""
+        """Return the data of a task. In an endless taskset, a task that is no longer kept is made
+        again from the first task on."""
         if self._tasks is not None:
             return _data_of(self._tasks[index])
         if index not in self._made and (index < self._next or not self._next):
@@ -240,10 +242,10 @@ class TasksetEnvironment:
         return self._made[index]
 
     async def play(self, task: Object, endpoints: dict[str, Object]) -> list[Object]:
-        """One episode: its traces. Raises `EpisodeFailed`."""
+        """Play one episode, and return its traces. Raises `EpisodeFailed`."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-        env = copy.copy(self._env)  # the same servers, and clients of its own
+        env = copy.copy(self._env)  # the same servers, but its own clients
         roles: Object = {}
         for role, endpoint in endpoints.items():
             client = EvalClientConfig(base_url=endpoint["base_url"], api_key_var=_KEY_VARIABLE)
@@ -255,7 +257,7 @@ class TasksetEnvironment:
         built = self._task_type(data, env.config.taskset.task)
         episode = await env.run_episode(built, ModelContext(model=first.model, client=first.client))
         failed = [error for trace in episode.traces if not trace.ok for error in trace.errors[-1:]]
-        # An environment may go on without one of its agents; then the episode itself is in order.
+        # An environment may continue without one of its agents; then the episode itself is valid.
         if errors := [*episode.errors, *failed]:
             raise _episode_failure(errors[0], timed_out=episode.is_timeout)
         return [
@@ -288,8 +290,8 @@ def _episode_failure(error: Any, *, timed_out: bool) -> EpisodeFailed:
 def _serve_through_endpoints() -> None:
     """Let the library's interception servers reach the endpoints of trajectories.
 
-    They keep a client per address for good, and making one costs a tenth of a second; addresses of
-    trajectories are as many as trajectories. Theirs share one pool of connections.
+    The servers keep a client per address forever, and making one costs a tenth of a second, but
+    each trajectory has its own addresses. The clients for these share one pool of connections.
     """
     import httpx
     from verifiers.v1.clients.eval import EvalClient
@@ -305,7 +307,7 @@ def _serve_through_endpoints() -> None:
     of_others = InterceptionServer._client
 
     class EndpointClient(EvalClient):  # type: ignore[misc]
-        """Relays the requests of a role to its endpoint."""
+        """A client that relays the requests of a role to its endpoint."""
 
         def __init__(self, config: Any) -> None:
             self.base_url, self.api_key = config.base_url, "troupe"
@@ -323,10 +325,10 @@ def _serve_through_endpoints() -> None:
 
 
 def _register_chat_harness() -> Any:
-    """Add a harness that does what `null` does in this process; returns its configuration.
+    """Add a harness that does the work of `null` in this process, and return its configuration.
 
-    `null` starts a program per conversation, which needs `uv`, packages of an index and a second of
-    a core. The program's own conversation loop is called here instead.
+    `null` starts a program per conversation, which needs `uv`, packages from an index and a second
+    of CPU time. This harness calls the program's own conversation loop instead.
     """
     from verifiers.v1.configs.harness import HarnessConfig
     from verifiers.v1.dialects.chat import message_to_wire
@@ -334,7 +336,7 @@ def _register_chat_harness() -> Any:
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import ProgramResult
 
-    # The library bundles three modules to a script, which as modules lack each other's names.
+    # The library bundles three modules into a script; as modules they lack each other's names.
     program = types.ModuleType("troupe_chat_program")
     sys.modules[program.__name__] = program
     exec(compile(CHAT_PROGRAM_SOURCE, program.__name__, "exec"), vars(program))
@@ -344,7 +346,7 @@ def _register_chat_harness() -> Any:
     shared = program.httpx.AsyncClient(timeout=None, trust_env=False)
 
     class ChatHarnessConfig(HarnessConfig):  # type: ignore[misc]
-        """The configuration of `ChatHarness`, that of `null`."""
+        """The configuration of `ChatHarness`, equal to that of `null`."""
 
         id: str = _CHAT_HARNESS
 
@@ -396,9 +398,9 @@ def _register_chat_harness() -> Any:
                     await program.run_chat_loop(
                         args, compactor, messages, dispatch, connected, shared
                     )
-                except SystemExit as error:  # the program's way to say that the model was lost
+                except SystemExit as error:  # how the program reports that the model was lost
                     return ProgramResult(int(error.code or 1), "", "the model was not reached")
-                except Exception as error:  # as its exit status and last words would be
+                except Exception as error:  # equivalent to its exit status and last output
                     return ProgramResult(1, "", "".join(traceback.format_exception(error)))
             return ProgramResult(0, "", "")
 
@@ -414,7 +416,7 @@ def _unsupported() -> Refusal:
     return Refusal(
         "environment_unsupported",
         "python",
-        f"verifiers {_version()} is not known here",
+        f"verifiers {_version()} is not supported",
         "Install verifiers 0.4 or 0.1.14 in that environment.",
     )
 
@@ -424,7 +426,7 @@ def _version() -> str:
 
 
 def open_environment(ident: str, args: Object) -> RubricEnvironment | TasksetEnvironment:
-    """The environment with this id, of either generation. Raises `Refusal`."""
+    """Load the environment with this id, of either generation. Raises `Refusal`."""
     try:
         import verifiers
     except ImportError as error:
@@ -432,7 +434,7 @@ def open_environment(ident: str, args: Object) -> RubricEnvironment | TasksetEnv
             "environment_not_installed",
             "python",
             f"{sys.executable} has no package `verifiers` ({error})",
-            "Name an interpreter that has: `python -m venv DIR`, "
+            "Name an interpreter that has it: `python -m venv DIR`, "
             "`DIR/bin/pip install verifiers ENVIRONMENT`, `python: DIR/bin/python`.",
         ) from error
     of_rubrics = hasattr(verifiers, "load_environment")
@@ -445,7 +447,7 @@ def open_environment(ident: str, args: Object) -> RubricEnvironment | TasksetEnv
 
 
 def _refused(ident: str, args: Object, error: BaseException) -> Refusal:
-    """Why an environment could not be loaded."""
+    """Return the reason why an environment could not be loaded."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -467,7 +469,7 @@ def _refused(ident: str, args: Object, error: BaseException) -> Refusal:
 
 
 def missing_key(*errors: BaseException) -> Refusal | None:
-    """The refusal for a key that an environment did not find among its variables."""
+    """Return the refusal if an environment did not find a key among its variables, else None."""
     for error in errors:
         names = error.keys if type(error).__name__ == "MissingKeyError" else None  # type: ignore[attr-defined]
         text = str(error)
@@ -476,14 +478,14 @@ def missing_key(*errors: BaseException) -> Refusal | None:
         return Refusal(
             "environment_key_missing",
             "environment",
-            f"it needs a key that this worker does not have: {', '.join(names or [text])}",
-            "Set the variable where rollout workers run, or choose in `args` what needs no key.",
+            f"it needs a key that is missing on this worker: {', '.join(names or [text])}",
+            "Set the variable on the hosts of rollout workers, or choose `args` that need no key.",
         )
     return None
 
 
 class VerifiersHost:
-    """Carries out the requests of the parent process."""
+    """The server of the parent process's requests."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers = answers
@@ -492,7 +494,8 @@ class VerifiersHost:
         self._playing: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, requests: asyncio.Queue[Object | None]) -> None:
-        """Until None is requested. Episodes run beside each other, all else in turn."""
+        """Serve until None is requested. Episodes run concurrently, all other requests one by
+        one."""
         async with self._stack:
             while (request := await requests.get()) is not None:
                 number = request["id"]
@@ -534,7 +537,7 @@ class VerifiersHost:
         try:
             answer = {"ok": await work}
         except asyncio.CancelledError:
-            answer = {"error": {"kind": "cancelled", "message": "it was cancelled"}}
+            answer = {"error": {"kind": "cancelled", "message": "the request was cancelled"}}
         except BaseException as error:
             answer = {"error": described(error)}
         self._write({"id": number, **answer})
@@ -550,7 +553,7 @@ class VerifiersHost:
 
 
 def described(error: BaseException) -> Object:
-    """An error as JSON values."""
+    """Return an error as JSON values."""
     text = "".join(traceback.format_exception_only(error)).strip()
     full = "".join(traceback.format_exception(error))
     known = error if isinstance(error, Refusal) else missing_key(error)
@@ -569,7 +572,7 @@ def described(error: BaseException) -> Object:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes of the parent, moved away from standard input and output, which environments may
+    """Return the pipes of the parent, and free standard input and output, which environments may
     use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
@@ -581,17 +584,17 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def read_requests(
     requests: BinaryIO, queue: asyncio.Queue[Object | None], loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Pass requests on until the parent closes the pipe or dies; then this process ends, whatever
+    """Pass requests on until the parent closes the pipe or dies; then end this process, whatever
     its event loop is doing. Runs in a thread."""
     for line in requests:
         loop.call_soon_threadsafe(queue.put_nowait, json.loads(line))
     loop.call_soon_threadsafe(queue.put_nowait, None)
-    threading.Event().wait(5.0)  # tool servers are ended in an orderly way
+    threading.Event().wait(5.0)  # time to stop tool servers cleanly
     os.killpg(0, signal.SIGKILL)
 
 
 async def main() -> None:
-    """Serve the parent."""
+    """Serve the requests of the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     requests, answers = take_pipes()
     queue: asyncio.Queue[Object | None] = asyncio.Queue()

@@ -1,7 +1,7 @@
-"""Child processes that hold an environment of the `verifiers` library, and the pool of them.
+"""Child processes with an environment of the `verifiers` library, and their pool.
 
-Their program is verifiers_host.py, run by the interpreter that the job names. Requests and answers
-pass by threads, so that tasks are read from any thread and episodes awaited in any event loop.
+The interpreter that the job names runs their program, verifiers_host.py. Threads pass requests and
+answers, so tasks can be read from any thread and episodes awaited in any event loop.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from troupe.workflow.environments.process import THREADS
 from troupe.workflow.errors import EntrypointError, EnvironmentFault, FaultReason, TurnError
 
 _HOST: Final = Path(__file__).with_name("verifiers_host.py")
-# Of one answer: the data of a task, or what an episode came to.
+# Limit of one answer: the data of a task, or the result of an episode.
 _MOST_BYTES: Final = 64 << 20
 _TAIL_BYTES: Final = 4096
-# A cancelled episode that goes on for longer has a process that hangs.
+# If a cancelled episode continues for longer, its process hangs.
 _CANCEL_SECONDS: Final = 10.0
-# Loading an environment again may cost minutes, an idle process costs memory.
+# Loading an environment again may cost minutes, but an idle process costs memory.
 _IDLE_SECONDS: Final = 300.0
-# Episodes of one process before another one is started.
+# Episodes of one process before another process is started.
 _EPISODES: Final = 64
-# Variables that mean another environment, or that are none of its business.
+# Variables of another Python environment, or without relevance for this one.
 _NOT_PASSED: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
 
 
 class VerifiersProcess:
-    """A child process with one environment; answers many requests at once."""
+    """A child process with one environment, which answers many requests concurrently."""
 
     def __init__(self, spec: VerifiersSpec, field: str) -> None:
-        """`field`: of the job, for errors."""
+        """Create the handle. `field`: the job's field, for errors."""
         self._spec, self._field = spec, field
         self.name = f"verifiers:{spec.environment}"
         self.roles: Sequence[str] = ()
         self.fixed_roles: Sequence[str] = ()
-        """Roles that a model of their own plays, as `args` say."""
+        """Roles that a model of their own plays, according to `args`."""
         self.version = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -65,15 +65,15 @@ class VerifiersProcess:
         self._idle: threading.Timer | None = None
         self.alive = False
         self.playing = 0
-        """Number of its episodes."""
+        """Number of running episodes."""
 
     def start(self) -> None:
-        """Start the process and load the environment. Blocking. Raises `EntrypointError` for what
-        the job has to mend, else `EnvironmentFault`."""
+        """Start the process and load the environment. Blocking. Raises `EntrypointError` for faults
+        in the job, else `EnvironmentFault`."""
         python = self._spec.python or sys.executable
         try:
             process = subprocess.Popen(
-                # -P: the folder of the program, which has a `verifiers.py`, is not on the path.
+                # -P keeps the program's folder, which has a `verifiers.py`, off the path.
                 [python, "-P", str(_HOST)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -83,11 +83,12 @@ class VerifiersProcess:
             )
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise EntrypointError(
-                f"there is no interpreter to run here: {error}",
+                f"the interpreter cannot be run here: {error}",
                 kind=kinds.ENVIRONMENT_NOT_INSTALLED,
                 field=f"{self._field}.python",
                 value=python,
-                remedy="Make the environment at this path on every host with rollout workers.",
+                remedy="Create the Python environment at this path on every host with rollout "
+                "workers.",
             ) from error
         except OSError as error:
             raise self._fault("not_started", f"did not start: {error}") from error
@@ -106,8 +107,8 @@ class VerifiersProcess:
         self._rest()
 
     def call(self, op: str, request: Mapping[str, Any], seconds: float) -> Any:
-        """The answer to a request. Blocking; the process is killed after `seconds`. Raises as
-        `start`."""
+        """Return the answer to a request. Blocking; the process is killed after `seconds`. Raises
+        the errors of `start`."""
         _, answer = self._send(op, request)
         try:
             return answer.result(seconds)
@@ -117,14 +118,15 @@ class VerifiersProcess:
             raise self._fault(
                 "deadline",
                 f"did not end its {op} within {seconds:g} s and was killed",
-                f"Allow more `{self._field}.start_seconds`, or mend what it waits for.",
+                f"Allow more `{self._field}.start_seconds`, or fix the cause of the delay.",
             ) from None
 
     async def play(
         self, task: Mapping[str, Any], endpoints: Mapping[str, Mapping[str, str]]
     ) -> list[dict[str, Any]]:
-        """The traces of an episode; `endpoints`: address by role. Raises `TurnError` where a model
-        call failed, else as `start`. When it ends otherwise, its episode is cancelled."""
+        """Return the traces of an episode; `endpoints`: address by role. Raises `TurnError` if a
+        model call failed, else the errors of `start`. If this call is interrupted, its episode is
+        cancelled."""
         if self._idle is not None:
             self._idle.cancel()
         self.playing += 1
@@ -138,7 +140,7 @@ class VerifiersProcess:
             raise self._fault(
                 "deadline",
                 f"did not end an episode within {self._spec.episode_seconds:g} s",
-                f"Allow more `{self._field}.episode_seconds`, or mend what it waits for.",
+                f"Allow more `{self._field}.episode_seconds`, or fix the cause of the delay.",
             ) from None
         finally:
             if not answer.done():
@@ -147,14 +149,14 @@ class VerifiersProcess:
             self._rest()
 
     def kill(self) -> None:
-        """Kill the process and all that it started; what is asked of it fails. Repeatable."""
+        """Kill the process and its descendants; pending requests fail. Repeatable."""
         process = self._process
         if process is not None and process.poll() is None:
             kill_tree(process.pid)
         self._requests.put(None)
 
     def _cancel(self, number: int, answer: Future[Any]) -> None:
-        """End an episode; the whole process, if it does not."""
+        """End an episode, or the whole process if the episode does not end."""
         self._send("cancel", {"of": number})
 
         def hangs() -> None:
@@ -164,7 +166,7 @@ class VerifiersProcess:
         _timer(_CANCEL_SECONDS, hangs).start()
 
     def _rest(self) -> None:
-        """End the process when it has long had nothing to do."""
+        """End the process after a long idle time."""
         if self.playing or not self.alive:
             return
 
@@ -180,7 +182,7 @@ class VerifiersProcess:
     def _send(self, op: str, request: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         number = next(self._numbers)
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # whoever awaits it may be cancelled, it cannot
+        answer.set_running_or_notify_cancel()  # only its awaiter can be cancelled
         line = json.dumps({"id": number, "op": op, **request}).encode() + b"\n"
         with self._lock:
             if self.alive:
@@ -203,7 +205,7 @@ class VerifiersProcess:
                     answer = json.loads(line)
                     pending = self._pending.pop(answer["id"])
                 except (ValueError, LookupError, TypeError):
-                    break  # something else wrote to the pipe
+                    break  # another program wrote to the pipe
                 if error := answer.get("error"):
                     pending.set_exception(self._error(error))
                 else:
@@ -212,7 +214,7 @@ class VerifiersProcess:
         assert self._process is not None
         self._process.wait()
         if self._draining is not None:
-            self._draining.join(1.0)  # to have the end of stderr
+            self._draining.join(1.0)  # to get the end of stderr
         with self._lock:
             self.alive = False
             left, self._pending = self._pending, {}
@@ -242,7 +244,7 @@ class VerifiersProcess:
         )
 
     def _error(self, given: Mapping[str, Any]) -> Exception:
-        """The error of an answer."""
+        """Convert the error of an answer."""
         kind, message = given["kind"], given["message"]
         if kind.startswith("environment_"):
             return EntrypointError(
@@ -267,8 +269,9 @@ class VerifiersPool:
         self._starting = threading.Lock()
 
     def opened(self, episodes: int = sys.maxsize) -> VerifiersProcess:
-        """The process with the fewest episodes, if those are below `episodes` or no other may be
-        started; else a new one. Blocking. Raises as `VerifiersProcess.start`."""
+        """Return the process with the fewest episodes if it has fewer than `episodes` or if no
+        other may be started; else a new one. Blocking. Raises the errors of
+        `VerifiersProcess.start`."""
         with self._starting:
             if (found := self._free(episodes)) is not None:
                 return found
@@ -282,7 +285,7 @@ class VerifiersPool:
             return started
 
     async def for_episode(self) -> VerifiersProcess:
-        """The process that plays the next episode. Raises as `opened`."""
+        """Return the process that plays the next episode. Raises the errors of `opened`."""
         if (found := self._free(_EPISODES)) is not None:
             return found
         return await call_in_thread(self.opened, _EPISODES)
@@ -303,7 +306,7 @@ _pools: dict[str, VerifiersPool] = {}
 
 
 def pool_of(spec: VerifiersSpec, field: str = "tasks.verifiers") -> VerifiersPool:
-    """The pool of an environment, for the code that the current job ships."""
+    """Return the pool of an environment, for the code that the current job ships."""
     code = shipped.current()
     same = spec.model_dump(exclude={"held_out_args", "roles", "weights"})
     key = json.dumps([same, code.package if code else ""], sort_keys=True)
@@ -317,8 +320,8 @@ def close_pools() -> None:
 
 
 def _environment_of(python: str, *, own: bool) -> dict[str, str]:
-    """The variables of a child process. `own`: it has this process's interpreter, and so finds the
-    modules that this process finds."""
+    """Return the environment variables of a child process. `own`: it runs this process's
+    interpreter, and so finds the same modules."""
     code = shipped.current()
     passed = {
         name: value
@@ -327,7 +330,7 @@ def _environment_of(python: str, *, own: bool) -> dict[str, str]:
     }
     path = [str(code.folder)] if code else []
     path += [one or os.getcwd() for one in sys.path] if own else [os.getcwd()]
-    # Programs that an environment starts, as `uv`, are those beside its interpreter.
+    # Programs that an environment starts, such as `uv`, come from its interpreter's directory.
     programs = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
     return {**passed, **THREADS, "PYTHONPATH": os.pathsep.join(path), "PATH": programs}
 
