@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.command import finish, options_of, run_program, scratch
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.samples import Row
@@ -36,6 +35,7 @@ from troupe.job import JobSpec
 from troupe.mixtures import RecordedRoutes, Routers, RoutingShape
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "qwen3_moe",
@@ -140,7 +140,7 @@ async def generated(
             engine.generate(
                 f"r{number}",
                 start.tolist(),
-                SamplingParams(max_new_tokens=tokens, seed=number),
+                Sampling(max_new_tokens=tokens, seed=number),
                 deadline_seconds=600,
             )
             for number, start in enumerate(starts)

@@ -40,7 +40,6 @@ from rich.table import Table
 
 from benchmarks.command import finish, run_program, scratch
 from benchmarks.workloads.tokenizer import save_tokenizer
-from services.rollout.engines.requests import SamplingParams
 from testbed.chaos.proxy import ProxiedNetwork
 from testbed.simulated_engine import SimulatedEngine
 from troupe.client import AsyncClient, JobFailed, MetricsLogged
@@ -49,6 +48,7 @@ from troupe.cluster.layout import ANYBODY, links
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 TURNS: Final = 10
 # Characters, which are tokens here: of a question, and of a reply on average.
@@ -306,7 +306,7 @@ async def engine_cost(directory: Path, turns: int) -> float:
     prompt = [3] * (TURNS * (QUESTION + REPLY) // 2)
 
     async def turn(number: int) -> None:
-        sampling = SamplingParams(max_new_tokens=2 * REPLY, seed=number)
+        sampling = Sampling(max_new_tokens=2 * REPLY, seed=number)
         await engine.generate(str(number), prompt, sampling, deadline_seconds=300)
 
     began = time.process_time()

@@ -37,7 +37,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.command import finish, run_program
-from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
 from services.rollout.serving.policy import ServedPolicy
@@ -45,6 +45,7 @@ from services.rollout.serving.router import StickyRoute
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.languages import Language
 
 POLICY = "solver"
@@ -153,7 +154,7 @@ class Bench:
 
     async def turn(self, name: str, prompt: list[int]) -> EngineResponse:
         """One turn as a trajectory asks for it."""
-        sampling = SamplingParams(max_new_tokens=self.plan.response_tokens)
+        sampling = Sampling(max_new_tokens=self.plan.response_tokens)
         return await self.policy.router.generate(
             name, prompt, sampling, route=StickyRoute(), deadline_seconds=600
         )

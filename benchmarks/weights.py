@@ -48,7 +48,6 @@ from benchmarks.command import finish, run_program, scratch
 from benchmarks.sglang import HALF_BILLION, TINY
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
 from services.rollout.serving.policy import ServedPolicy
@@ -56,6 +55,7 @@ from testbed.simulated_engine import SimulatedEngine
 from troupe.job import EngineSpec, ModelSpec, PolicySpec, SimulatedSpec
 from troupe.transfer import DeferredTensors, TensorGroup, Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.languages import Language
 
 POLICY: Final = "solver"
@@ -389,7 +389,7 @@ async def under_updates(cache: Literal["recompute", "keep"], quick: bool, place:
     gate, answers = asyncio.Semaphore(16), {}
 
     async def turn(number: int) -> None:
-        sampling = SamplingParams(max_new_tokens=answer_tokens, seed=number)
+        sampling = Sampling(max_new_tokens=answer_tokens, seed=number)
         async with gate:
             answers[number] = await engine.generate(
                 f"t{number}", prompts[number], sampling, deadline_seconds=1800

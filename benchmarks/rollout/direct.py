@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.rollout.workload import POLICY, RESPONSE, TURNS, WORDS, embedded, publish
 from benchmarks.workloads.plain_turns import question, response_tokens
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.garbage import settle
 from troupe.transfer import Transfer
+from troupe.workflow.backend import Sampling
 from troupe.workflow.languages import load_language
 from troupe.workflow.messages import parse_messages
 
@@ -35,7 +35,7 @@ async def drive(directory: Path, concurrency: list[int], trajectories: int) -> d
             message = {"role": "user", "content": question(index, turn, WORDS)}
             prompt = chat.first_ids(parse_messages([message], None))
             length = response_tokens(index, turn, RESPONSE)
-            sampling = SamplingParams(max_new_tokens=length, seed=1)
+            sampling = Sampling(max_new_tokens=length, seed=1)
             generation = await engine.generate(
                 f"{run}/{index}/{turn}", list(prompt), sampling, deadline_seconds=600
             )

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.transfer.measure import TCP
 from benchmarks.transfer.processes import line, other, tell
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.transfer.remote import Peer, lane
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 POLICY = "policy"
 
@@ -105,5 +105,5 @@ async def _serve(engine: EmbeddedEngine) -> None:
     number = 0
     while True:
         number += 1
-        sampling = SamplingParams(max_new_tokens=32, seed=number)
+        sampling = Sampling(max_new_tokens=32, seed=number)
         await engine.generate(f"r{number}", [1, 2, 3], sampling, deadline_seconds=120)

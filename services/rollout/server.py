@@ -19,7 +19,7 @@ from services.chassis.model_files import ModelFiles, ModelServer
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import DeviceSpeed, SamplingParams
+from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.games import describe
 from services.rollout.garbage import collect_seldom
@@ -407,7 +407,7 @@ async def generate(
         generation = await policy.router.generate(
             request.request_id or new_id("generate"),
             prompt_ids,
-            SamplingParams.of(sampling),
+            sampling,
             route=StickyRoute(),
             deadline_seconds=job.spec.limits.turn_limit,
         )

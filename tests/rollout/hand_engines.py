@@ -7,19 +7,15 @@ from typing import Any, ClassVar
 
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import EngineDied, lost_turn
-from services.rollout.engines.requests import (
-    DeviceSpeed,
-    EngineResponse,
-    SamplingParams,
-    VersionSpan,
-)
+from services.rollout.engines.requests import DeviceSpeed, EngineResponse, VersionSpan
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.serving.router import PolicyRouter, StickyRoute
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 HEALTHY = common_pb.ENGINE_STATE_HEALTHY
-TEN = SamplingParams(max_new_tokens=10)
+TEN = Sampling(max_new_tokens=10)
 
 
 class HandEngine(ServingEngine):
@@ -32,7 +28,7 @@ class HandEngine(ServingEngine):
         self.device = device or DeviceSpeed()
         self._state: common_pb.EngineState.ValueType = HEALTHY
         self._message = ""
-        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.asked: dict[str, tuple[list[int], Sampling]] = {}
         self.held: dict[str, asyncio.Future[Any]] = {}
         self.served: list[str] = []
         self.cancelled: list[str] = []
@@ -54,7 +50,7 @@ class HandEngine(ServingEngine):
         self,
         request_id: str,
         prompt_ids: list[int],
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         deadline_seconds: float,
     ) -> EngineResponse:

@@ -13,7 +13,6 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.client import SglangClient
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.state.checkpoint import checkpoint_path
@@ -26,6 +25,7 @@ from troupe.job import JobSpec, ModelSpec, PolicySpec
 from troupe.rpc import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 PROMPTS = ([5, 6], [17], [9, 3, 9, 3, 9])
 TOKENS = 12
@@ -121,7 +121,7 @@ async def engine_says(
     await engine.start()
     try:
         await engine.update_weights(ref, transfer)
-        sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
+        sampling = Sampling(max_new_tokens=TOKENS, temperature=0.0)
         found = [
             await engine.generate(f"r{number}", list(prompt), sampling, deadline_seconds=60)
             for number, prompt in enumerate(PROMPTS)

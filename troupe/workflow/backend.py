@@ -20,7 +20,9 @@ class Sampling:
 
     `temperature` 0 is greedy; `top_k` -1 means all tokens. A response ends at the first of
     `stop_token_ids` (which it then contains), with the token that completes one of `stop_strings`
-    (which its text then lacks) or after `max_new_tokens`. `troupe.sampling` defines the valid
+    (which its text then lacks) or after `max_new_tokens`. With a `seed` the response is a function
+    of (weights, prompt, seed), whatever else is in the batch: up to floating-point noise, or
+    bitwise in a deterministic job. `troupe.sampling` defines the valid
     values.
     """
 
@@ -32,6 +34,9 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Found in the decoded text (`cut_at`), not by engines."""
     seed: int | None = None
+    drawn: int = 0
+    """Tokens at the prompt's end that already belong to the response, because a lost engine drew
+    them: sampling continues at that position. The router sets it."""
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
         """Return a copy with `values`. Raises `InvalidMessagesError` for an unknown name or a bad

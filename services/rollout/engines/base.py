@@ -36,7 +36,6 @@ from services.rollout.engines.requests import (
     EngineLoad,
     EngineResponse,
     Memory,
-    SamplingParams,
     Scored,
     ScoreRequest,
     UpdateReport,
@@ -46,6 +45,7 @@ from services.rollout.engines.turns import EngineTurn, TurnTable
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class ServingEngine(ABC):
         self,
         request_id: str,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         deadline_seconds: float,
     ) -> EngineResponse:
@@ -476,7 +476,7 @@ class ServingEngine(ABC):
     # What all kinds share.
 
     def _new_turn(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams
+        self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> EngineTurn:
         """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
         if not prompt_ids:

@@ -21,7 +21,7 @@ from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.deterministic_batcher import FixedBatcher, check_architecture
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.paged_batcher import ContinuousBatcher
-from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams, ScoreRequest
+from services.rollout.engines.requests import EngineResponse, Memory, ScoreRequest
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
@@ -44,6 +44,7 @@ from troupe.mixtures import Routers, is_mixture
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.scheduling.defaults import context_of
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.languages import end_ids, positions_of
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class EmbeddedEngine(ServingEngine):
 
     async def _generates(self) -> bool:
         """Whether the model computes a token. The probe is not counted as load."""
-        params = SamplingParams(max_new_tokens=1, seed=0)
+        params = Sampling(max_new_tokens=1, seed=0)
         turn = self._new_turn(f"probe-{time.monotonic_ns()}", [0], params)
         try:
             async with asyncio.timeout(PROBE_SECONDS):

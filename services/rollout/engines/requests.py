@@ -1,53 +1,18 @@
-"""Requests and responses of engines: sampling parameters, tokens, scores, load."""
+"""Requests and responses of engines: tokens, scores, load."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from troupe.workflow.backend import FinishReason as FinishReason
 from troupe.workflow.backend import GeneratedTurn
 from troupe.workflow.backend import VersionSpan as VersionSpan
 
-if TYPE_CHECKING:
-    from troupe.workflow import Sampling
-
 Memory = Literal["weights", "kv_cache"]
 MEMORY: Final[frozenset[Memory]] = frozenset({"weights", "kv_cache"})
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one response is sampled.
-
-    `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. With a `seed` the response
-    is a function of (weights, prompt, seed), whatever else is in the batch: up to floating-point
-    noise, or bitwise in an engine of a deterministic job. `stop_token_ids` are added to the model's
-    end-of-sequence tokens. `drawn`: how many tokens at the prompt's end belong to the response
-    already, drawn by an engine that was lost; sampling continues at that position.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    drawn: int = 0
-
-    @classmethod
-    def of(cls, sampling: Sampling) -> SamplingParams:
-        """The parameters that a workflow's agent samples with."""
-        return cls(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            seed=sampling.seed,
-        )
 
 
 class Draw(NamedTuple):

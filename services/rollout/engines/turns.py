@@ -16,9 +16,9 @@ from services.rollout.engines.requests import (
     EngineLoad,
     EngineResponse,
     FinishReason,
-    SamplingParams,
     spans_of,
 )
+from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 # Window of `EngineLoad.tokens_per_second`: long enough to smooth steps of a few milliseconds, short
@@ -56,7 +56,7 @@ class EngineTurn:
         self,
         request_id: str,
         prompt_ids: TokenIds,
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         max_new_tokens: int,
         stop_ids: frozenset[int],

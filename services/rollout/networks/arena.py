@@ -14,7 +14,7 @@ import structlog
 
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import BadTurn, EngineStale
-from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams
+from services.rollout.engines.requests import EngineResponse, Memory
 from services.rollout.engines.weights import check_fit, verify
 from troupe.contracts import kinds
 from troupe.job import JobSpec, NetworkSpec
@@ -33,6 +33,7 @@ from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import WorkflowError
+from troupe.workflow.backend import Sampling
 from troupe.workflow.environments.host import COUNTERS
 from troupe.workflow.errors import EnvironmentFault, FaultReason
 
@@ -88,7 +89,7 @@ class NetworkEngine(ServingEngine):
         self,
         request_id: str,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         deadline_seconds: float,
     ) -> EngineResponse:

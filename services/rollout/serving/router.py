@@ -16,7 +16,7 @@ from typing import Final
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import PromptTooLong, TurnDeadline
-from services.rollout.engines.requests import FinishReason, SamplingParams
+from services.rollout.engines.requests import FinishReason
 from troupe.contracts import kinds
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
@@ -32,7 +32,7 @@ from troupe.scheduling.routing import (
 )
 from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow import ContextOverflowError, TurnError
-from troupe.workflow.backend import GeneratedTurn, VersionSpan
+from troupe.workflow.backend import GeneratedTurn, Sampling, VersionSpan
 from troupe.workflow.token_ids import TokenIds
 
 # Pauses before a turn is placed again after an engine returned nothing of it. They double, so that
@@ -159,9 +159,7 @@ class Continuation:
     starts over: a deterministic job promises equal bits, and how a prompt was read changes them.
     """
 
-    def __init__(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, resume: bool
-    ) -> None:
+    def __init__(self, prompt_ids: Sequence[int], sampling: Sampling, *, resume: bool) -> None:
         self._prompt = TokenIds.of(prompt_ids)
         self._sampling = sampling
         self._resume = resume
@@ -177,7 +175,7 @@ class Continuation:
         return TokenIds.joined([self._prompt, *(piece.token_ids for piece in self._pieces)])
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> Sampling:
         """Sampling of the next request: `max_new_tokens` less the kept tokens."""
         if not self.tokens:
             return self._sampling
@@ -372,7 +370,7 @@ class PolicyRouter:
         self,
         request_id: str,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: Sampling,
         *,
         route: StickyRoute,
         deadline_seconds: float,

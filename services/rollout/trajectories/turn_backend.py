@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock
@@ -86,7 +85,7 @@ class TurnBackend:
                 generation = await policy.router.generate(
                     request_id,
                     prompt_ids,
-                    SamplingParams.of(sampling),
+                    sampling,
                     route=route,
                     deadline_seconds=seconds,
                     domain=self.domain,

@@ -19,11 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from troupe.disks import Scratch
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 TURNS: Final = 768
 IN_FLIGHT: Final = 256
@@ -86,7 +86,7 @@ async def measure(size: str, deterministic: bool) -> dict[str, Any]:
                 name: str, prompt: list[int], n: int, room: asyncio.Semaphore = room
             ) -> tuple[int, int]:
                 async with room:
-                    params = SamplingParams(max_new_tokens=n)
+                    params = Sampling(max_new_tokens=n)
                     answer = await engine.generate(name, prompt, params, deadline_seconds=120)
                 return len(answer.token_ids), answer.cached_tokens
 

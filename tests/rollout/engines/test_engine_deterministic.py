@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from services.rollout.engines import deterministic_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.slot_cache import LENGTHS, padded
 from tests.rollout.engines.asking import prompt
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
@@ -25,6 +25,7 @@ from tests.support.waiting import PATIENCE, until
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.transfer import Transfer
+from troupe.workflow.backend import Sampling
 
 Answer = tuple[list[int], list[float], str]
 
@@ -58,7 +59,7 @@ async def fresh(
 
 
 async def answer(engine: EmbeddedEngine, name: str, asked: Asked) -> Answer:
-    params = SamplingParams(**{"max_new_tokens": 8, "seed": asked.seed, **asked.sampling})
+    params = Sampling(**{"max_new_tokens": 8, "seed": asked.seed, **asked.sampling})
     return bits(await engine.generate(name, asked.ids, params, deadline_seconds=PATIENCE))
 
 
@@ -134,13 +135,13 @@ async def test_a_conversation_is_the_same_whether_its_beginning_was_cached(
         first = await answer(engine, "first", Asked(opening, 1))
         longer = [*opening, *first[0], *more]
         generation = await engine.generate(
-            "second", longer, SamplingParams(max_new_tokens=8, seed=2), deadline_seconds=PATIENCE
+            "second", longer, Sampling(max_new_tokens=8, seed=2), deadline_seconds=PATIENCE
         )
         # Keys and values of the response, drawn one by one, serve as if they had been read.
         assert generation.cached_tokens >= len(opening) + len(first[0]) - 1
     async with fresh(transfer) as engine:
         cold = await engine.generate(
-            "second", longer, SamplingParams(max_new_tokens=8, seed=2), deadline_seconds=PATIENCE
+            "second", longer, Sampling(max_new_tokens=8, seed=2), deadline_seconds=PATIENCE
         )
     assert cold.cached_tokens == 0
     assert bits(cold) == bits(generation)

@@ -9,16 +9,17 @@ import pytest
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import TurnReturned
 from services.rollout.engines.paged_batcher import Ended
-from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 
 def turns(count: int) -> list[EngineTurn]:
-    how = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, drawn=0)
+    how = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, drawn=0)
     return [
         EngineTurn(str(n), TokenIds.of([1]), how, max_new_tokens=1, stop_ids=frozenset(), seed=n)
         for n in range(count)
@@ -53,7 +54,7 @@ async def generating(
     engine._life.started()
     engine._life.updating(1)
     engine._life.verified(1, "")
-    asked = SamplingParams(max_new_tokens=1, seed=0)
+    asked = Sampling(max_new_tokens=1, seed=0)
     calls = [
         asyncio.create_task(engine.generate(str(n), [1], asked, deadline_seconds=60))
         for n in range(count)

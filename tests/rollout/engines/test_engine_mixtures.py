@@ -11,7 +11,6 @@ import torch
 
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.client import seconds_for
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.verification import ReferenceModel
@@ -29,6 +28,7 @@ from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer import DeferredTensors, Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 EXPERTS = "model.layers.*.mlp.experts.*.down_proj.weight"
 
@@ -39,7 +39,7 @@ def published(model: Any) -> DeferredTensors:
 
 
 async def assert_serves(engine: Any, model: Any) -> None:
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+    sampling = Sampling(max_new_tokens=12, temperature=0.0)
     answer = await engine.generate("r", [5, 6, 7], sampling, deadline_seconds=60)
     expected = reference_logprobs(model, [5, 6, 7], answer.token_ids)
     assert answer.logprobs == pytest.approx(expected, abs=2e-4)

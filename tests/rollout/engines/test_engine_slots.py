@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from services.rollout.engines import slot_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
 from services.rollout.engines.slot_cache import CACHE_BYTES, SlotAllocator, SlotRun, slot_bytes
 from services.rollout.engines.turns import EngineTurn
@@ -32,6 +31,7 @@ from tests.rollout.engines.models import (
 from tests.support.training import rounding
 from troupe.job import PolicySpec
 from troupe.mixtures import RoutingShape
+from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 COUNT = 6
@@ -55,7 +55,7 @@ class Tokens:
 
 
 def turn(ids: Sequence[int]) -> EngineTurn:
-    params = SamplingParams(max_new_tokens=4)
+    params = Sampling(max_new_tokens=4)
     return EngineTurn("t", TokenIds.of(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, make_spec
@@ -19,6 +18,7 @@ from troupe.job import JobSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
+from troupe.workflow.backend import Sampling
 
 COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
@@ -94,11 +94,11 @@ async def test_the_later_piece_has_the_tokens_and_log_probs_of_the_whole(
     await house.prepare("long_winded")
     [engine] = workshop.engines["big"]
     for seed in range(3):
-        how = SamplingParams(max_new_tokens=60, seed=seed)
+        how = Sampling(max_new_tokens=60, seed=seed)
         whole = await engine.generate("whole", [5, 6, 7], how, deadline_seconds=20)
         for cut in {1, len(whole.token_ids) // 2, len(whole.token_ids) - 1}:
             prompt = [5, 6, 7, *whole.token_ids[:cut]]
-            how = SamplingParams(max_new_tokens=60 - cut, seed=seed, drawn=cut)
+            how = Sampling(max_new_tokens=60 - cut, seed=seed, drawn=cut)
             rest = await engine.generate("rest", prompt, how, deadline_seconds=20)
             assert rest.token_ids == whole.token_ids[cut:]
             assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
@@ -129,13 +129,13 @@ async def test_a_simulated_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Pat
     await engine.update_weights(ref, transfer)
     for seed in range(5):
         whole = await engine.generate(
-            "whole", [5], SamplingParams(max_new_tokens=64, seed=seed), deadline_seconds=5
+            "whole", [5], Sampling(max_new_tokens=64, seed=seed), deadline_seconds=5
         )
         half = len(whole.token_ids) // 2
         rest = await engine.generate(
             "rest",
             [5, *whole.token_ids[:half]],
-            SamplingParams(max_new_tokens=64 - half, seed=seed, drawn=half),
+            Sampling(max_new_tokens=64 - half, seed=seed, drawn=half),
             deadline_seconds=5,
         )
         assert rest.token_ids == whole.token_ids[half:]

@@ -13,7 +13,6 @@ import torch
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.server import ROUTED_EXPERTS
 from services.rollout.serving.router import Continuation
@@ -25,7 +24,7 @@ from troupe.checkpoints.adapters import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.mixtures import Indices, RecordedRoutes, Routers, shape_in
 from troupe.rpc.errors import FailedPrecondition
-from troupe.workflow.backend import GeneratedTurn
+from troupe.workflow.backend import GeneratedTurn, Sampling
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -48,7 +47,7 @@ async def load(engine: Any, model: Any, version: int, directory: Path) -> None:
 
 
 async def assert_says(engine: Any, name: str, prompt: list[int], model: Any, tokens: int) -> None:
-    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    sampling = Sampling(max_new_tokens=tokens, temperature=0.0)
     turn = await engine.generate(name, prompt, sampling, deadline_seconds=60)
     ids = [*prompt, *turn.token_ids]
     assert turn.routed_experts.shape == (len(ids) - 1, 2, model.config.num_experts_per_tok)
@@ -76,7 +75,7 @@ async def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
     engine = EmbeddedEngine("e0", "solver", policy_spec(config=MIXTURE))
     await engine.start()
     await load(engine, make("qwen3_moe"), 0, tmp_path)
-    turn = await engine.generate("a", PROMPT, SamplingParams(max_new_tokens=3), deadline_seconds=60)
+    turn = await engine.generate("a", PROMPT, Sampling(max_new_tokens=3), deadline_seconds=60)
     assert turn.routed_experts is None
     await engine.stop()
 
@@ -146,14 +145,14 @@ async def test_a_dense_model_has_none_to_say(tmp_path: Path) -> None:
     )
     await engine.start()
     await load(engine, make("qwen3"), 0, tmp_path)
-    turn = await engine.generate("a", PROMPT, SamplingParams(max_new_tokens=3), deadline_seconds=60)
+    turn = await engine.generate("a", PROMPT, Sampling(max_new_tokens=3), deadline_seconds=60)
     assert turn.routed_experts is None
     await engine.stop()
 
 
 def test_a_turn_that_a_second_engine_ends_has_its_routes() -> None:
     """It has read the tokens of the first."""
-    turn = Continuation([1, 2], SamplingParams(max_new_tokens=4), resume=True)
+    turn = Continuation([1, 2], Sampling(max_new_tokens=4), resume=True)
     turn.keep(GeneratedTurn([3], [-1.0], [], "abort"))
     routes = np.zeros((4, 2, 2), np.uint8)
     whole = turn.whole(GeneratedTurn([4, 5], [-1.0, -1.0], [], "stop", routed_experts=routes), 0.0)

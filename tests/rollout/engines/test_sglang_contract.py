@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.errors import BadTurn, Refused, ScoreRefused
-from services.rollout.engines.requests import EngineResponse, SamplingParams, ScoreRequest
+from services.rollout.engines.requests import EngineResponse, ScoreRequest
 from services.rollout.engines.sglang.client import SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.update import UpdateSetting
@@ -35,6 +35,7 @@ from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE
 from troupe.checkpoints.merging import merge_in_place
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 PROMPT = [5, 6]
 
@@ -68,7 +69,7 @@ async def attached(url: str, update: UpdateSetting = "disk") -> SglangEngine:
 async def ask(
     engine: SglangEngine, name: str, ids: list[int], **sampling: object
 ) -> EngineResponse:
-    params = SamplingParams(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
+    params = Sampling(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
     return await engine.generate(name, ids, params, deadline_seconds=60)
 
 

@@ -25,7 +25,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
@@ -42,6 +42,7 @@ from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Stage:
     async def ask(
         self, name: str, ids: list[int], seconds: float = 30, **sampling: object
     ) -> EngineResponse:
-        params = SamplingParams(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
+        params = Sampling(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
         return await self.engine.generate(name, ids, params, deadline_seconds=seconds)
 
     async def update(self, seed: int, version: int) -> float:
@@ -335,7 +336,7 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     transfer = transfer_in(tmp_path)
     model = make_model(4)
     await engine.update_weights(publish(transfer, model, 4), transfer)
-    params = SamplingParams(max_new_tokens=200)
+    params = Sampling(max_new_tokens=200)
     answer = await engine.generate("r", [1, 2], params, deadline_seconds=60)
     expected = reference_logprobs(model, [1, 2], answer.token_ids)
     assert answer.logprobs == pytest.approx(expected, abs=2e-4)

@@ -15,7 +15,6 @@ from services.rollout.engines.errors import (
     ServerGone,
     UpdateFailed,
 )
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang import server, update
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -33,8 +32,9 @@ from tests.workflow.stage import make_tokenizer
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
+from troupe.workflow.backend import Sampling
 
-TWO = SamplingParams(max_new_tokens=2)
+TWO = Sampling(max_new_tokens=2)
 PAUSE = {"PauseGenerationReqInput": {"properties": {"mode": {}}}}
 
 

@@ -20,13 +20,13 @@ import torch
 
 from services.chassis.process import keep_freed_memory
 from services.rollout.engines.paged_batcher import PASS_SECONDS
-from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.slot_batcher import SlotBatcher
 from services.rollout.engines.slot_cache import KVSlot
 from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
+from troupe.workflow.backend import Sampling
 from troupe.workflow.token_ids import TokenIds
 
 # Longer than any pause that the parent waits for.
@@ -121,7 +121,7 @@ class _Child:
         seed: int,
     ) -> None:
         temperature, top_p, top_k, drawn = how
-        sampling = SamplingParams(
+        sampling = Sampling(
             temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=most, drawn=drawn
         )
         turn = EngineTurn(
