@@ -8,7 +8,6 @@ trainer (`UpdateGroups`), which broadcasts them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import secrets
 import threading
@@ -19,11 +18,10 @@ from typing import Any, Final, Protocol
 
 import structlog
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
 
-from troupe.transfer.flat_buckets import FlatBucket, flat_buckets, handles
+from troupe.transfer.flat_buckets import FlatBucket, flat_buckets
+from troupe.transfer.formats import JoinedGroup, format_of
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.trainer")
@@ -54,8 +52,8 @@ class Conversation(Protocol):
 
 
 @dataclass(frozen=True)
-class _JoinedGroup:
-    group: Any
+class _OpenGroup:
+    group: JoinedGroup
     # Rank 0 serves the keys by which the others find it.
     store: Any
 
@@ -66,7 +64,7 @@ class UpdateGroups:
     def __init__(self, host: str, device: torch.device) -> None:
         """`host`: the address at which servers reach this one."""
         self._host, self._device = host, device
-        self._groups: dict[str, _JoinedGroup] = {}
+        self._groups: dict[str, _OpenGroup] = {}
 
     def of(self, wanted: trainer_pb.WantedWeights, conversation: Conversation) -> str:
         """The name of the group with a server, which is told to join unless it has. Blocking."""
@@ -82,13 +80,15 @@ class UpdateGroups:
             name=name, host=self._host, port=store.port, backend=backend, world_size=size
         )
         conversation.tell(trainer_pb.SendWeightsEvent(group=where))
-        self._groups[name] = _JoinedGroup(_joined(name, store, backend, size), store)
+        seconds = _GROUP_SECONDS[backend]
+        group = format_of(wanted.format).join(name, store, backend, size, seconds)
+        self._groups[name] = _OpenGroup(group, store)
         log.info("an engine joined a group", group=name, ranks=wanted.ranks, backend=backend)
         return name
 
     def broadcast(self, name: str, tensor: torch.Tensor) -> Any:
         """Begin to send a tensor to the group; returns what to wait for."""
-        return dist.broadcast(tensor, 0, self._groups[name].group, async_op=True)
+        return self._groups[name].group.broadcast(tensor)
 
     def drop(self, name: str) -> None:
         """End a group, also in the middle of a broadcast that nobody receives, without waiting for
@@ -104,30 +104,9 @@ class UpdateGroups:
             self.drop(name)
 
 
-def _end(held: list[_JoinedGroup]) -> None:
+def _end(held: list[_OpenGroup]) -> None:
     left = held.pop()
-    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-        left.group.abort()  # destroying alone would wait for what is being sent
-    with contextlib.suppress(RuntimeError, ValueError):
-        dist.destroy_process_group(left.group)
-
-
-def _joined(name: str, store: Any, backend: str, size: int) -> Any:
-    """The group, as SGLang's `init_custom_process_group` makes it. Beside the groups of a gang: its
-    ranks are not those of the default group, if there is one."""
-    from torch.distributed import distributed_c10d as c10d
-
-    group, _ = c10d._new_process_group_helper(
-        size,
-        0,
-        [],
-        dist.Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type]
-        timeout=timedelta(seconds=_GROUP_SECONDS[backend]),
-    )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # type: ignore[index]
-    return group
+    left.group.end()
 
 
 def send_buckets(
@@ -169,6 +148,6 @@ def _described(bucket: FlatBucket, wanted: trainer_pb.WantedWeights) -> trainer_
     for name, shape in bucket.shapes.items():
         found.tensors.add(name=name, shape=shape)
     if wanted.way == "ipc":
-        content = bucket.for_server()
-        found.handles.extend(handles(content) for _ in range(wanted.ranks))
+        form = format_of(wanted.format)
+        found.handles.extend(form.handles(bucket) for _ in range(wanted.ranks))
     return found

@@ -12,6 +12,7 @@ from services.trainer.binding import PolicyBinding
 from services.trainer.compute import Compute
 from services.trainer.sending import UpdateGroups
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument
+from troupe.transfer.formats import FORMATS
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 WAYS: Final = ("ipc", "broadcast")
@@ -39,6 +40,13 @@ class WeightSender:
                 f"there is none of {WAYS} to at least one rank",
                 field=field,
                 value=getattr(wanted, field),
+            )
+        if wanted.format not in FORMATS:
+            raise InvalidArgument(
+                "this trainer cannot encode tensors in that format",
+                field="format",
+                value=wanted.format,
+                remedy=f"Known: {', '.join(FORMATS)}. Run the same release of Troupe everywhere.",
             )
         talk = _Stream()
         reading = asyncio.create_task(talk.read(messages))

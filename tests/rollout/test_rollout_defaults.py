@@ -11,7 +11,8 @@ import yaml
 from transformers import AutoConfig, PretrainedConfig
 
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.sglang.server import launch_command
+from services.rollout.engines.servers.interface import Launch
+from services.rollout.engines.sglang.server import SglangServer
 from services.rollout.engines.slot_batcher import RaggedCache, default_room
 from services.rollout.engines.slot_cache import SPARE
 from services.rollout.engines.weights import skeleton
@@ -54,7 +55,9 @@ def test_the_servers_of_the_readmes_job_on_80_gb(replicas: int) -> None:
         policy = policy.model_copy(update={"model": model})
         assert model.path is not None
         lines.append(
-            launch_command(policy, model.path, 30_000 + number, context, name=f"troupe-{number}")
+            SglangServer.command(
+                Launch(policy, model.path, 30_000 + number, context, name=f"troupe-{number}")
+            )
         )
     for number, line in enumerate(lines):
         path = ("Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")[number % 2]

@@ -13,7 +13,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.sglang.client import SglangClient
+from services.rollout.engines.sglang.server import SglangServer
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.state.checkpoint import checkpoint_path
 from tests.rollout.engines.real_server import running
@@ -171,10 +171,10 @@ async def test_sglang_says_what_the_trainer_says(
     folder = await asyncio.to_thread(export, stage, kind, place / "model")
     model = load(folder)
     with running(place, load_format="auto") as server:
-        client = SglangClient(server.url)
+        client = SglangServer(server.url)
         for prompt in PROMPTS:
             sampling = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-            meta = await client.generate(f"r{prompt}", list(prompt), sampling)
+            meta = await client.request(f"r{prompt}", list(prompt), sampling)
             tokens = [row[1] for row in meta["output_token_logprobs"]]
             if kind.startswith("half"):
                 judge = Judge(model)

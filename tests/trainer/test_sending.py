@@ -12,13 +12,14 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.rollout.engines.sglang.direct import DirectLoader
+from services.rollout.engines.servers.direct import DirectLoader
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import load_config
 from services.trainer import sending
@@ -29,6 +30,7 @@ from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer.flat_buckets import flat_buckets
+from troupe.transfer.formats.sglang import flattened
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -169,7 +171,7 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         assert served.last_update is not None
         assert (served.last_update.way, served.update_fallbacks) == ("in_place", 0)
         loader = loader_of(served)
-        loader._device = "cuda"
+        loader._described = replace(loader._described, device="cuda")
         weights = sending_weights(first)
         weights.ref.trained_on.device = "cuda"
         assert loader.chosen(weights) == "ipc"
@@ -180,7 +182,7 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
 
 
 def sending_weights(ref: common_pb.WeightsRef) -> Any:
-    from services.rollout.engines.sglang.update import NewWeights
+    from services.rollout.engines.servers.loaders import NewWeights
 
     mine = common_pb.WeightsRef()
     mine.CopyFrom(ref)
@@ -193,7 +195,12 @@ async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
 
     async def events(**wanted: Any) -> list[trainer_pb.SendWeightsEvent]:
         message = trainer_pb.WantedWeights(
-            job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
+            job_id=stage.job_id,
+            policy="solver",
+            checksum=first.checksum,
+            way="ipc",
+            ranks=1,
+            format="sglang",
         )
         message.MergeFrom(trainer_pb.WantedWeights(**wanted))
 
@@ -206,6 +213,9 @@ async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
     with pytest.raises(InvalidArgument) as way:
         await events(way="post")
     assert way.value.field == "way"
+    with pytest.raises(InvalidArgument) as form:
+        await events(format="another")
+    assert (form.value.field, form.value.value) == ("format", "another")
     with pytest.raises(NotFound, match="not bound"):
         await events(policy="another")
     with pytest.raises(FailedPrecondition) as version:
@@ -217,7 +227,12 @@ async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> N
     spec, trainer = stage.spec(), await stage.trainer()
     first = await trainer.bind(spec)
     wanted = trainer_pb.WantedWeights(
-        job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
+        job_id=stage.job_id,
+        policy="solver",
+        checksum=first.checksum,
+        way="ipc",
+        ranks=1,
+        format="sglang",
     )
 
     async def messages() -> AsyncIterator[trainer_pb.SendWeightsRequest]:
@@ -261,7 +276,7 @@ def test_a_server_that_receives_nothing_does_not_hold_the_trainer(
 
     groups = sending.UpdateGroups("127.0.0.1", torch.device("cpu"))
     try:
-        name = groups.of(trainer_pb.WantedWeights(ranks=1), Caller())
+        name = groups.of(trainer_pb.WantedWeights(ranks=1, format="sglang"), Caller())
         work = groups.broadcast(name, torch.zeros(20_000_000))
         assert not work.is_completed()
         dropped = threading.Thread(target=groups.drop, args=(name,), daemon=True)
@@ -282,7 +297,7 @@ def test_buckets_hold_every_tensor_once() -> None:
     given = dict(tensors())
     found: dict[str, torch.Tensor] = {}
     for bucket in flat_buckets(given.items(), 120):
-        content = bucket.for_server()
+        content = flattened(bucket)
         assert content["flattened_tensor"].nbytes <= 120 or len(bucket.shapes) == 1
         for one in content["metadata"]:
             part = bucket.flat[one.start_idx : one.end_idx].reshape(one.shape)

@@ -57,6 +57,7 @@ class WantedWeights(_message.Message):
     WAY_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -69,6 +70,8 @@ class WantedWeights(_message.Message):
     """Tensor-parallel size of the server."""
     group: _builtins.str
     """A group that the server has joined before; empty if there is none."""
+    format: _builtins.str
+    """How the server takes tensors: a name in troupe.transfer.formats."""
     def __init__(
         self,
         *,
@@ -79,10 +82,11 @@ class WantedWeights(_message.Message):
         way: _builtins.str = ...,
         ranks: _builtins.int = ...,
         group: _builtins.str = ...,
+        format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "format", b"format", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,7 +205,9 @@ class WeightBucket(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlatTensor]: ...
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One for each rank of the server, by "ipc"; empty by "broadcast", which follows this message."""
+        """One for each rank of the server, by "ipc", in the wanted format; empty by "broadcast", which
+        follows this message.
+        """
 
     def __init__(
         self,

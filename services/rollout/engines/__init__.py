@@ -1,1 +1,1 @@
-"""Engines that serve policies to the router: embedded (transformers) and SGLang."""
+"""Engines that serve policies to the router: embedded (transformers), or inference servers."""

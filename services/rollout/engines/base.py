@@ -316,7 +316,7 @@ class ServingEngine(ABC):
                 f"a '{self.kind}' engine is its worker's own",
                 kind="engine_not_shared",
                 field=f"policies.{self.policy}.engine.urls",
-                remedy="Share attached SGLang servers only.",
+                remedy="Share attached servers only.",
             )
 
     async def follow(self, ref: common_pb.WeightsRef) -> None:
@@ -458,7 +458,7 @@ class ServingEngine(ABC):
             f"a '{self.kind}' engine scores nothing",
             field=f"policies.{self.policy}.engine.kind",
             value=self.kind,
-            remedy="Ask a policy that an embedded engine or SGLang serves.",
+            remedy="Ask a policy that an embedded engine or an inference server serves.",
         )
 
     def _keeps_memory(self) -> TroupeError | None:

@@ -1,7 +1,8 @@
 """The kinds of engines, by the names that jobs give them.
 
-A further kind is a package with a subclass of `ServingEngine`, a line in `ENGINES`, and its name in
-the literal of `EngineSpec.kind` (troupe/job/policy.py): any but `embedded` is a server."""
+A further inference server is a package with a subclass of `InferenceServer` and a subclass of
+`ServerEngine` that names it, a line in `ENGINES`, and its name in the literal of `EngineSpec.kind`
+(troupe/job/policy.py): any but `embedded` is a server."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ def make_engine(
 
     A kind is given those of these options that its constructor names. `threads`: torch threads of
     an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
-    an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
-    writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
-    the engine does not start. `devices`: those of the worker, which its engines share out.
+    an engine with an attached server takes the URL of that number. `trace_dir`: where a simulated
+    engine writes when it was busy. `deterministic`: a turn is a function of (weights, prompt,
+    seed), or the engine does not start. `devices`: those of the worker, which its engines share out.
     `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`: turns of
     a mixture of experts say which experts their tokens were sent to. Raises FailedPrecondition of
     kind "package_missing", or "no_routed_experts" for a kind that cannot say it.

@@ -62,7 +62,7 @@ class UpdateReport:
     """A weight update of one engine that succeeded.
 
     `way`: how the weights came in. `mapped`: from the memory where they are published, no copy;
-    `copied`: from there into the engine's own memory or its device; of SGLang servers `in_place`:
+    `copied`: from there into the engine's own memory or its device; of servers `in_place`:
     read from there by the server, `file`, `handles`, `values`, `ipc`, `broadcast`, `adapter`
     (docs/engines.md). `exposed_seconds`: in which nothing was generated. `total_seconds`: from
     reading the published weights to their verification.

@@ -7,8 +7,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from services.rollout.engines.errors import EngineStartFailed
@@ -18,6 +19,7 @@ from troupe.processes.ending import stop_process_async
 from troupe.processes.tether import tethered
 from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, plan
 
+_NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 # For a server to end its own children; then the whole process group is killed.
 TERM_SECONDS: Final = 10.0
 _TAIL_BYTES: Final = 4096
@@ -112,18 +114,24 @@ class ServerProcess:
     """
 
     def __init__(
-        self, command: list[str], log_path: Path, devices: Sequence[Device] | None = None
+        self,
+        command: list[str],
+        log_path: Path,
+        devices: Sequence[Device] | None = None,
+        *,
+        environment: Mapping[str, str] = _NO_VARIABLES,
     ) -> None:
+        """`environment`: variables of the server, unless this process's own sets them."""
         self.command = command
         self.log_path = log_path
+        # On shared cores more threads spin instead of working.
+        self._defaults = {"OMP_NUM_THREADS": "1", **environment}
         self._devices = devices
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Start it. Raises OSError when the program or the log cannot be opened."""
-        environment = dict(os.environ)
-        # On shared cores more threads spin instead of working; users override it.
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment = self._defaults | dict(os.environ)
         if self._devices is not None:
             environment |= visible(self._devices)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

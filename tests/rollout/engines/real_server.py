@@ -21,7 +21,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from services.rollout.engines.server_process import free_port
-from services.rollout.engines.sglang import server
+from services.rollout.engines.servers.interface import Launch
+from services.rollout.engines.servers.managed import write_config
+from services.rollout.engines.sglang.server import SglangServer
 from tests.rollout.engines.models import make_model, policy_spec
 from troupe.processes.ending import stop_process
 
@@ -106,10 +108,10 @@ def running(
     model = model or make_model(0)
     config = directory / "model"
     if load_format == "dummy":
-        server.write_config(model.config, type(model).__name__, config)
+        write_config(model.config, type(model).__name__, config)
     port = free_port()
     spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format, *launch])
-    command = server.launch_command(spec, str(config), port, 256)
+    command = SglangServer.command(Launch(spec, str(config), port, 256))
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -10,7 +10,8 @@ import pytest
 
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.server_process import EngineDevices, ServerProcess
-from services.rollout.engines.sglang.server import launch_command
+from services.rollout.engines.servers.interface import Launch
+from services.rollout.engines.sglang.server import SglangServer
 from troupe.devices import Device, parse_devices
 from troupe.job import PolicySpec
 
@@ -97,13 +98,13 @@ def policy(**engine: object) -> PolicySpec:
 
 def test_the_launch_line_of_a_replica() -> None:
     spec = policy(tensor_parallel=2, launch=["--nccl-port", "{port}", "--log-prefix", "r{replica}"])
-    command = launch_command(spec, "m", 30_000, 2048, replica=3)
+    command = SglangServer.command(Launch(spec, "m", 30_000, 2048, replica=3))
     assert command[command.index("--tp-size") + 1] == "2"
     assert command[command.index("--nccl-port") + 1] == "30000"
     assert command[-1] == "r3"
-    assert "--tp-size" not in launch_command(policy(), "m", 1, 64)
+    assert "--tp-size" not in SglangServer.command(Launch(policy(), "m", 1, 64))
     saver = "--enable-memory-saver"
-    assert saver in launch_command(spec, "m", 1, 64, memory_saver=True)
+    assert saver in SglangServer.command(Launch(spec, "m", 1, 64, memory=True))
     assert saver not in command
 
 

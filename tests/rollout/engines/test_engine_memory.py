@@ -148,8 +148,8 @@ async def test_memory_is_not_released_while_requests_wait_in_the_server(
 ) -> None:
     """Those of somebody else, too: a scheduler with anything in its queue dies of it."""
     async with saving_memory(transfer) as (engine, fake):
-        client = engine._server.client  # type: ignore[attr-defined]
-        other = asyncio.ensure_future(client.generate("theirs", [1, 2], {"max_new_tokens": 100}))
+        client = engine._server.api  # type: ignore[attr-defined]
+        other = asyncio.ensure_future(client.request("theirs", [1, 2], {"max_new_tokens": 100}))
         await until(lambda: "theirs" in fake.calls)
         fake.paused = True  # what ran waits in the queue
         asleep = asyncio.ensure_future(engine.sleep())

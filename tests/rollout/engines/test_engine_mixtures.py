@@ -11,9 +11,9 @@ import torch
 
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
-from services.rollout.engines.sglang.client import seconds_for
+from services.rollout.engines.servers.http import seconds_for
+from services.rollout.engines.servers.verification import ReferenceModel
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.verification import ReferenceModel
 from services.rollout.engines.weights import load_config, skeleton
 from tests.rollout.engines.models import (
     policy_spec,

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from services.rollout.engines import embedded
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.sglang import update
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -34,6 +33,7 @@ from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import until
 from troupe.job import EngineSpec
 from troupe.transfer import Transfer
+from troupe.transfer.formats.sglang import payloads
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_refused_file_is_sent_as_tensors(fake: FakeSglang, transfer: Tra
 def test_every_rank_reads_handles_and_none_frees_them() -> None:
     """One encoding gives back one reference, however many ranks read it."""
     tensors = [("w", torch.arange(1000.0))]
-    data = update.for_ranks(update.shared_payload, tensors, 4)
+    data = payloads(tensors, 4, shared=True)
     code = (
         "import base64, pickle, sys\nimport torch\n"
         "torch.multiprocessing.set_sharing_strategy('file_system')\n"

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.errors import BadTurn, Refused, ScoreRefused
 from services.rollout.engines.requests import EngineResponse, ScoreRequest
-from services.rollout.engines.sglang.client import SglangClient
+from services.rollout.engines.servers.loaders import UpdateSetting
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.update import UpdateSetting
+from services.rollout.engines.sglang.server import SglangServer
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,
@@ -51,8 +51,9 @@ async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[SglangClient]:
-    client = SglangClient(url)
+async def client(url: str) -> AsyncIterator[SglangServer]:
+    client = SglangServer(url)
+    await client.describe()
     yield client
     await client.resume()
     await client.close()
@@ -92,79 +93,80 @@ async def fresh_greedy(model: PreTrainedModel, directory: Path) -> tuple[list[in
 async def served_greedy(place: Path) -> tuple[list[int], list[float]]:
     """What a server says that was started with the model in `place`: tokens and log-probs."""
     with running(place, load_format="auto") as server:
-        client = SglangClient(server.url)
-        meta = await client.generate("f", PROMPT, {"max_new_tokens": 8, "temperature": 0.0})
+        client = SglangServer(server.url)
+        meta = await client.request("f", PROMPT, {"max_new_tokens": 8, "temperature": 0.0})
         await client.close()
     rows = meta["output_token_logprobs"]
     return [row[1] for row in rows], [row[0] for row in rows]
 
 
-async def test_what_the_server_can_do_is_read_from_its_document(client: SglangClient) -> None:
-    features = await client.features()
+async def test_what_the_server_can_do_is_read_from_its_document(client: SglangServer) -> None:
+    described = await client.describe()
+    assert described.ways == {"directory", "tensors", "ipc", "broadcast"}
+    assert described.pauses
+    assert described.keeps_cache
+    assert described.names_versions
+    assert described.takes_adapters
+    assert described.vocabulary == VOCABULARY
+    assert described.model_type == "qwen3"
+    assert described.ranks == 1
+    features = client._features
+    assert features is not None
     assert features.retract
-    assert features.pause
     assert features.sessions
-    assert features.buckets
-    assert features.groups
-    assert features.version_call
-    assert features.loads == "/v1/loads"
-    assert features.tensors
     assert features.memory
-    assert features.adapter_tensors
-    load = await client.load(features.loads)
+    assert features.loads == "/v1/loads"
+    load = await client.load()
     assert (load.running, load.waiting, load.uncached_tokens) == (0, 0, 0)
-    assert await client.vocabulary() == VOCABULARY
     assert await client.tokenize("a") is None  # it runs without a tokenizer
     assert await client.probe()
-    assert (await client.model_info())["model_type"] == "qwen3"
-    assert (await client.server_info())["dp_size"] == 1
     assert await client.alive()
     assert await client.healthy()
-    digest = await client.weights_digest()
+    digest = await client.weights_digest(0)
     assert digest is None or len(digest) > 8
 
 
-async def test_raw_generation(client: SglangClient) -> None:
+async def test_raw_generation(client: SglangServer) -> None:
     sampling = {"max_new_tokens": 5, "temperature": 0.0}
-    meta = await client.generate("raw", [1, 2, 3], sampling, logprobs_from=0)
+    meta = await client.request("raw", [1, 2, 3], sampling, logprobs_from=0)
     assert meta["finish_reason"]["type"] == "length"
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 5
     assert [row[1] for row in meta["input_token_logprobs"]] == [1, 2, 3]
     assert meta["weight_versions"][-1]["end"] == 5
     stop = meta["output_token_logprobs"][2][1]
     first = [row[1] for row in meta["output_token_logprobs"]].index(stop)
-    stopped = await client.generate("raw2", [1, 2, 3], {**sampling, "stop_token_ids": [stop]})
+    stopped = await client.request("raw2", [1, 2, 3], {**sampling, "stop_token_ids": [stop]})
     assert stopped["finish_reason"]["type"] == "stop"
     assert len(stopped["output_token_logprobs"]) == first + 1  # the stop token included
 
 
-async def test_refusals(client: SglangClient) -> None:
+async def test_refusals(client: SglangServer) -> None:
     sampling = {"max_new_tokens": 150, "temperature": 1.0}
     with pytest.raises(Refused, match="longer than the model's context") as info:
-        await client.generate("long", [1] * 300, sampling)
+        await client.request("long", [1] * 300, sampling)
     assert info.value.status == 400
     both = await asyncio.gather(
-        client.generate("twice", [1], sampling),
-        client.generate("twice", [2], sampling),
+        client.request("twice", [1], sampling),
+        client.request("twice", [2], sampling),
         return_exceptions=True,
     )
     assert [isinstance(outcome, Refused) for outcome in both].count(True) == 1
     with pytest.raises(Refused, match="between begin_weight_update"):
-        await client.update_from_tensors(["gARdlC4="], "9")
+        await client.load_tensors([("w", torch.zeros(1))], "9", shared=False)
     with pytest.raises(Refused, match="Failed to"):
-        await client.update_from_disk("/nonexistent/directory", "9")
+        await client.load_directory("/nonexistent/directory", "9", 0, flush=False)
     await client.begin_update()
     with pytest.raises(Refused, match="already open"):
         await client.begin_update()
     await client.end_update()
 
 
-async def test_a_paused_server_keeps_its_turns(client: SglangClient) -> None:
+async def test_a_paused_server_keeps_its_turns(client: SglangServer) -> None:
     sampling = {"max_new_tokens": 200, "temperature": 1.0}
-    running = asyncio.ensure_future(client.generate("running", [1], sampling))
+    running = asyncio.ensure_future(client.request("running", [1], sampling))
     await asyncio.sleep(0.1)
-    await client.pause("retract")
-    late = asyncio.ensure_future(client.generate("late", [2], sampling))
+    await client.pause("requeue")
+    late = asyncio.ensure_future(client.request("late", [2], sampling))
     await asyncio.sleep(0.3)
     assert not late.done()
     await client.flush_cache()
@@ -175,9 +177,9 @@ async def test_a_paused_server_keeps_its_turns(client: SglangClient) -> None:
     assert metas[1]["weight_versions"] == [{"version": "7", "start": 0, "end": 200}]
 
 
-async def test_an_abort_hands_over_the_tokens_so_far(client: SglangClient) -> None:
+async def test_an_abort_hands_over_the_tokens_so_far(client: SglangServer) -> None:
     sampling = {"max_new_tokens": 240, "temperature": 1.0}
-    task = asyncio.ensure_future(client.generate("gone", [1], sampling))
+    task = asyncio.ensure_future(client.request("gone", [1], sampling))
     while not task.done():  # the first may come before the server has heard of the turn
         await asyncio.sleep(0.05)
         await client.abort("gone")

@@ -26,6 +26,7 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.servers.interface import Launch
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
@@ -105,8 +106,10 @@ async def test_a_server_that_batches_as_it_likes_serves_no_deterministic_job(
 
 def test_a_server_of_a_deterministic_job_is_launched_so() -> None:
     spec = policy_spec(kind="sglang")
-    assert server.DETERMINISTIC not in server.launch_command(spec, "m", 1, 64)
-    assert server.DETERMINISTIC in server.launch_command(spec, "m", 1, 64, deterministic=True)
+    assert server.DETERMINISTIC not in server.SglangServer.command(Launch(spec, "m", 1, 64))
+    assert server.DETERMINISTIC in server.SglangServer.command(
+        Launch(spec, "m", 1, 64, deterministic=True)
+    )
 
 
 async def test_the_safe_order_of_an_update(stage: Stage) -> None:

@@ -15,15 +15,17 @@ from services.rollout.engines.errors import (
     ServerGone,
     UpdateFailed,
 )
-from services.rollout.engines.sglang import server, update
-from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.update import (
-    DiskLoader,
+from services.rollout.engines.servers import loaders, managed
+from services.rollout.engines.servers.interface import ServerDescription, ServerLoad, Way
+from services.rollout.engines.servers.loaders import (
+    DirectoryLoader,
     EitherLoader,
     TensorLoader,
     choose_loader,
 )
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.replies import load_of
+from services.rollout.engines.sglang.server import SglangServer
 from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
@@ -35,7 +37,6 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
 
 TWO = Sampling(max_new_tokens=2)
-PAUSE = {"PauseGenerationReqInput": {"properties": {"mode": {}}}}
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ async def test_two_engines_cannot_have_one_server(fake: FakeSglang) -> None:
 async def test_a_server_on_our_port_that_is_not_ours_is_left_alone(
     fake: FakeSglang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "free_port", lambda: fake.server.port)
+    monkeypatch.setattr(managed, "free_port", lambda: fake.server.port)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
@@ -158,8 +159,8 @@ async def test_a_server_that_is_healthy_and_generates_nothing_is_found(
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
     fake.faults.never_answer = True
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY  # it says so
-    monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(managed, "PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.engines.sglang.server.PROBE_SECONDS", 1.0)
     assert await engine.check() == common_pb.ENGINE_STATE_SUSPECT
     fake.faults.never_answer = False
     assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
@@ -174,7 +175,7 @@ async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await up(fake, transfer)
-    monkeypatch.setattr(server, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(managed, "STALL_SECONDS", 0.0)
     await engine.check()  # counts the turn of the update's proof, if any
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=250))
     await until(lambda: len(fake.calls) == 1)
@@ -208,10 +209,10 @@ async def test_a_server_that_is_full_of_others_turns_is_not_dead(
 ) -> None:
     """A probe waits behind them, for minutes where prompts are long."""
     engine = await up(fake, transfer)
-    monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(managed, "PROBE_AFTER_SECONDS", 0.0)
     # Long enough for a double that gets little of a busy machine.
-    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 2.0)
-    monkeypatch.setattr("services.rollout.engines.sglang.engine._LOAD_SECONDS", 60.0)
+    monkeypatch.setattr("services.rollout.engines.sglang.server.PROBE_SECONDS", 2.0)
+    monkeypatch.setattr("services.rollout.engines.servers.engine._LOAD_SECONDS", 60.0)
     fake.faults.queue = 3
     for _ in range(4):
         assert await engine.check() == common_pb.ENGINE_STATE_HEALTHY
@@ -226,7 +227,7 @@ async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await up(fake, transfer)
-    monkeypatch.setattr("services.rollout.engines.sglang.engine._CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("services.rollout.engines.servers.engine._CHECK_SECONDS", 0.2)
     await engine.check()
     fake.faults.hangs = True
     async with asyncio.timeout(PATIENCE):
@@ -239,10 +240,10 @@ async def test_a_server_that_hangs_gets_no_turns_while_it_is_asked_again(
 async def test_a_server_that_breaks_off_while_it_is_attached_to_is_waited_for(
     fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reset(client: SglangClient) -> None:
+    async def reset(server: SglangServer) -> None:
         raise ServerGone("connection reset")
 
-    monkeypatch.setattr(SglangClient, "resume", reset)
+    monkeypatch.setattr(SglangServer, "resume", reset)
     engine = engine_of(fake)
     await engine.start()
     assert engine.state == common_pb.ENGINE_STATE_STALE
@@ -269,7 +270,7 @@ async def test_a_server_that_does_not_see_our_files_gets_tensors(
 async def test_tensors_go_in_buckets_and_are_named_when_all_are_in(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update, "_VALUE_BUCKET_BYTES", 8 << 10)
+    monkeypatch.setattr(loaders, "_VALUE_BUCKET_BYTES", 8 << 10)
     engine = engine_of(fake, update="tensor")
     await engine.start()
     fake.seen.clear()
@@ -284,18 +285,15 @@ async def test_tensors_go_in_buckets_and_are_named_when_all_are_in(
 
 
 def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) -> None:
-    new = Features.of(
-        {"paths": {"/update_weights_from_tensor": {}}, "components": {"schemas": PAUSE}}
-    )
-    old = Features.of({})
-    disk = DiskLoader(tmp_path, make_model(0).config)
+    new: frozenset[Way] = frozenset({"directory", "tensors"})
+    old: frozenset[Way] = frozenset({"directory"})
+    directory = DirectoryLoader(tmp_path, make_model(0).config)
 
-    def way(setting: update.UpdateSetting, features: Features, place: str) -> type:
+    def way(setting: loaders.UpdateSetting, ways: frozenset[Way], place: str) -> type:
         chosen = choose_loader(
             setting,
-            features,
-            disk,
-            ranks=1,
+            ServerDescription(ways),
+            directory,
             launched=place == "launched",
             near=place != "far",
             policy="solver",
@@ -305,8 +303,8 @@ def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) ->
     assert way("auto", new, "launched") is EitherLoader
     assert way("auto", new, "near") is EitherLoader
     assert way("auto", new, "far") is TensorLoader
-    assert way("auto", old, "launched") is DiskLoader
-    assert way("disk", new, "launched") is DiskLoader
+    assert way("auto", old, "launched") is DirectoryLoader
+    assert way("disk", new, "launched") is DirectoryLoader
     assert way("tensor", new, "near") is TensorLoader
     with pytest.raises(EngineStartFailed, match=r"engine.update = tensor"):
         way("tensor", old, "launched")
@@ -314,19 +312,20 @@ def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) ->
 
 def test_load_reports_of_all_releases() -> None:
     new = {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1, "token_usage": 0.5}]}
-    assert ServerLoad.of(new) == ServerLoad(running=2, waiting=1, kv_usage=0.5)
+    assert load_of(new) == ServerLoad(running=2, waiting=1, kv_usage=0.5)
     old = {"loads": [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 9}]}
-    assert ServerLoad.of(old) == ServerLoad(running=3, waiting=2)
-    assert ServerLoad.of({"loads": []}) == ServerLoad()
+    assert load_of(old) == ServerLoad(running=3, waiting=2)
+    assert load_of({"loads": []}) == ServerLoad()
 
 
 async def test_a_load_report_reaches_the_engines_load(fake: FakeSglang, transfer: Transfer) -> None:
     engine = await up(fake, transfer)
-    client = SglangClient(f"http://127.0.0.1:{fake.server.port}")
+    client = SglangServer(f"http://127.0.0.1:{fake.server.port}")
+    await client.describe()
     tasks = [asyncio.ensure_future(ask(engine, f"r{i}", [1], max_new_tokens=100)) for i in range(2)]
     await until(lambda: len(fake.calls) == 2)
-    await client.pause("retract")
-    engine._reported = await engine._server.load()
+    await client.pause("requeue")
+    engine._reported = await engine._server.api.load()
     assert (engine.load().waiting, engine.load().uncached_tokens) == (2, 14)
     await client.resume()
     await asyncio.gather(*tasks)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.errors import EngineStartFailed, TurnReturned, UpdateFailed
-from services.rollout.engines.sglang import server
+from services.rollout.engines.servers import managed
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -54,7 +54,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def workers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are processes of their own; here two engines of one process share a server."""
-    monkeypatch.setattr(server, "claim_url", lambda url, holder: True)
+    monkeypatch.setattr(managed, "claim_url", lambda url, holder: True)
 
 
 @pytest.fixture

@@ -52,7 +52,9 @@ class Reader:
 
 def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs) -> None:
     gang = together(gangs, gang_spec(tokenizer), double=False)
-    wanted = trainer_pb.WantedWeights(job_id="job", policy="solver", way="ipc", ranks=3)
+    wanted = trainer_pb.WantedWeights(
+        job_id="job", policy="solver", way="ipc", ranks=3, format="sglang"
+    )
     groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
     for step in range(2):
         reader = Reader()

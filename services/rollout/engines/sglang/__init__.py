@@ -1,1 +1,1 @@
-"""An SGLang server as an engine: over HTTP, launched by us or attached to."""
+"""SGLang servers: their HTTP API and command line behind `InferenceServer`."""

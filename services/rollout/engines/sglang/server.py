@@ -1,588 +1,506 @@
-"""The SGLang server behind an engine: launched or attached, inspected, probed, ended."""
+"""`SglangServer`: SGLang's HTTP API and command line, as Troupe uses them.
+
+Read from releases 0.4.6 to 0.5.23 and tested against a real 0.5.21 (the slow test). What a server
+can do is read from its own OpenAPI document, never from its version number.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
+import re
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-import httpx
+import orjson
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, ServerGone
-from services.rollout.engines.server_process import (
-    EngineDevices,
-    ServerProcess,
-    claim_url,
-    free_port,
-    release_urls,
+from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
+from services.rollout.engines.servers.http import CONTROL_SECONDS, HttpServer, Json, seconds_for
+from services.rollout.engines.servers.interface import (
+    AdapterLimits,
+    Launch,
+    LaunchFeature,
+    RunningTurns,
+    ServerDescription,
+    ServerLoad,
+    ServerReply,
+    Unfit,
+    Way,
 )
-from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
-from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
-from services.rollout.engines.sglang.update import UNNAMED, DiskLoader, Updater, choose_loader
-from services.rollout.engines.weights import load_config, skeleton
-from troupe.checkpoints.adapters import linear_layers
-from troupe.disks import Scratch
-from troupe.job import ModelSpec, PolicySpec
-from troupe.mixtures import RoutingShape, shape_in
-from troupe.rpc.addresses import host_of, http_url, is_loopback_host
-from troupe.scheduling.defaults import context_of
-from troupe.workflow.languages import end_ids, positions_of
+from services.rollout.engines.sglang.replies import (
+    Features,
+    load_of,
+    prompt_logprobs,
+    reply_of,
+    routes_of,
+)
+from services.rollout.engines.turns import EngineTurn
+from troupe.checkpoints.adapters import AdapterContent
+from troupe.job import LoraSpec
+from troupe.mixtures import RoutingShape
+from troupe.transfer.formats import sglang as encoding
+from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.workflow.token_ids import TokenIds
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"
 # Experts that tokens were sent to are kept, for turns that ask for them.
 ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
-# Letters, digits, white space and signs beyond ASCII: tokenizers that agree on it are taken as
-# equal.
-_TEXT: Final = "Troupe: 3 agents, x = 17.5 + y\n\tcaf\u00e9 \u2192 \u4e2d\u6587 isn't it?"
-# A server that has answered no turn for this long is asked for a real token: when it is idle, and
-# when it has room but ends no turn.
-PROBE_AFTER_SECONDS: Final = 15.0
-STALL_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 0.25
-# A server is idle within this time after its turns were aborted.
-_IDLE_SECONDS: Final = 10.0
-# Launches until one gets its port before another process does.
-_PORTS_TRIED: Final = 3
 # Adapters of one batch: the served version, former ones whose turns still run, none (the base).
-PER_BATCH: Final = 4
+_PER_BATCH: Final = 4
+# `/health_generate` waits a second before it looks. Shorter than the timeout of callers of `check`,
+# so that a missed probe is counted.
+HEALTH_SECONDS: Final = 15.0
+# For the one token of `probe`; a busy server answers a little later.
+PROBE_SECONDS: Final = 10.0
+# An id outside every vocabulary, and the part of a server's refusal that has the largest id.
+_NO_TOKEN: Final = 1 << 40
+_VOCABULARY: Final = re.compile(r"\[0, (\d+)\]")
+# Largest seed that servers take.
+_INT64: Final = (1 << 63) - 1
+# Sampling parameters of a scoring request: nothing is drawn.
+_NO_TOKENS: Final[Json] = {"max_new_tokens": 0, "temperature": 1.0}
+_PAUSES: Final[Mapping[RunningTurns, str]] = {
+    "requeue": "retract",
+    "abort": "abort",
+    "keep": "in_place",
+}
 
 
-class _ForeignServer(Exception):
-    """Another process answers on the port of a launched server."""
+class SglangServer(HttpServer):
+    """One SGLang server."""
 
+    product: ClassVar[str] = "SGLang"
+    oldest: ClassVar[str] = "0.4.6"
+    options: ClassVar[Mapping[LaunchFeature, str]] = {
+        "deterministic": f"{DETERMINISTIC} (releases from 0.5.3)",
+        "routed_experts": f"{ROUTED_EXPERTS} (releases that have it)",
+        "memory": "--enable-memory-saver",
+    }
+    name_option: ClassVar[str] = "--served-model-name"
+    bucket_format: ClassVar[str] = "sglang"
 
-class Server:
-    """One server and its properties. Attributes without underscore are set after `up`."""
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        # None until `describe`: then calls are made that older releases refuse.
+        self._features: Features | None = None
+        self._ranks = 1
 
-    client: SglangClient
-    updater: Updater
-    layout: PreTrainedModel
-    """The policy's model without storage: names, shapes and dtypes of its weights."""
-    max_context: int
-    vocabulary: int
-    eos_ids: frozenset[int]
-    features: Features
-    ranks: int
-    """Tensor-parallel size."""
-    frees_memory: bool
-    """Whether weights and cache can be released while it runs."""
-    near: bool
-    """Whether its address is this host's."""
+    @classmethod
+    def command(cls, launch: Launch) -> list[str]:
+        """See `InferenceServer.command`.
 
-    def __init__(
-        self,
-        engine_id: str,
-        policy: str,
-        spec: PolicySpec,
-        *,
-        replica: int,
-        deterministic: bool,
-        devices: EngineDevices,
-        routed_experts: bool = False,
-    ) -> None:
-        self._engine_id = engine_id
-        self.devices = devices
-        self._policy = policy
-        self._spec = spec
-        self._replica = replica
-        self._scratch: Scratch | None = None
-        self._deterministic = deterministic
-        self._routed_experts = routed_experts
-        # Whether another worker keeps the server: it may be paused on purpose.
-        self.followed = False
-        # How the model's routers choose, if turns say which experts they used.
-        self.routing: RoutingShape | None = None
-        self._process: ServerProcess | None = None
-        # Direct ways of weights that this server, or one before it, has refused or died of.
-        self._refused_ways: set[DirectWay] = set()
-        # Served model name of a launched server, so that no other one is mistaken for it.
-        self._name = ""
-
-    @property
-    def launched(self) -> bool:
-        """Whether this engine launched the server, and ends it."""
-        return not self._spec.engine.urls
-
-    @property
-    def exited(self) -> str | None:
-        """How a launched server ended; None while it runs, and for attached servers."""
-        process = self._process
-        if process is None:
-            return None
-        process.trim_log()  # looked at as often as this
-        if process.running:
-            return None
-        return f"the server exited with code {process.exit_code}; last lines of its log:\n" + (
-            process.tail() or "(empty)"
-        )
-
-    async def up(self) -> None:
-        """Launch or attach and wait until it serves. Raises `EngineStartFailed`."""
-        await self.down(for_good=False)
-        seconds = self._spec.engine.start_timeout_seconds
-        config = await asyncio.to_thread(self._read_model)
-        try:
-            async with asyncio.timeout(seconds):
-                for left in reversed(range(_PORTS_TRIED)):
-                    url = self._attached_url() or await self._launched_url(config)
-                    self.client = SglangClient(url)
-                    try:
-                        await self._ready()
-                        await self._inspect(config)
-                        break
-                    except _ForeignServer as error:
-                        await self.down(for_good=False)
-                        if not left:
-                            raise self._unlaunchable(str(error)) from error
-        except TimeoutError as error:
-            tail = self._process.tail() if self._process is not None else ""
-            await self.down(for_good=False)
-            raise EngineStartFailed(
-                f"the server was not ready within {seconds:g} s" + (f":\n{tail}" if tail else ""),
-                field=f"policies.{self._policy}.engine.start_timeout_seconds",
-                value=seconds,
-                remedy="Allow more time, or see its log.",
-            ) from error
-        except BaseException:
-            await self.down(for_good=False)
-            raise
-
-    async def down(self, *, for_good: bool) -> None:
-        """End a launched server and the connections; `for_good` also deletes log and files."""
-        if hasattr(self, "client"):
-            await self.client.close()
-        if self._process is not None:
-            await self._process.stop()
-            self._process = None
-        release_urls(self)
-        if for_good:
-            self.devices.release(self._engine_id)
-        if for_good and self._scratch is not None:
-            await asyncio.to_thread(self._scratch.close)
-            self._scratch = None
-
-    async def load(self) -> ServerLoad:
-        """The server's load; zeros where it does not report any."""
-        if self.features.loads is None:
-            return ServerLoad()
-        return await self.client.load(self.features.loads)
-
-    async def free(self, tags: Collection[str]) -> None:
-        """Release memory once the server is idle: a busy scheduler would die of it."""
-        async with asyncio.timeout(_IDLE_SECONDS):
-            while (load := await self.load()).running or load.waiting:  # noqa: ASYNC110 - a server's
-                await asyncio.sleep(_POLL_SECONDS / 5)
-        await self.client.release_memory(tags)
-
-    @property
-    def _directory(self) -> Path:
-        if self._scratch is None:
-            self._scratch = Scratch("troupe-sglang-")
-        return self._scratch.path
-
-    def _read_model(self) -> PretrainedConfig:
-        config = load_config(self._spec.language_model, self._policy)
-        model = self._spec.language_model.resolved(config)
-        self._spec = self._spec.model_copy(update={"model": model})
-        with torch.device("meta"):
-            self.layout = skeleton(config, model.weight_dtype, self._policy)
-        text = config.get_text_config()
-        self.routing = shape_in(config) if self._routed_experts else None
-        self.max_context = context_of(self._spec.engine.max_context, positions_of(text))
-        self.vocabulary = text.vocab_size
-        self.eos_ids = end_ids(config, model.path, model.revision)
-        return config
-
-    def _attached_url(self) -> str | None:
-        urls = self._spec.engine.urls
-        if urls and self._replica >= len(urls):
-            raise EngineStartFailed(
-                f"replica {self._replica} has no server: {len(urls)} are given",
-                field=f"policies.{self._policy}.engine.urls",
-                value=urls,
-                remedy="Give one URL per replica, or lower `replicas`.",
-            )
-        if not urls:
-            return None
-        url = urls[self._replica]
-        if not claim_url(url, self):
-            raise EngineStartFailed(
-                "another engine of this worker is attached to that server",
-                field=f"policies.{self._policy}.engine.urls",
-                value=url,
-                remedy="Give each engine a server of its own; release the job that has this one.",
-            )
-        return url
-
-    async def _launched_url(self, config: PretrainedConfig) -> str:
-        spec = self._spec
-        source = spec.language_model.path
-        if source is None:
-            architecture = type(self.layout).__name__
-            directory = write_config(config, architecture, self._directory / "model")
-            source = str(directory)
-        port = free_port()
-        self._name = f"troupe-{secrets.token_hex(6)}"
-        devices = self.devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
-        command = launch_command(
-            spec,
-            source,
-            port,
-            self.max_context,
-            deterministic=self._deterministic,
-            name=self._name,
-            targets=target_names(spec, self.layout),
-            replica=self._replica,
-            memory_saver=bool(spec.colocate and devices),
-            routed_experts=self.routing is not None,
-        )
-        process = ServerProcess(command, self._directory / "server.log", devices)
-        try:
-            await process.start()
-        except OSError as error:
-            raise self._unlaunchable(f"the server cannot be started: {error}") from error
-        self._process = process
-        return http_url("127.0.0.1", port)
-
-    def _unlaunchable(self, reason: str) -> EngineStartFailed:
-        return EngineStartFailed(
-            reason,
-            field=f"policies.{self._policy}.engine.python",
-            value=self._spec.engine.python,
-            remedy="Name the Python of an environment with SGLang, give `urls`, or use "
-            "`kind: embedded`.",
-        )
-
-    async def _ready(self) -> None:
-        while not await self.client.alive():
-            if self.exited is not None:
-                raise self._unlaunchable(self.exited)
-            await asyncio.sleep(_POLL_SECONDS)
-        if self.launched:
-            await self._check_name()
-        elif not self.followed:
-            # A rollout process that died in the middle of an update leaves the server paused, with
-            # parts of two versions: workers that follow it must not take them for either.
-            unnamed = partial(self.client.set_version, UNNAMED)
-            for repair in (self.client.end_update, unnamed, self.client.resume):
-                with contextlib.suppress(Refused, BrokenReply, ServerGone):  # it is asked for more
-                    await repair()
-        while not self.followed and not await self.client.healthy():
-            if self.exited is not None:
-                raise self._unlaunchable(self.exited)
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def _check_name(self) -> None:
-        """Raise `_ForeignServer` when another server answers on the port."""
-        if "--served-model-name" in self._spec.engine.launch:
-            return
-        with contextlib.suppress(ServerGone, BrokenReply, Refused):
-            name = (await self.client.server_info()).get("served_model_name", self._name)
-            if name != self._name:
-                port = httpx.URL(self.client.url).port
-                raise _ForeignServer(f"port {port} is held by another server, '{name}'")
-
-    async def _inspect(self, config: PretrainedConfig) -> None:
-        """Read the server's features, and check that it serves the policy's model."""
-        spec, client = self._spec, self.client
-        launched = self.launched
-        features, info = await inspect(
-            client,
-            self._policy,
-            config,
-            deterministic=self._deterministic,
-            tokenizer=None if launched else spec.language_model,
-        )
-        if self.routing is not None and not info.get("enable_return_routed_experts"):
-            raise EngineStartFailed(
-                "the job replays routed experts in the trainer, and the server was not started to "
-                "return them",
-                field="algorithm.router_replay",
-                value=True,
-                remedy=f"Start it with {ROUTED_EXPERTS} (releases that have it), or turn it off.",
-            )
-        check_lora(info, spec, self._policy, target_names(spec, self.layout))
-        self.max_context = min(self.max_context, _context_of(info, self.max_context))
-        if self.followed and not features.pause:
-            raise EngineStartFailed(
-                "several rollout workers share the server, and its release cannot be paused while "
-                "one of them loads weights",
-                field=f"policies.{self._policy}.engine.urls",
-                value=client.url,
-                remedy="Use a newer release of SGLang, or one rollout worker.",
-            )
-        self.features = features
-        self.ranks = int(info.get("tp_size") or 1)
-        self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
-        self.near = launched or is_loopback_host(host_of(client.url))
-        loader = choose_loader(
-            spec.engine.update,
-            features,
-            DiskLoader(self._directory / "weights", config),
-            ranks=self.ranks,
-            launched=launched,
-            near=self.near,
-            policy=self._policy,
-        )
-        loader = DirectLoader(
-            loader,
-            client,
-            features,
-            spec.engine.update,
-            ranks=self.ranks,
-            device=str(info.get("device") or ""),
-            near=self.near,
-            refused=self._refused_ways,
-        )
-        if spec.engine.cache == "keep" and not features.in_place:
-            raise EngineStartFailed(
-                "the server cannot keep the cache of running turns apart from that of others",
-                field=f"policies.{self._policy}.engine.cache",
-                value="keep",
-                remedy="Use `recompute`, or a release with pauses `in_place` and `extra_key`.",
-            )
-        self.updater = Updater(
-            client,
-            features,
-            loader,
-            spec.language_model,
-            self.layout,
-            self._policy,
-            keep=spec.engine.in_flight == "keep",
-            keep_cache=spec.engine.cache == "keep",
-        )
-
-
-def _context_of(info: dict[str, Any], default: int) -> int:
-    """Tokens of prompt and response that the server takes."""
-    context = info.get("context_length")
-    return int(context) if context else default
-
-
-class Health:
-    """Health probes of one server. `max_running`: turns that it runs at once."""
-
-    def __init__(self, client: SglangClient, max_running: int) -> None:
-        self._client = client
-        self._max_running = max_running
-        self._answered_at = time.monotonic()
-
-    async def generates(
-        self, answered: int, in_flight: int, load: ServerLoad, *, serves: bool
-    ) -> bool:
-        """Whether the server generates. `answered`: turns since the last probe; one is proof
-        enough.
-
-        A server that is busy passes `/health_generate` with any sign of life, and a page in front
-        of a dead one may answer anything: so an ordinary request is sent when it is idle, or when
-        it has room and still ends nothing. `in_flight`: turns that it has now of this worker;
-        `load`: its own report, which counts those of all workers.
+        Random weights (`dummy`): the engine is STALE until the first update in any case. No
+        tokenizer: token ids travel end to end.
         """
-        if answered:
-            self._answered_at = time.monotonic()
-            return True
-        if not await self._client.healthy():
+        engine, model = launch.spec.engine, launch.spec.language_model
+        lora = launch.spec.lora
+        return [
+            engine.python or sys.executable,
+            "-m",
+            "sglang.launch_server",
+            *("--model-path", launch.source),
+            *(["--revision", model.revision] if model.revision else []),
+            *("--host", "127.0.0.1"),
+            *("--port", str(launch.port)),
+            *("--dtype", model.weight_dtype),
+            *("--load-format", "dummy"),
+            *("--context-length", str(launch.max_context)),
+            *("--max-running-requests", str(engine.running_limit)),
+            *(["--tp-size", str(engine.tensor_parallel)] if engine.tensor_parallel > 1 else []),
+            "--skip-tokenizer-init",
+            *([cls.name_option, launch.name] if launch.name else []),
+            *([DETERMINISTIC] if launch.deterministic else []),
+            *(["--enable-memory-saver"] if launch.memory else []),
+            *([ROUTED_EXPERTS] if launch.routed_experts else []),
+            *([] if lora is None else cls.adapter_arguments(lora, launch.targets)),
+            *launch.extra_arguments,
+        ]
+
+    @classmethod
+    def adapter_arguments(cls, lora: LoraSpec, targets: Sequence[str]) -> list[str]:
+        """See `InferenceServer.adapter_arguments`."""
+        return [
+            "--enable-lora",
+            *("--max-lora-rank", str(lora.rank)),
+            *("--lora-target-modules", *targets),
+            *("--max-loras-per-batch", str(_PER_BATCH)),
+        ]
+
+    async def describe(self) -> ServerDescription:
+        """See `InferenceServer.describe`."""
+        try:
+            features = Features.of(await self._json("GET", "/openapi.json"))
+        except Refused:  # served without its documentation: assume the oldest
+            features = Features.of({})
+        info, model = await self._server_info(), await self._model_info()
+        if info.get("dp_size", 1) != 1:
+            raise Unfit(
+                "its weights cannot be updated: it runs data-parallel",
+                "Run one server per replica, with --dp-size 1.",
+            )
+        self._features, self._ranks = features, int(info.get("tp_size") or 1)
+        context = info.get("context_length")
+        possible: dict[Way, bool] = {
+            "directory": True,
+            "tensors": features.tensors,
+            "ipc": features.buckets,
+            "broadcast": features.groups,
+        }
+        return ServerDescription(
+            ways=frozenset(way for way, able in possible.items() if able),
+            pauses=features.pause,
+            keeps_cache=features.in_place,
+            names_versions=features.version_call,
+            frees_memory=features.memory and bool(info.get("enable_memory_saver")),
+            takes_adapters=features.adapter_tensors,
+            adapters=_adapter_limits(info),
+            deterministic=bool(info.get("enable_deterministic_inference")),
+            routed_experts=bool(info.get("enable_return_routed_experts")),
+            ranks=self._ranks,
+            device=str(info.get("device") or ""),
+            context=int(context) if context else None,
+            model_type=model.get("model_type"),
+            # Releases that cannot retract may not look at the ids of a bias before they use them.
+            vocabulary=await self._vocabulary() if features.retract else None,
+        )
+
+    async def alive(self) -> bool:
+        """See `InferenceServer.alive`."""
+        try:
+            await self._model_info()
+        except (ServerGone, BrokenReply, Refused):
             return False
-        silent = time.monotonic() - self._answered_at
-        # In a full server, or behind prompts that wait to be read, a probe may take long: no fault.
-        turns = max(in_flight, load.running)
-        room = turns < self._max_running and not load.waiting
-        patience = STALL_SECONDS if turns else PROBE_AFTER_SECONDS
-        if not (room and silent > patience and serves):
-            return True
-        if not await self._client.probe():
-            return False
-        self._answered_at = time.monotonic()
         return True
 
+    async def healthy(self) -> bool:
+        """See `InferenceServer.healthy`. Takes a second."""
+        try:
+            await self._send("GET", "/health_generate", seconds=HEALTH_SECONDS)
+        except (ServerGone, BrokenReply, Refused):
+            return False
+        return True
 
-def write_config(config: PretrainedConfig, architecture: str, directory: Path) -> Path:
-    """Write the directory of a model without weights, as SGLang reads it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config.architectures = [architecture]
-    config.save_pretrained(directory)
-    return directory
+    async def probe(self) -> bool:
+        """See `InferenceServer.probe`: the health page may answer without a token."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        try:
+            reply = await self._json("POST", "/generate", body, seconds=PROBE_SECONDS)
+        except (ServerGone, BrokenReply, Refused):
+            return False
+        return len(reply.get("output_ids") or []) == 1
 
+    async def load(self) -> ServerLoad:
+        """See `InferenceServer.load`."""
+        path = self._features.loads if self._features is not None else None
+        if path is None:
+            return ServerLoad()
+        reply = await self._json("GET", path, params={"include": "core"})
+        try:
+            return load_of(reply)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BrokenReply(f"{path} of {self.url} answered no load report") from error
 
-def launch_command(
-    spec: PolicySpec,
-    source: str,
-    port: int,
-    max_context: int,
-    *,
-    deterministic: bool = False,
-    name: str = "",
-    targets: Sequence[str] = (),
-    replica: int = 0,
-    memory_saver: bool = False,
-    routed_experts: bool = False,
-) -> list[str]:
-    """Arguments to launch a server of `spec` on loopback with the model at `source`.
+    async def served_name(self) -> str | None:
+        """See `InferenceServer.served_name`."""
+        name = (await self._server_info()).get("served_model_name")
+        return None if name is None else str(name)
 
-    Random weights (`dummy`): the engine is STALE until the first update in any case. No
-    tokenizer: token ids travel end to end. `name`: the served model name. `targets`:
-    layers of the policy's adapter. `memory_saver`: it can free its GPU memory while it runs.
-    `routed_experts`: it says which experts tokens were sent to. The job's own `launch` arguments
-    come last and win; in them `{replica}` is the engine's number, and `{port}` its port.
-    """
-    engine = spec.engine
-    revision = ["--revision", spec.language_model.revision] if spec.language_model.revision else []
-    return [
-        engine.python or sys.executable,
-        "-m",
-        "sglang.launch_server",
-        *("--model-path", source),
-        *revision,
-        *("--host", "127.0.0.1"),
-        *("--port", str(port)),
-        *("--dtype", spec.language_model.weight_dtype),
-        *("--load-format", "dummy"),
-        *("--context-length", str(max_context)),
-        *("--max-running-requests", str(engine.running_limit)),
-        *(["--tp-size", str(engine.tensor_parallel)] if engine.tensor_parallel > 1 else []),
-        "--skip-tokenizer-init",
-        *(["--served-model-name", name] if name else []),
-        *([DETERMINISTIC] if deterministic else []),
-        *(["--enable-memory-saver"] if memory_saver else []),
-        *([ROUTED_EXPERTS] if routed_experts else []),
-        *lora_arguments(spec, targets),
-        *(
-            part.replace("{replica}", str(replica)).replace("{port}", str(port))
-            for part in engine.launch
-        ),
-    ]
-
-
-async def inspect(
-    client: SglangClient,
-    policy: str,
-    config: PretrainedConfig,
-    *,
-    deterministic: bool,
-    tokenizer: ModelSpec | None = None,
-) -> tuple[Features, dict[str, Any]]:
-    """The server's features and its own description (`/server_info`).
-
-    Raises `EngineStartFailed` naming `engine.urls` when it is no SGLang server, cannot be updated,
-    or serves another model than `config`: another type, another vocabulary or, where `tokenizer` is
-    given and the server has one, another tokenizer.
-    """
-
-    def refused(reason: str, remedy: str) -> EngineStartFailed:
-        return EngineStartFailed(
-            reason, field=f"policies.{policy}.engine.urls", value=client.url, remedy=remedy
-        )
-
-    try:
-        features = await _features(client)
-        info = await client.server_info()
-        model_type = (await client.model_info()).get("model_type")
-        # Releases that cannot retract may not look at the ids of a bias before they use them.
-        vocabulary = await client.vocabulary() if features.retract else None
-        theirs = await client.tokenize(_TEXT) if tokenizer else None
-    except (ServerGone, BrokenReply, Refused) as error:
-        raise refused(
-            f"this is no usable SGLang server: {error}",
-            "Give the address of an SGLang server, 0.4.6 or later.",
-        ) from error
-    if info.get("dp_size", 1) != 1:
-        raise refused(
-            "its weights cannot be updated: it runs data-parallel",
-            "Run one server per replica, with --dp-size 1.",
-        )
-    if deterministic and not info.get("enable_deterministic_inference"):
-        raise refused(
-            "it was not started for deterministic inference, which `pipeline.deterministic` "
-            "asks for",
-            f"Start it with {DETERMINISTIC} (releases from 0.5.3).",
-        )
-    if model_type is not None and model_type != config.model_type:
-        raise refused(
-            f"it serves a '{model_type}', the policy is a '{config.model_type}'",
-            "Start it with the policy's model.",
-        )
-    ours = config.get_text_config().vocab_size
-    if vocabulary is not None and vocabulary != ours:
-        raise refused(
-            f"it has a vocabulary of {vocabulary} tokens, the policy one of {ours}",
-            "Start it with the policy's model.",
-        )
-    if theirs is not None and tokenizer is not None:
-        expected = await asyncio.to_thread(_ids, tokenizer)
-        if expected is not None and theirs != expected:
-            raise refused(
-                "it has another tokenizer than the policy: the same text gives other ids",
-                "Start it with the policy's model and tokenizer.",
+    async def tokenize(self, text: str) -> list[int] | None:
+        """See `InferenceServer.tokenize`. The call is in no release's document."""
+        try:
+            reply = await self._json(
+                "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}
             )
-    return features, info
+        except Refused:
+            return None
+        tokens = reply.get("tokens")
+        return [int(token) for token in tokens] if isinstance(tokens, list) else None
 
+    async def generate(
+        self,
+        turn: EngineTurn,
+        *,
+        adapter: str | None = None,
+        routing: RoutingShape | None = None,
+        cache_key: str | None = None,
+    ) -> ServerReply:
+        """See `InferenceServer.generate`."""
+        prompt = turn.prompt_ids + turn.token_ids if turn.token_ids else turn.prompt_ids
+        meta = await self.request(
+            turn.key,
+            prompt,
+            sampling_of(turn),
+            adapter=adapter,
+            routed_experts=routing is not None,
+            cache_key=cache_key,
+        )
+        reply = reply_of(meta)
+        if routing is None or not reply.token_ids:
+            return reply
+        return routes_of(reply, meta, routing, len(prompt) + len(reply.token_ids))
 
-async def _features(client: SglangClient) -> Features:
-    try:
-        return await client.features()
-    except Refused:  # served without its documentation: assume the oldest
-        return Features.of({})
+    async def score(
+        self,
+        key: str,
+        ids: Sequence[int],
+        start: int,
+        *,
+        adapter: str | None = None,
+        cache_key: str | None = None,
+    ) -> list[float]:
+        """See `InferenceServer.score`."""
+        meta = await self.request(
+            key, ids, _NO_TOKENS, logprobs_from=start, adapter=adapter, cache_key=cache_key
+        )
+        found = prompt_logprobs(meta)
+        if len(found) != len(ids) - start - 1:
+            raise BrokenReply(f"{len(found)} log-probs for {len(ids) - start - 1} tokens")
+        return found
 
+    async def request(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling: Json,
+        *,
+        logprobs_from: int | None = None,
+        adapter: str | None = None,
+        routed_experts: bool = False,
+        cache_key: str | None = None,
+    ) -> Json:
+        """The `meta_info` that `/generate` answers. No time limit of its own: the caller's deadline
+        cancels. `logprobs_from`: also log-probs of the prompt's tokens after this position."""
+        body: Json = {
+            "rid": rid,
+            "input_ids": orjson.Fragment(TokenIds.of(input_ids).json),
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        if routed_experts:  # releases that do not know the field refuse it
+            body["return_routed_experts"] = True
+        if logprobs_from is not None:
+            body["logprob_start_len"] = logprobs_from
+        if adapter is not None:
+            body["lora_path"] = adapter
+        if cache_key is not None:
+            body["extra_key"] = cache_key
+        reply = await self._json("POST", "/generate", body, seconds=None)
+        meta = reply.get("meta_info")
+        if not isinstance(meta, dict) or "finish_reason" not in meta:
+            raise BrokenReply(f"/generate of {self.url} answered without meta_info")
+        return meta
 
-def _ids(model: ModelSpec) -> list[int] | None:
-    """Ids of `_TEXT` by the policy's tokenizer; None when it cannot be loaded here."""
-    try:
-        loaded = AutoTokenizer.from_pretrained(model.tokenizer_source, revision=model.revision)
-    except (OSError, ValueError):
-        return None
-    ids: list[int] = loaded.encode(_TEXT, add_special_tokens=False)
-    return ids
+    async def abort(self, key: str) -> None:
+        """See `InferenceServer.abort`."""
+        await self._send("POST", "/abort_request", {"rid": key})
 
+    async def pause(self, turns: RunningTurns) -> bool:
+        """See `InferenceServer.pause`."""
+        features = self._features
+        if features is not None and features.retract:
+            await self._send("POST", "/pause_generation", {"mode": _PAUSES[turns]})
+            return turns == "requeue"
+        if features is not None and features.pause:
+            await self._send("POST", "/pause_generation", {})
+        # Aborted turns are sent again, with their tokens so far, when the pause ends.
+        await self._send("POST", "/abort_request", {"rid": "", "abort_all": True})
+        return False
 
-def target_names(spec: PolicySpec, model: Any) -> list[str]:
-    """Last parts of the names of the layers that the policy's adapter changes; empty without
-    one."""
-    if spec.lora is None:
-        return []
-    layers, _ = linear_layers(model, spec.lora.target_modules)
-    return sorted({name.rpartition(".")[2] for name in layers})
+    async def resume(self) -> None:
+        """See `InferenceServer.resume`."""
+        if self._features is None or self._features.pause:
+            await self._send("POST", "/continue_generation", {})
 
+    async def flush_cache(self) -> None:
+        """See `InferenceServer.flush_cache`."""
+        await self._send("POST", "/flush_cache", {})
 
-def check_lora(
-    info: Mapping[str, Any], spec: PolicySpec, policy: str, targets: Sequence[str]
-) -> None:
-    """Raise `EngineStartFailed` unless the server was started for this policy's adapters."""
-    lora = spec.lora
-    if lora is None:
-        return
-    problem = ""
-    if not info.get("enable_lora"):
-        problem = "it was started without LoRA"
-    elif (rank := info.get("max_lora_rank")) is not None and int(rank) < lora.rank:
-        problem = f"it takes adapters up to rank {rank}, the policy's have {lora.rank}"
-    elif theirs := info.get("lora_target_modules"):
-        lacking = [] if "all" in theirs else sorted(set(targets) - set(theirs))
-        problem = f"it adapts no {', '.join(lacking)}" if lacking else ""
-    if problem:
-        raise EngineStartFailed(
-            f"the policy trains an adapter, and the server cannot serve it: {problem}",
-            field=f"policies.{policy}.engine.{'urls' if spec.engine.urls else 'launch'}",
-            value=", ".join(spec.engine.urls or spec.engine.launch) or None,
-            remedy=f"Start it with {' '.join(lora_arguments(spec, targets))}.",
+    async def version(self) -> str | None:
+        """See `InferenceServer.version`."""
+        name = (await self._model_info()).get("weight_version")
+        return None if name is None else str(name)
+
+    async def set_version(self, name: str) -> None:
+        """See `InferenceServer.set_version`. The default would abort turns."""
+        body = {"new_version": name, "abort_all_requests": False}
+        await self._acknowledged("/update_weight_version", body)
+
+    async def weights_digest(self, num_bytes: int) -> str | None:
+        """See `InferenceServer.weights_digest`. 0.5.21 needs CUDA for it and answers 400 on a
+        CPU."""
+        try:
+            reply = await self._json(
+                "POST", "/weights_checker", {"action": "checksum"}, seconds=seconds_for(num_bytes)
+            )
+        except Refused:
+            return None
+        digest = reply.get("per_engine_checksum") or reply.get("ranks")
+        return None if digest is None else str(digest)
+
+    async def begin_update(self) -> None:
+        """Open a session for tensor updates, which releases from 0.5.21 want."""
+        if self._features is None or self._features.sessions:
+            await self._acknowledged("/begin_weight_update", {"selector": "all"})
+
+    async def end_update(self) -> None:
+        """Close the session."""
+        if self._features is None or self._features.sessions:
+            await self._acknowledged("/end_weight_update", {})
+
+    async def load_directory(self, path: str, name: str, num_bytes: int, *, flush: bool) -> None:
+        """See `InferenceServer.load_directory`."""
+        await self._acknowledged(
+            "/update_weights_from_disk",
+            {
+                "model_path": path,
+                # The server may have been launched with `dummy`, which it would use again.
+                "load_format": "auto",
+                "flush_cache": flush,
+                "weight_version": name,
+            },
+            seconds_for(num_bytes),
         )
 
+    async def load_tensors(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], name: str | None, *, shared: bool
+    ) -> None:
+        """See `InferenceServer.load_tensors`."""
+        payloads = await asyncio.to_thread(encoding.payloads, tensors, self._ranks, shared=shared)
+        body: Json = {"serialized_named_tensors": payloads, "flush_cache": False}
+        if name is not None:
+            body["weight_version"] = name
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        await self._acknowledged("/update_weights_from_tensor", body, seconds_for(num_bytes))
 
-def lora_arguments(spec: PolicySpec, targets: Sequence[str]) -> list[str]:
-    """Launch arguments for a policy's adapters."""
-    if spec.lora is None:
-        return []
-    return [
-        "--enable-lora",
-        *("--max-lora-rank", str(spec.lora.rank)),
-        *("--lora-target-modules", *targets),
-        *("--max-loras-per-batch", str(PER_BATCH)),
-    ]
+    async def join_group(self, group: trainer_pb.UpdateGroup) -> None:
+        """See `InferenceServer.join_group`."""
+        await self._acknowledged(
+            "/init_weights_update_group",
+            {
+                "master_address": group.host,
+                "master_port": group.port,
+                "rank_offset": 1,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.backend,
+            },
+        )
+
+    async def leave_group(self, name: str) -> None:
+        """See `InferenceServer.leave_group`."""
+        await self._acknowledged("/destroy_weights_update_group", {"group_name": name})
+
+    async def load_handles(self, bucket: trainer_pb.WeightBucket, num_bytes: int) -> None:
+        """See `InferenceServer.load_handles`."""
+        body = {
+            "serialized_named_tensors": [encoding.as_text(one) for one in bucket.handles],
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        }
+        await self._acknowledged("/update_weights_from_tensor", body, seconds_for(num_bytes))
+
+    async def load_broadcast(
+        self, group: str, bucket: trainer_pb.WeightBucket, num_bytes: int
+    ) -> None:
+        """See `InferenceServer.load_broadcast`."""
+        await self._acknowledged(
+            "/update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in bucket.tensors],
+                "dtypes": [bucket.dtype] * len(bucket.tensors),
+                "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            },
+            seconds_for(num_bytes),
+        )
+
+    async def load_adapter(self, name: str, content: AdapterContent, *, shared: bool) -> None:
+        """See `InferenceServer.load_adapter`."""
+        tensors = dict(content.tensors)
+        payloads = await asyncio.to_thread(encoding.payloads, tensors, self._ranks, shared=shared)
+        await self._acknowledged(
+            "/load_lora_adapter_from_tensors",
+            {
+                "lora_name": name,
+                "config_dict": content.peft_config(),
+                "serialized_named_tensors": payloads,
+            },
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `InferenceServer.unload_adapter`."""
+        await self._acknowledged("/unload_lora_adapter", {"lora_name": name})
+
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """See `InferenceServer.release_memory`. It kills a busy scheduler."""
+        await self._send("POST", "/release_memory_occupation", {"tags": sorted(tags)})
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """See `InferenceServer.resume_memory`."""
+        await self._send("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
+
+    async def _model_info(self) -> Json:
+        """Model path and type, and the current `weight_version`."""
+        return await self._first_of("/model_info", "/get_model_info")
+
+    async def _server_info(self) -> Json:
+        """The server's arguments and limits: `tp_size`, `dp_size`, `max_req_input_len`, ..."""
+        return await self._first_of("/server_info", "/get_server_info")
+
+    async def _vocabulary(self) -> int | None:
+        """Size of the server's vocabulary, from its refusal of an id outside; None where it does
+        not say. Nothing is generated: the bias of an unknown token is refused beforehand."""
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}},
+        }
+        try:
+            await self._json("POST", "/generate", body, seconds=PROBE_SECONDS)
+        except Refused as error:
+            found = _VOCABULARY.search(error.message)
+            return int(found[1]) + 1 if found and error.status == 400 else None
+        return None
+
+    async def _first_of(self, *paths: str) -> Json:
+        """GET the first path that the server knows: newer releases rename them."""
+        for path in paths[:-1]:
+            try:
+                return await self._json("GET", path)
+            except Refused as error:
+                if error.status != 404:
+                    raise
+        return await self._json("GET", paths[-1])
+
+    async def _acknowledged(self, path: str, body: Json, seconds: float = CONTROL_SECONDS) -> None:
+        reply = await self._json("POST", path, body, seconds=seconds)
+        if reply.get("success") is False:
+            raise Refused(path, 200, str(reply.get("message") or reply.get("error_message")))
+
+
+def sampling_of(turn: EngineTurn) -> dict[str, Any]:
+    """Sampling parameters for the rest of `turn`. All are given: some defaults are traps.
+
+    Servers honour the seed when launched with `--enable-deterministic-inference`.
+    """
+    sampling: dict[str, Any] = {
+        "max_new_tokens": turn.remaining,
+        "temperature": turn.sampling.temperature,
+        "top_p": turn.sampling.top_p,
+        "top_k": turn.sampling.top_k if turn.sampling.top_k > 0 else -1,
+        "stop_token_ids": sorted(turn.stop_ids),
+        "skip_special_tokens": False,
+    }
+    if turn.sampling.seed is not None:  # releases that do not know the field refuse it
+        sampling["sampling_seed"] = turn.seed & _INT64
+    return sampling
+
+
+def _adapter_limits(info: Mapping[str, Any]) -> AdapterLimits | None:
+    if not info.get("enable_lora"):
+        return None
+    rank, modules = info.get("max_lora_rank"), info.get("lora_target_modules") or ()
+    return AdapterLimits(None if rank is None else int(rank), () if "all" in modules else modules)

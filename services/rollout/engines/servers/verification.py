@@ -176,7 +176,7 @@ class NamesCheck:
 
     async def run(self, tensors: Mapping[str, torch.Tensor], ref: common_pb.WeightsRef) -> None:
         """Raise `UpdateFailed` for a kind of `tensors` that the server does not take. It holds
-        them, and serves no turn with them yet. Raises the client's errors but `Refused`."""
+        them, and serves no turn with them yet. Raises the server's errors but `Refused`."""
         if self.trusted or self._taken == tensors.keys():
             return
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -326,7 +326,7 @@ def _not_taken(ref: common_pb.WeightsRef, kind: _Kind) -> Exception:
         ref,
         f"the server does not take '{kind.name}' (for example '{kind.tensors[0]}'): what it serves "
         "stays the same whatever is published under these names",
-        remedy="Use a release of SGLang that loads this model's checkpoints "
+        remedy="Use a release of the server that loads this model's checkpoints "
         "(`policies.X.engine.python`, or `urls`), or `kind: embedded`.",
     )
 

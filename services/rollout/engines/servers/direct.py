@@ -9,7 +9,6 @@ is the proof as in every other way, and what is loaded where the direct way fail
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -20,8 +19,9 @@ import torch
 from services.chassis.heartbeat import host_id
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
-from services.rollout.engines.sglang.client import Features, SglangClient, seconds_for
-from services.rollout.engines.sglang.update import Loader, NewWeights, Tensors, UpdateSetting
+from services.rollout.engines.servers.http import seconds_for
+from services.rollout.engines.servers.interface import InferenceServer, ServerDescription
+from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors, UpdateSetting
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -44,20 +44,17 @@ class DirectLoader(Loader):
     def __init__(
         self,
         other: Loader,
-        client: SglangClient,
-        features: Features,
+        server: InferenceServer,
+        described: ServerDescription,
         setting: UpdateSetting,
         *,
-        ranks: int,
-        device: str,
         near: bool,
         refused: set[DirectWay],
     ) -> None:
-        """`ranks`: tensor-parallel size; `device`: what the server computes on; `near`: whether its
-        address is this host's. `refused`: ways that the engine's servers have refused or died of,
-        which are not tried again; added to here."""
-        self._other, self._client, self._features = other, client, features
-        self._setting, self._ranks, self._device, self._near = setting, ranks, device, near
+        """`near`: whether the server's address is this host's. `refused`: ways that the engine's
+        servers have refused or died of, which are not tried again; added to here."""
+        self._other, self._server, self._described = other, server, described
+        self._setting, self._near = setting, near
         self._refused = refused
         # The process group that the server has joined last; empty if there is none. A trainer that
         # has dropped it names another.
@@ -81,7 +78,7 @@ class DirectLoader(Loader):
         assert self._weights is not None  # prepared
         if (way := self.chosen(self._weights)) is None:
             return
-        update = _Update(self._client, self._weights, way, self._ranks, self._group)
+        update = _Update(self._server, self._weights, way, self._described.ranks, self._group)
         try:
             async with asyncio.timeout(_TURN_SECONDS):
                 self._group = await update.begin()
@@ -94,12 +91,12 @@ class DirectLoader(Loader):
         else:
             self._update = update
 
-    async def load(self, client: SglangClient, *, flush: bool) -> bool:
+    async def load(self, server: InferenceServer, *, flush: bool) -> bool:
         """Load from the trainer's devices, or by the other loader."""
         update = self._update
         if update is not None:
             try:
-                await update.run(sessions=self._features.sessions)
+                await update.run()
                 self._direct = update.way
                 return False
             except _FAILURES as error:
@@ -110,7 +107,7 @@ class DirectLoader(Loader):
                 raise
             finally:
                 await self.release()
-        return await self._other.load(client, flush=flush)
+        return await self._other.load(server, flush=flush)
 
     async def loaded(self) -> None:
         """Free what the other loader had prepared."""
@@ -123,21 +120,21 @@ class DirectLoader(Loader):
         if update is not None:
             await update.close()
 
-    async def put(self, client: SglangClient, tensors: Tensors, name: str) -> None:
+    async def put(self, server: InferenceServer, tensors: Tensors, name: str) -> None:
         """By the other loader."""
-        await self._other.put(client, tensors, name)
+        await self._other.put(server, tensors, name)
 
     def chosen(self, weights: NewWeights) -> DirectWay | None:
         """The direct way of `weights` into this server; None if there is none."""
-        source, features = weights.ref.trained_on, self._features
+        source, described = weights.ref.trained_on, self._described
         forced = self._setting in ("ipc", "broadcast")
-        gpus = source.device == self._device == "cuda"
+        gpus = source.device == described.device == "cuda"
         if not source.trainer or not (forced or (gpus and self._setting == "auto")):
             return None
         here = self._near and source.host_id == host_id()
         way: DirectWay = "ipc" if here and self._setting != "broadcast" else "broadcast"
-        able = features.buckets if way == "ipc" else features.groups
-        if not able or not features.version_call or self._setting not in ("auto", way):
+        able = way in described.ways and described.names_versions
+        if not able or self._setting not in ("auto", way):
             return None
         return None if way in self._refused else way
 
@@ -145,7 +142,7 @@ class DirectLoader(Loader):
         self.fallbacks += 1
         if isinstance(error, Refused):
             self._refused.add(way)
-        url, other = self._client.url, self._other.way
+        url, other = self._server.url, self._other.way
         log.warning("%s: no weights by %s, but by %s: %s", url, way, other, error)
 
 
@@ -153,11 +150,11 @@ class _Update:
     """A direct update of one server: the trainer's stream, and the server's calls for it."""
 
     def __init__(
-        self, client: SglangClient, weights: NewWeights, way: DirectWay, ranks: int, group: str
+        self, server: InferenceServer, weights: NewWeights, way: DirectWay, ranks: int, group: str
     ) -> None:
         """`group`: the one that the server has joined; empty if none."""
         self.way = way
-        self._client, self._weights = client, weights
+        self._server, self._weights = server, weights
         self._wanted = trainer_pb.WantedWeights(
             job_id=weights.ref.job_id,
             policy=weights.ref.policy,
@@ -166,6 +163,7 @@ class _Update:
             way=way,
             ranks=ranks,
             group=group,
+            format=server.bucket_format,
         )
         settings = weights.source.client if isinstance(weights.source, HostTransfer) else None
         self._channel = connect(weights.ref.trained_on.trainer, settings)
@@ -189,16 +187,13 @@ class _Update:
                 return group
             if group:  # the trainer has dropped it, or is another
                 with contextlib.suppress(Refused):
-                    await self._client.leave_group(group)
+                    await self._server.leave_group(group)
             group = self._wanted.group = event.group.name
-            await self._client.join_group(event.group)
+            await self._server.join_group(event.group)
 
-    async def run(self, *, sessions: bool) -> None:
+    async def run(self) -> None:
         """Have the server load all buckets; it is paused."""
-        client = self._client
-        if sessions:
-            await client.begin_update()
-        try:
+        async with self._server.updating():
             self._acknowledge()
             async with asyncio.timeout(seconds_for(self._weights.num_bytes)):
                 while self._missing:
@@ -207,9 +202,6 @@ class _Update:
                     await self._load(event.bucket)
                     self._acknowledge()
                 await self._end()
-        finally:
-            if sessions:
-                await client.end_update()
 
     async def close(self) -> None:
         """Leave the trainer. Repeatable."""
@@ -219,14 +211,11 @@ class _Update:
         await self._channel.close(None)
 
     async def _load(self, bucket: trainer_pb.WeightBucket) -> None:
+        size = _num_bytes(bucket)
         if self.way == "ipc":
-            payloads = [base64.b64encode(one).decode() for one in bucket.handles]
-            await self._client.update_from_tensors(
-                payloads, None, _num_bytes(bucket), load_format="flattened_bucket"
-            )
+            await self._server.load_handles(bucket, size)
         else:
-            group, size = self._wanted.group, _num_bytes(bucket)
-            await self._client.update_from_group(group, bucket, size)
+            await self._server.load_broadcast(self._wanted.group, bucket, size)
 
     def _check(self, bucket: trainer_pb.WeightBucket) -> None:
         """Raise DataLoss unless just these tensors were published and have not come yet."""

@@ -1,4 +1,4 @@
-"""Versions of a policy that are LoRA adapters, loaded beside each other into an SGLang server."""
+"""Versions of a policy that are LoRA adapters, loaded into one server at the same time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
-from services.rollout.engines.sglang.server import Server
-from services.rollout.engines.sglang.update import for_ranks, payload, prove, shared_payload
-from services.rollout.engines.verification import update_failed
+from services.rollout.engines.servers.interface import SERVER_ERRORS
+from services.rollout.engines.servers.managed import ManagedServer
+from services.rollout.engines.servers.update import prove
+from services.rollout.engines.servers.verification import update_failed
 from services.rollout.engines.weights import Adapted
 from troupe.v1 import common_pb2 as common_pb
 
@@ -29,7 +29,7 @@ class ServedAdapter:
 class AdapterVersions:
     """The adapters in one server: which one new turns use, and when an old one is unloaded."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ManagedServer) -> None:
         self._server = server
         self._now = ServedAdapter()
         # Checksum of the base weights that the server holds, verified; empty: unknown.
@@ -68,21 +68,18 @@ class AdapterVersions:
         self._loads += 1
         name = f"{ref.policy}@{ref.version}.{self._loads}"
         server, content = self._server, adapted.adapter
-        if not server.features.adapter_tensors:
-            raise _refused(ref, name, "its release cannot load them while it runs")
+        if not server.described.takes_adapters:
+            raise _refused(server, ref, name, "its release cannot load them while it runs")
         try:
-            encode = shared_payload if server.launched else payload
-            tensors = dict(content.tensors)
-            data = await asyncio.to_thread(for_ranks, encode, tensors, server.ranks)
-            await server.client.load_adapter(name, content.peft_config(), data)
-        except (ServerGone, BrokenReply, Refused) as error:
-            raise _refused(ref, name, str(error)) from error
+            await server.api.load_adapter(name, content, shared=server.launched)
+        except SERVER_ERRORS as error:
+            raise _refused(server, ref, name, str(error)) from error
         self._names.add(name)
         try:
             # By a forward pass over base and adapter, merged.
             parts = adapted.parts(server.layout, ref.key)
             proof = await asyncio.to_thread(server.updater.reference.proof, parts)
-            await prove(server.client, proof, ref, adapter=name)
+            await prove(server.api, proof, ref, adapter=name)
         except BaseException:
             await self._unload(name)
             raise
@@ -97,8 +94,8 @@ class AdapterVersions:
 
     async def _unload(self, name: str) -> None:
         try:
-            await self._server.client.unload_adapter(name)
-        except (ServerGone, BrokenReply, Refused) as error:
+            await self._server.api.unload_adapter(name)
+        except SERVER_ERRORS as error:
             # Costs memory only; the next `switch` tries again.
             log.warning("adapter %s stays in the server: %s", name, error)
             return
@@ -106,10 +103,9 @@ class AdapterVersions:
         del self._turns[name]
 
 
-def _refused(ref: common_pb.WeightsRef, name: str, reason: str) -> Exception:
+def _refused(server: ManagedServer, ref: common_pb.WeightsRef, name: str, reason: str) -> Exception:
     return update_failed(
         ref,
         f"LoRA adapter '{name}': {reason}",
-        remedy="Launch the server with --enable-lora, --max-lora-rank and "
-        "--lora-target-modules that cover the adapter.",
+        remedy=f"Launch the server with {server.adapter_arguments}.",
     )

@@ -1,0 +1,593 @@
+"""`ServerEngine`: the engine that is an inference server of any kind, launched or attached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Final
+
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.errors import (
+    BadTurn,
+    BrokenReply,
+    EngineDied,
+    EngineStartFailed,
+    Refused,
+    ReplyBroken,
+    ScoreRefused,
+    ServerGone,
+    TurnReturned,
+    UpdateFailed,
+)
+from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory, ScoreRequest
+from services.rollout.engines.server_process import EngineDevices
+from services.rollout.engines.servers.adapters import AdapterVersions, ServedAdapter
+from services.rollout.engines.servers.interface import SERVER_ERRORS, InferenceServer, ServerLoad
+from services.rollout.engines.servers.loaders import NewWeights
+from services.rollout.engines.servers.managed import Health, ManagedServer
+from services.rollout.engines.turns import EngineTurn
+from services.rollout.engines.weights import Adapted, check_base, check_published, untied
+from troupe.job import PolicySpec
+from troupe.rpc.errors import FailedPrecondition
+from troupe.rpc.ids import new_id
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as common_pb
+
+MISSES_UNTIL_DEAD: Final = 3
+# How long an aborted turn waits for the server to return its tokens.
+_ABORT_SECONDS: Final = 2.0
+# A check ends before its caller gives up on it, so that a missed one is counted; before it the
+# server is asked for its load.
+_CHECK_SECONDS: Final = 16.0
+_LOAD_SECONDS: Final = 3.0
+# How long a turn waits for the version of a server that another worker keeps, before it asks again.
+_CATCH_UP_SECONDS: Final = 5.0
+# Continuations that are scored at once.
+_SCORES_AT_ONCE: Final = 64
+_BAD_REQUEST: Final = 400
+
+
+class ServerEngine(ServingEngine):
+    """Serves a policy with one inference server. A kind of server is a subclass that names it.
+
+    `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
+    a turn is a function of (weights, prompt, seed); an attached one must have been. `devices`:
+    those of the worker, for a launched server. `routed_experts`: turns of a mixture of experts say
+    which experts their tokens were sent to; an attached server must have been started for it.
+    """
+
+    server_class: ClassVar[type[InferenceServer]]
+    only_copies: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        engine_id: str,
+        policy: str,
+        spec: PolicySpec,
+        *,
+        replica: int = 0,
+        deterministic: bool = False,
+        devices: EngineDevices | None = None,
+        routed_experts: bool = False,
+    ) -> None:
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
+        self._spec = spec
+        self._server = ManagedServer(
+            self.server_class,
+            engine_id,
+            policy,
+            spec,
+            replica=replica,
+            deterministic=deterministic,
+            devices=devices or EngineDevices(),
+            routed_experts=routed_experts,
+        )
+        # Of a policy that trains a LoRA adapter.
+        self._versions = AdapterVersions(self._server)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._aborting: set[str] = set()
+        # Cleared while the server must not be given turns.
+        self._open = asyncio.Event()
+        self._open.set()
+        # The version in the server when turns were last let in, verified or not.
+        self._loaded: int | None = None
+        # Checksum of the weights of the policy that the engine has left: loaded, but not served.
+        self._former = ""
+        # Where the weights that are being loaded are published.
+        self._source: Transfer | None = None
+        self._updates = 0
+        self._misses = 0
+        self._reported = ServerLoad()
+        # Turns that it has answered with tokens since the last check.
+        self._answered_since_check = 0
+        self._health: Health
+        # Whether another worker keeps the server; set, and made anew, when it serves a version.
+        self._followed = False
+        # Whether a keeper that was lost may have left a session of updates open.
+        self._left_open = False
+        self._caught_up = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """The server's address; after `start`."""
+        return self._server.api.url
+
+    @property
+    def update_fallbacks(self) -> int:
+        """See `ServingEngine.update_fallbacks`."""
+        return self._server.updater.fallbacks if hasattr(self._server, "updater") else 0
+
+    @property
+    def held_devices(self) -> frozenset[int]:
+        """Indices of the worker's devices that a launched server has."""
+        return self._server.devices.held(self.engine_id)
+
+    async def _begin(self) -> None:
+        """Launch or attach, within `start_timeout_seconds`."""
+        self._former = ""
+        await self._bring_up()
+
+    def assign(self, policy: str) -> None:
+        """Move to another policy of the same model; see `ServingEngine.assign`."""
+        former = self.checksum
+        super().assign(policy)
+        # The next update checks, as any other, that the server replaces it.
+        self._former = former
+
+    def follow_keeper(self, followed: bool) -> None:
+        """See `ServingEngine.follow_keeper`."""
+        self._followed = self._server.followed = followed
+
+    async def follow(self, ref: common_pb.WeightsRef) -> None:
+        """See `ServingEngine.follow`. Nothing is paused: turns in flight go on, and the server says
+        which version drew each of their tokens."""
+        async with self._changing:
+            self._require_alive()
+            if (held := await self._named_version()) != str(ref.version):
+                raise UpdateFailed(
+                    f"{self.url} holds version '{held}', its keeper said {ref.version}",
+                    field="engine",
+                    value=self.engine_id,
+                    remedy="Wait until its keeper has brought it there.",
+                )
+            self._life.updating(ref.version)
+            self._loaded = ref.version
+            self._updates += 1
+            self._life.verified(ref.version, ref.checksum)
+            self._server.updater.trust_names()
+            self._caught_up.set()
+            self._caught_up = asyncio.Event()
+
+    async def _named_version(self) -> str:
+        """The name of the version that the server holds. Raises `UpdateFailed`."""
+        try:
+            return str(await self._server.api.version())
+        except SERVER_ERRORS as error:
+            raise UpdateFailed(
+                f"{self.url} does not say what it holds: {error}",
+                field="engine",
+                value=self.engine_id,
+                remedy="Look at the server's log.",
+            ) from error
+
+    async def _catch_up(self) -> None:
+        """Wait until the engine follows its server's keeper to another version, or a while: a turn
+        that was asked of the former one is better asked anew then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CATCH_UP_SECONDS):
+                await self._caught_up.wait()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns the tokens so far."""
+        turn, future = self._turns.get(request_id), self._waiting.get(request_id)
+        if turn is None or future is None or future.done():
+            return
+        self._aborting.add(request_id)
+        with contextlib.suppress(*SERVER_ERRORS):
+            await self._server.api.abort(turn.key)
+        # A paused server, or one that has not seen the request yet, returns nothing.
+        await asyncio.wait([future], timeout=_ABORT_SECONDS)
+        if not future.done():
+            self._drop(turn)
+            future.set_result(turn.result(aborted=True))
+
+    def load(self) -> EngineLoad:
+        """The current load; how many turns wait in the server is as of the last `check`."""
+        load, reported = self._turns.load(), self._reported
+        waiting = min(reported.waiting, load.running)
+        return replace(
+            load,
+            running=load.running - waiting,
+            waiting=load.waiting + waiting,
+            uncached_tokens=reported.uncached_tokens,
+            kv_usage=reported.kv_usage,
+            cache_hit_rate=reported.cache_hit_rate,
+        )
+
+    async def check(self) -> common_pb.EngineState.ValueType:
+        """Probe the server: answered turns are proof of life; else it is asked for a token."""
+        if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
+            return self.state
+        if self._server.exited is not None:
+            self._die(self._server.exited)
+            return self.state
+        if self._asleep:  # it cannot generate
+            return self.state
+        answered, self._answered_since_check = self._answered_since_check, 0
+        try:
+            async with asyncio.timeout(_LOAD_SECONDS):
+                self._reported = await self._server.api.load()
+        except SERVER_ERRORS:
+            self._reported = ServerLoad()
+        except TimeoutError:  # busy: the last report is the best
+            pass
+        api, healthy, gone = self._server.api, False, False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CHECK_SECONDS):
+                # Whether it still generates is its keeper's concern, which may have paused it.
+                healthy = await (
+                    api.alive()
+                    if self._followed
+                    else self._health.generates(
+                        answered, len(self._turns), self._reported, serves=self._life.serves
+                    )
+                )
+                gone = not healthy and not await api.alive()
+        # An update may have begun meanwhile: a paused server does not generate.
+        if not self._life.alive or self.state == common_pb.ENGINE_STATE_UPDATING:
+            return self.state
+        if healthy:
+            self._misses = 0
+            if self.state == common_pb.ENGINE_STATE_SUSPECT:
+                self._life.recovered()
+            if self._followed:
+                await self._compare_version()
+        else:
+            self._misses += 1
+            if gone or self._misses >= MISSES_UNTIL_DEAD:
+                self._die(f"{api.url} generates nothing")
+            elif self.state == common_pb.ENGINE_STATE_HEALTHY:
+                self._life.suspect(f"{api.url} missed a probe")
+        return self.state
+
+    async def _compare_version(self) -> None:
+        """STALE if the server was started anew: it holds neither our version nor a later one."""
+        known = self.version  # before the server is asked: it may reach a later one meanwhile
+        with contextlib.suppress(UpdateFailed):
+            held = await self._named_version()
+            if known is None or self.state != common_pb.ENGINE_STATE_HEALTHY:
+                return
+            if not held.isdecimal() or int(held) < known:
+                self._life.distrusted(f"the server holds version '{held}' now")
+
+    async def stop(self) -> None:
+        """End turns as aborted, then a launched server; an attached one keeps running."""
+        self._life.stopped()
+        for turn, future in self._unanswered():
+            self._drop(turn)
+            future.set_result(turn.result(aborted=True))
+        if self._background:
+            await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
+        await self._server.down(for_good=True)
+
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
+        future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
+        self._waiting[turn.request_id] = future
+        self._tasks[turn.request_id] = asyncio.create_task(self._run(turn, future))
+        try:
+            return await future
+        finally:
+            del self._waiting[turn.request_id]
+            self._aborting.discard(turn.request_id)
+            self._tasks.pop(turn.request_id).cancel()
+
+    def _drop(self, turn: EngineTurn) -> None:
+        turn.closed = True
+        task = self._tasks.get(turn.request_id)
+        if task is not None:
+            task.cancel()
+        # The server would notice the broken connection only when it has something to send.
+        task = asyncio.create_task(self._abort_request(turn.key))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _abort_request(self, rid: str) -> None:
+        with contextlib.suppress(*SERVER_ERRORS):
+            await self._server.api.abort(rid)
+
+    def _fail_turns(self, error: Exception) -> None:
+        for turn, future in self._unanswered():
+            self._drop(turn)
+            future.set_exception(error)
+
+    async def _bring_up(self) -> None:
+        try:
+            await self._server.up()
+        except EngineStartFailed as error:
+            self._life.died(str(error))
+            raise
+        server = self._server
+        self.max_context, self.vocabulary = server.max_context, server.vocabulary
+        self.eos_ids = server.eos_ids
+        self._versions.forget(restarted=True)
+        self._misses = 0
+        self._reported = ServerLoad()
+        self._health = Health(server.api, self._spec.engine.running_limit)
+
+    def _keeps_memory(self) -> FailedPrecondition | None:
+        if self._server.described.frees_memory or self._server.launched:
+            return None
+        return FailedPrecondition(
+            "the server cannot free its memory",
+            kind="engine_cannot_sleep",
+            field=f"policies.{self.policy}.engine.urls",
+            value=self._server.api.url,
+            remedy=f"Start it with {self.server_class.options['memory']}.",
+        )
+
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        """Release memory by the server's memory saver; a launched server without it is ended."""
+        self._versions.forget()
+        if not self._server.described.frees_memory:
+            if not self._asleep:
+                await self._server.down(for_good=False)
+            return
+        if self._background:  # aborts under way: a busy scheduler would die
+            await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
+        await self._control(self._server.free(tags), "it did not go to sleep")
+
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        if self._server.described.frees_memory:
+            await self._control(self._server.api.resume_memory(tags), "it did not wake")
+        elif tags == self._asleep:
+            await self._bring_up()
+
+    async def _control(self, call: Awaitable[None], failure: str) -> None:
+        """Await a call after whose failure only a restart helps."""
+        try:
+            await call
+        except (*SERVER_ERRORS, TimeoutError) as error:
+            self._die(f"{failure}: {error!r}")
+            raise EngineDied(self.engine_id, self.message) from error
+
+    async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
+        await asyncio.to_thread(
+            check_published, tensors, self._server.layout, self._spec.lora, ref.key
+        )
+
+    async def _fits_base(self, adapted: Adapted) -> None:
+        await asyncio.to_thread(check_base, adapted, self._server.layout)
+
+    def _read(
+        self, ref: common_pb.WeightsRef, transfer: Transfer
+    ) -> tuple[Tensors, Adapted | None]:
+        self._source = transfer
+        return super()._read(ref, transfer)
+
+    def distrust(self, reason: str) -> None:
+        """See `ServingEngine.distrust`. A session of the lost keeper is closed before the load."""
+        super().distrust(reason)
+        self._left_open = True
+
+    async def _apply(self, tensors: Tensors, ref: common_pb.WeightsRef) -> float:
+        if self._left_open:
+            self._left_open = False
+            with contextlib.suppress(*SERVER_ERRORS):
+                await self._server.api.end_update()
+        known, self._former = self.checksum or self._former, ""
+        try:
+            if self._adapted is not None:
+                return await self._load_adapter(self._adapted, ref)
+            return await self._replace(tensors, ref, known)
+        except ServerGone as error:
+            await self._lost(error)
+            raise UpdateFailed(
+                str(error), field="engine", value=self.engine_id, remedy="Restart the engine."
+            ) from error
+        except BrokenReply as error:
+            raise UpdateFailed(
+                str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
+            ) from error
+
+    async def _replace(self, tensors: Tensors, ref: common_pb.WeightsRef, known: str) -> float:
+        """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
+        self._updates += 1
+        each_once = untied(tensors, self._server.layout)
+        # With a tied tensor under both names its file is not what the server should read.
+        source = self._source if each_once.keys() == tensors.keys() else None
+        updater = self._server.updater
+        exposed = await updater.run(
+            NewWeights(each_once, ref, source),
+            changed=bool(known) and known != ref.checksum,
+            gate=partial(self._gate, ref),
+        )
+        self._way = updater.way
+        return exposed
+
+    async def _load_adapter(self, adapted: Adapted, ref: common_pb.WeightsRef) -> float:
+        """Load the base, unless the server has it, and the adapter, while the server generates."""
+        versions, base, exposed = self._versions, adapted.base, 0.0
+        if versions.base != base.ref.checksum:
+            known, versions.base = versions.base, ""
+            exposed = await self._replace(base.tensors, base.ref, known)
+            versions.base = base.ref.checksum
+        else:
+            self._way = "adapter"
+        served = await versions.load(adapted, ref)
+        self._return_turns(ref)
+        await versions.switch(served)
+        return exposed
+
+    @property
+    def _cache_key(self) -> str | None:
+        """Whose cached prefixes a request may use: where the cache is kept, those of this version.
+        (Adapters have their own caches already.)"""
+        return f"v{self._loaded}" if self._spec.engine.cache == "keep" else None
+
+    def _gate(self, ref: common_pb.WeightsRef, is_open: bool) -> None:
+        """Let turns into the server, which holds `ref`, or hold them back."""
+        if is_open:
+            self._loaded = ref.version
+            self._open.set()
+        else:
+            self._open.clear()
+            self._return_turns(ref)
+
+    async def _run(self, turn: EngineTurn, future: asyncio.Future[EngineResponse]) -> None:
+        outcome: EngineResponse | Exception
+        try:
+            outcome = await self._respond(turn)
+            self._answered_since_check += 1
+        except ServerGone as error:
+            outcome = await self._lost(error) or broken(self.engine_id, turn, error)
+        except BrokenReply as error:
+            outcome = broken(self.engine_id, turn, error)
+        except Refused as error:
+            outcome = refused(self.engine_id, turn, error)
+        except Exception as error:  # whatever it is, the turn's caller waits for it
+            outcome = error
+        if future.done():
+            return
+        turn.closed = True
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    async def _respond(self, turn: EngineTurn) -> EngineResponse:
+        served = self._versions.begin()
+        try:
+            return await self._request(turn, served)
+        finally:
+            self._versions.ended(served)
+
+    async def _request(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
+        """Request the response until it is complete: updates may interrupt it."""
+        while True:
+            await self._open.wait()
+            asked_of, updates = self._loaded, self._updates
+            followed, known = self._followed, self.version
+            turn.started_at = turn.started_at or time.monotonic()
+            reply = await self._server.api.generate(
+                turn,
+                adapter=served.name,
+                routing=self._server.routing,
+                cache_key=self._cache_key,
+            )
+            # Tokens of weights that are not verified yet must not get out.
+            await self._settled.wait()
+            # Of a server that another worker keeps only its own word counts.
+            steady = updates == self._updates and not self._followed
+            versions = reply.versions(asked_of, steady=steady, adapter=served.version)
+            if versions is None:
+                turn.restart()
+                if self._followed:
+                    await self._catch_up()
+                continue
+            newest = max(versions, default=0)
+            while self._followed and newest > (self.version or 0):
+                await self._catch_up()  # until its keeper has verified that version
+            if followed and not self._followed and newest > (known or 0):
+                reason = f"its keeper was lost before it had verified version {newest}"
+                raise TurnReturned(self.engine_id, reason)
+            if not turn.versions:
+                turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
+            turn.extend(reply.token_ids, reply.logprobs, versions)
+            if reply.routes is not None:
+                turn.routes = reply.routes
+            self._turns.drew(len(reply.token_ids))
+            if not reply.aborted or turn.request_id in self._aborting:
+                return turn.result(aborted=reply.aborted)
+            if turn.remaining == 0:
+                return turn.result()
+            if self._followed:
+                if self._in_flight == "restart":
+                    raise TurnReturned(self.engine_id, "new weights are being loaded")
+                await self._catch_up()
+            elif updates == self._updates:
+                raise BrokenReply(f"the server aborted it: {reply.message or 'no reason given'}")
+            turn.incarnation += 1
+
+    async def _lost(self, error: Exception) -> EngineDied | None:
+        """After a broken connection: the error if the server is gone, None if it is alive."""
+        if self._server.exited is None and await self._server.api.alive():
+            return None
+        self._die(self._server.exited or str(error))
+        return EngineDied(self.engine_id, self.message or str(error))
+
+    async def _score(
+        self, asked: Sequence[ScoreRequest], temperature: float
+    ) -> tuple[list[list[float]], int] | None:
+        """See `ServingEngine._score`. Servers divide by the temperature only what they sample."""
+        if temperature != 1.0:
+            raise ScoreRefused(
+                f"{self.server_class.product} reports the log-probs of given tokens at temperature "
+                "1",
+                field="temperature",
+                value=temperature,
+                remedy="Ask for temperature 1, or serve the policy with `kind: embedded`.",
+            )
+        await self._open.wait()
+        # Nothing is awaited in between: this version answers, or `_updates` has changed.
+        served, updates, loaded = self._versions.begin(), self._updates, self._loaded
+        slots = asyncio.Semaphore(_SCORES_AT_ONCE)
+
+        async def one(item: ScoreRequest) -> list[float]:
+            async with slots:
+                return await self._score_one(item, served)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rows = [tasks.create_task(one(item)) for item in asked]
+        except* SERVER_ERRORS as errors:
+            raise await self._score_error(errors.exceptions[0]) from errors
+        finally:
+            self._versions.ended(served)
+        version = loaded if served.version is None else served.version
+        if version is None or updates != self._updates:
+            return None
+        if self._followed and await self._named_version() != str(version):
+            return None
+        return [row.result() for row in rows], version
+
+    async def _score_one(self, asked: ScoreRequest, served: ServedAdapter) -> list[float]:
+        return await self._server.api.score(
+            new_id("score"),
+            [*asked.prompt_ids, *asked.ids],
+            len(asked.prompt_ids) - 1,
+            adapter=served.name,
+            cache_key=self._cache_key,
+        )
+
+    async def _score_error(self, error: BaseException) -> Exception:
+        if isinstance(error, ServerGone) and (died := await self._lost(error)) is not None:
+            return died
+        if isinstance(error, Refused) and error.status == _BAD_REQUEST:  # too long, for instance
+            return BadTurn(
+                f"the server refuses to score it: {error.message}",
+                field="prompts",
+                remedy="Shorten prompt and continuation, or what the message says.",
+            )
+        return ReplyBroken(self.engine_id, "score", str(error))
+
+
+def broken(engine_id: str, turn: EngineTurn, error: Exception) -> ReplyBroken:
+    """The error of a turn whose answer is unusable, from a server that is alive."""
+    return ReplyBroken(engine_id, turn.request_id, str(error))
+
+
+def refused(engine_id: str, turn: EngineTurn, error: Refused) -> Exception:
+    """The error of a refused turn: the server's fault (5xx), or the request's."""
+    if error.status >= 500:
+        return broken(engine_id, turn, error)
+    return BadTurn(
+        f"engine {engine_id} refused the turn: {error.message}",
+        field="request_id",
+        value=turn.request_id,
+        remedy="See the server's message; its limits are in its log.",
+    )

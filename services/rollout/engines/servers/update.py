@@ -1,0 +1,196 @@
+"""Weight updates of a server: the procedure that loses no turn, and the proof of its result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from transformers import PreTrainedModel
+
+from services.rollout.engines.errors import Refused, UpdateFailed
+from services.rollout.engines.servers.interface import (
+    InferenceServer,
+    RunningTurns,
+    ServerDescription,
+)
+from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors
+from services.rollout.engines.servers.verification import (
+    PROOFS,
+    Fingerprint,
+    NamesCheck,
+    Proof,
+    ReferenceModel,
+    update_failed,
+)
+from troupe.job import ModelSpec
+from troupe.v1 import common_pb2 as common_pb
+
+# Name of weights that nobody has verified: no version.
+UNNAMED: Final = "unverified"
+# A server that is full answers the probe when one of its turns has ended.
+_ANSWER_SECONDS: Final = 600.0
+# Aborted turns leave the server within this time.
+_FLUSH_SECONDS: Final = 10.0
+
+
+class Updater:
+    """The update procedure of one server.
+
+    Prepare, while it serves -> pause (turns return to the server's queue, or stay where they are
+    with their cache) -> load -> flush the cache -> name the version -> continue -> compare prompt
+    log-probs with a plain forward pass over the published weights. The first update also checks
+    that the server takes every name (`NamesCheck`).
+    """
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        described: ServerDescription,
+        loader: Loader,
+        model: ModelSpec,
+        layout: PreTrainedModel,
+        policy: str,
+        *,
+        keep: bool,
+        keep_cache: bool = False,
+    ) -> None:
+        """`layout`: the model without storage. `keep`: running turns continue after the update;
+        otherwise they are aborted. `keep_cache`: they continue with their keys and values."""
+        self._keep = keep
+        self._keep_cache = keep_cache
+        self._server = server
+        self._described = described
+        self._loader = loader
+        self.reference = ReferenceModel(layout, model.weight_dtype, policy)
+        self._names = NamesCheck(self.reference, server.url, self._put, self._fingerprint)
+
+    @property
+    def way(self) -> str:
+        """The way of the weights that were loaded last."""
+        return self._loader.way
+
+    @property
+    def fallbacks(self) -> int:
+        """Updates that were to take a direct way, and took another."""
+        return self._loader.fallbacks
+
+    async def run(
+        self, weights: NewWeights, *, changed: bool, gate: Callable[[bool], None]
+    ) -> float:
+        """Load and verify `weights`; returns the seconds of the pause.
+
+        `changed`: the server is known to hold other weights now. `gate(False)` has the engine hold
+        its turns back, `gate(True)` send them again. Raises `UpdateFailed` and the server's errors
+        other than `Refused`; the server then generates again, with unknown weights."""
+        num_bytes, ref = weights.num_bytes, weights.ref
+        proof, _ = await asyncio.gather(
+            PROOFS.of(self.reference, weights.tensors, ref.checksum), self._loader.prepare(weights)
+        )
+        before = await self._server.weights_digest(num_bytes) if changed else None
+        await self._loader.reserve()
+        began = time.monotonic()
+        gate(False)
+        try:
+            emptied = await self._server.pause(self._turns)
+            try:
+                flushed = await self._loader.load(self._server, flush=emptied)
+                if not (flushed or self._keep_cache):
+                    await self._flush()
+                if self._described.names_versions:
+                    await self._server.set_version(str(ref.version))
+            finally:
+                await self._server.resume()
+            paused = time.monotonic() - began
+        except Refused as error:
+            raise update_failed(ref, str(error)) from error
+        finally:
+            gate(True)
+            await self._loader.release()
+        await self._loader.loaded()
+        try:
+            await self._verify(ref, proof, before, num_bytes)
+        except UpdateFailed:
+            # Skipped names are the better explanation.
+            await self._names.run(weights.tensors, ref)
+            raise
+        await self._names.run(weights.tensors, ref)
+        return paused
+
+    @property
+    def _turns(self) -> RunningTurns:
+        """What the pause does with running turns."""
+        if self._keep_cache:
+            return "keep"
+        return "requeue" if self._keep else "abort"
+
+    async def _flush(self) -> None:
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while True:
+            try:
+                await self._server.flush_cache()
+                return
+            except Refused:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.05)
+
+    async def _verify(
+        self, ref: common_pb.WeightsRef, proof: Proof, before: str | None, num_bytes: int
+    ) -> None:
+        named = await self._server.version()
+        if named is not None and named != str(ref.version):
+            raise update_failed(ref, f"the server says that it serves version '{named}'")
+        if before is not None and await self._server.weights_digest(num_bytes) == before:
+            raise update_failed(ref, "the server's own checksum of its weights did not change")
+        await prove(self._server, proof, ref)
+
+    def trust_names(self) -> None:
+        """Take the names as checked: another worker has verified a version on this server."""
+        self._names.trusted = True
+
+    async def _put(self, tensors: Tensors, version: int | None) -> None:
+        name = UNNAMED if version is None else str(version)
+        # Workers that share the server must take no token for one of a version meanwhile.
+        if self._described.names_versions:
+            await self._server.set_version(UNNAMED)
+        await self._loader.put(self._server, tensors, name)
+        await self._server.flush_cache()
+        if self._described.names_versions:
+            await self._server.set_version(name)
+
+    async def _fingerprint(self, num_bytes: int) -> Fingerprint:
+        digest = await self._server.weights_digest(num_bytes)
+        if digest is not None:
+            return digest
+        return await _served_logprobs(self._server, self.reference.ids, "names")
+
+
+async def prove(
+    server: InferenceServer,
+    proof: Proof,
+    ref: common_pb.WeightsRef,
+    *,
+    adapter: str | None = None,
+) -> None:
+    """Raise `UpdateFailed` unless the server (with `adapter`) gives the log-probs of `proof`; also
+    `BrokenReply` and `ServerGone`."""
+    name = adapter or f"{ref.policy}-{ref.version}"
+    try:
+        found = await _served_logprobs(server, proof.ids, name, adapter=adapter)
+    except Refused as error:
+        raise update_failed(ref, f"the probe was refused: {error}") from error
+    except TimeoutError as error:
+        reason = f"the probe was not answered within {_ANSWER_SECONDS:g} s"
+        raise update_failed(ref, reason) from error
+    proof.check(found, ref)
+
+
+async def _served_logprobs(
+    server: InferenceServer, ids: list[int], name: str, *, adapter: str | None = None
+) -> list[float]:
+    """The server's log-probs of `ids[1:]`. Raises the server's errors, and TimeoutError."""
+    key = f"probe-{name}-{time.monotonic_ns()}"
+    async with asyncio.timeout(_ANSWER_SECONDS):
+        return await server.score(key, ids, 0, adapter=adapter)
