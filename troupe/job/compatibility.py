@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from troupe.job.engines import KINDS, kinds_with
 from troupe.job.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.section import Section
 from troupe.job.spec import JobSpec
@@ -80,14 +81,12 @@ def _policies(spec: JobSpec) -> Iterator[str]:
 
 
 def _engine(field: str, engine: EngineSpec) -> Iterator[str]:
-    other, names = "sglang", ["launch", "python", "update"]
-    if engine.is_server:
-        other, names = "embedded", ["own_process"]
-    for given in _given(engine, names):
-        yield (
-            f"{field}.engine.{given}: without effect with kind `{engine.kind}`; use kind "
-            f"`{other}`, or leave it out"
-        )
+    for name in KINDS[engine.kind].without_effect:
+        for given in _given(engine, [name]):
+            yield (
+                f"{field}.engine.{given}: without effect with kind `{engine.kind}`; use kind "
+                f"{kinds_with(name)}, or leave it out"
+            )
 
 
 def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:

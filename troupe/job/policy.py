@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.job.engines import KINDS, KindName, server_kinds
 from troupe.job.network import NetworkSpec
 from troupe.job.section import (
     MAX_COEFFICIENT,
@@ -218,10 +219,6 @@ class OptimizerSpec(Section):
     """Fraction of `lr` left at the last step of a falling schedule."""
 
 
-# SGLang's arguments that say over how many devices a server spreads, and on which.
-_SPREADS = {"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}
-
-
 class SimulatedClassSpec(Section):
     """Cost model of engines of one device class, where it differs."""
 
@@ -267,7 +264,7 @@ class SimulatedSpec(Section):
 class EngineSpec(Section):
     """The inference engines of a policy."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
+    kind: KindName = "embedded"
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines of this policy per rollout worker."""
@@ -317,9 +314,8 @@ class EngineSpec(Section):
 
     @property
     def is_server(self) -> bool:
-        """Whether engines of this kind are model servers, launched or attached to, and compute
-        outside the rollout process."""
-        return self.kind != "embedded"
+        """See `EngineKind`."""
+        return KINDS[self.kind].is_server
 
     @property
     def running_limit(self) -> int:
@@ -341,8 +337,8 @@ class EngineSpec(Section):
     def _attaches(self) -> Self:
         if self.urls and not self.is_server:
             raise ValueError(
-                f"urls: servers are attached with kind `sglang`, not `{self.kind}`; use that, or "
-                "leave them out"
+                f"urls: servers are attached with kind {server_kinds()}, not `{self.kind}`; use "
+                "that, or leave them out"
             )
         return self
 
@@ -360,9 +356,10 @@ class EngineSpec(Section):
         if self.tensor_parallel > 1 and (not self.is_server or self.urls):
             raise ValueError(
                 f"tensor_parallel: {self.tensor_parallel} devices are of a launched server of kind "
-                "`sglang`; an attached one says itself how it is spread"
+                f"{server_kinds()}; an attached one says itself how it is spread"
             )
-        given = {part.partition("=")[0] for part in self.launch} & _SPREADS
+        spread = KINDS[self.kind].spread_arguments
+        given = {part.partition("=")[0] for part in self.launch} & spread
         if given:
             raise ValueError(
                 f"launch: {min(given)} is `tensor_parallel`, by which the server gets its devices"

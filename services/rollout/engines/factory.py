@@ -1,8 +1,8 @@
 """The kinds of engines, by the names that jobs give them.
 
 A further inference server is a package with a subclass of `InferenceServer` and a subclass of
-`ServerEngine` that names it, a line in `ENGINES`, and its name in the literal of `EngineSpec.kind`
-(troupe/job/policy.py): any but `embedded` is a server."""
+`ServerEngine` that names it, and a line in `ENGINES`; what jobs may say about it is in
+troupe/job/engines."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def make_engine(
     an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
     an engine with an attached server takes the URL of that number. `trace_dir`: where a simulated
     engine writes when it was busy. `deterministic`: a turn is a function of (weights, prompt,
-    seed), or the engine does not start. `devices`: those of the worker, which its engines share out.
-    `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`: turns of
-    a mixture of experts say which experts their tokens were sent to. Raises FailedPrecondition of
-    kind "package_missing", or "no_routed_experts" for a kind that cannot say it.
+    seed), or the engine does not start. `devices`: those of the worker, which its engines share
+    out. `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`:
+    turns of a mixture of experts say which experts their tokens were sent to. Raises
+    FailedPrecondition of kind "package_missing", or "no_routed_experts" for a kind that cannot say
+    it.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
     engine_class: Callable[..., ServingEngine]

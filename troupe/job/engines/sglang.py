@@ -1,0 +1,14 @@
+"""Engines that are SGLang servers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from troupe.job.engines.kind import EngineKind
+
+SGLANG: Final = EngineKind(
+    "sglang",
+    is_server=True,
+    without_effect=("own_process",),
+    spread_arguments=frozenset({"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}),
+)
