@@ -11,7 +11,7 @@ import simpy
 
 from testbed.simulator.models import Dedicated, SharedPool
 from testbed.simulator.trace import ServiceRequest, Trajectory
-from troupe.twin.actions import ActionPool, ElasticPool, Pods
+from testbed.twin.actions import ActionPool, ElasticPool, Pods
 
 
 @dataclass

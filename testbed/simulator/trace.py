@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from troupe.twin.workload import REWARD, SimulatedAction
+from testbed.twin.actions import REWARD, SimulatedAction
 
 Rng: TypeAlias = np.random.Generator
 

@@ -25,10 +25,9 @@ from testbed.simulator.trace import (
     coding,
     teaching,
 )
+from testbed.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods, SimulatedAction
 from troupe.scheduling.elastic import Discipline, Placed, decide_over
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
-from troupe.twin.actions import CORES, ElasticPool, Learned, Pods
-from troupe.twin.workload import REWARD, SimulatedAction
 
 LAW = CodingLaw(turns=4.0)
 GUESSES = {TESTS: 0.9, REWARD: 0.9}

@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.twin import tangram
 from services.reward.dispatch import dispatcher as live
-from tests.twin.jobs import constant, two_policies
+from testbed.twin import actions
+from testbed.twin.actions import (
+    CORES,
+    REWARD,
+    ActingTurn,
+    ActionPool,
+    ElasticPool,
+    Pods,
+    SimulatedAction,
+)
+from testbed.twin.cluster import PublishedJob, PublishedTwin
+from tests.twin.jobs import constant, published
 from troupe.scheduling import elastic
-from troupe.twin import actions
-from troupe.twin.actions import CORES, ActionPool, ElasticPool, Pods
-from troupe.twin.cluster import Twin
-from troupe.twin.job import TwinJob
-from troupe.twin.workload import REWARD, SimulatedAction, TwinTrajectory, TwinTurn
+from troupe.twin.workload import TwinTrajectory
 
 SHELL = SimulatedAction("shell", 1, 1, 2.0, 0.0)
 TESTS = SimulatedAction(REWARD, 1, 8, 1.0, 40.0)
@@ -54,8 +61,8 @@ def _coding(index: int, size: int = 4) -> list[TwinTrajectory]:
     return [
         TwinTrajectory(
             (
-                TwinTurn("big", 100, 20 + 5 * ((index + n) % 7), call=SHELL),
-                TwinTurn("small", 200, 40, call=TESTS),
+                ActingTurn("big", 100, 20 + 5 * ((index + n) % 7), call=SHELL),
+                ActingTurn("small", 200, 40, call=TESTS),
             ),
             before=0.5,
         )
@@ -63,8 +70,8 @@ def _coding(index: int, size: int = 4) -> list[TwinTrajectory]:
     ]
 
 
-def _job(make: Any, **more: Any) -> TwinJob:
-    return two_policies(**{"workload": _coding, "in_flight": 48, "actions": make} | more)
+def _job(make: Any, **more: Any) -> PublishedJob:
+    return published(**{"workload": _coding, "in_flight": 48, "actions": make} | more)
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,58 +86,63 @@ def test_a_step_ends_and_its_trajectories_hold_no_core_whatever_left_early(
 ) -> None:
     made = _Watched(kind, cores, stateful=kind != "stateless")
     job = _job(made, mode=mode, redundant=redundant)
-    run = Twin(job).run(2)
+    twin = PublishedTwin(job)
+    run = twin.run(2)
     wanted = 2 * job.queries_per_step * (4 - redundant)
     assert run.steps[-1].trajectories == wanted
-    assert run.steps[-1].actions >= 2 * wanted
+    assert twin.acts[-1][0] >= 2 * wanted
     assert made.held() == 0
 
 
 def test_actions_take_their_time_and_waits_for_pods_are_part_of_it() -> None:
-    alone = _job(_Watched("elastic", [1000]), queries_per_step=1, in_flight=4)
-    end = Twin(alone).run(1).steps[-1]
+    elastic = PublishedTwin(_job(_Watched("elastic", [1000]), queries_per_step=1, in_flight=4))
+    pods = PublishedTwin(_job(_Watched("pods", [4]), queries_per_step=1, in_flight=4))
+    elastic.run(1)
+    pods.run(1)
+    ((count, seconds),), ((count_in_pods, seconds_in_pods),) = elastic.acts, pods.acts
     # Learned curves may give tests fewer than eight cores, never more.
-    assert 2.0 + 1.0 + 40.0 / 8 <= 2 * end.action_seconds / end.actions <= 2.0 + 41.0
-    pods = Twin(_job(_Watched("pods", [4]), queries_per_step=1, in_flight=4)).run(1).steps[-1]
-    assert pods.action_seconds > 8 * (2.0 + 21.0) / 2 * 1.2
-    assert pods.actions == end.actions == 8
+    assert 2.0 + 1.0 + 40.0 / 8 <= 2 * seconds / count <= 2.0 + 41.0
+    assert seconds_in_pods > 8 * (2.0 + 21.0) / 2 * 1.2
+    assert count_in_pods == count == 8
 
 
 def test_a_step_with_pods_takes_longer_than_with_elastic_actions_and_trains_the_same() -> None:
     law = dataclasses.replace(tangram.CODING, turns=6.0)
-    ends = {
-        kind: Twin(tangram.job(tangram.pool(kind, 1), 64, law)).run(1).steps[-1]
-        for kind in tangram.POOLS
+    twins = {
+        kind: PublishedTwin(tangram.job(tangram.pool(kind, 1), 64, law)) for kind in tangram.POOLS
     }
-    assert len({(one.trained_tokens, one.actions) for one in ends.values()}) == 1
+    ends = {kind: twin.run(1).steps[-1] for kind, twin in twins.items()}
+    counts, seconds = (
+        {kind: twin.acts[-1][part] for kind, twin in twins.items()} for part in (0, 1)
+    )
+    assert len({(ends[kind].trained_tokens, counts[kind]) for kind in ends}) == 1
     assert ends["enough"].at <= ends["elastic"].at < ends["pods"].at
-    assert ends["enough"].action_seconds <= ends["elastic"].action_seconds
-    assert ends["elastic"].action_seconds < ends["pods"].action_seconds
+    assert seconds["enough"] <= seconds["elastic"] < seconds["pods"]
 
 
 def test_calls_need_a_pool_and_no_barrier() -> None:
     with pytest.raises(ValueError, match="actions: turns call actions"):
-        Twin(two_policies(workload=_coding))
+        PublishedTwin(published(workload=_coding))
     with pytest.raises(ValueError, match="barrier: "):
-        Twin(_job(_Watched("pods", [4]), barrier=True))
+        PublishedTwin(_job(_Watched("pods", [4]), barrier=True))
 
 
 def test_a_lost_worker_takes_its_actions_along() -> None:
     made = _Watched("elastic", [8, 8])
-    twin = Twin(_job(made, rollout_workers=2))
+    twin = PublishedTwin(_job(made, rollout_workers=2))
     twin.env.clock.call(6.0, lambda _: twin.lose_worker(0))
     run = twin.run(2)
-    assert run.failures == 1
+    assert twin.failures == 1
     assert run.steps[-1].trajectories == 2 * 12 * 4
     assert made.held() == 0
 
 
 def test_a_pool_without_calls_changes_nothing() -> None:
     plain = dataclasses.replace(
-        two_policies(), workload=constant, policies={"p": two_policies().policies["big"]}
+        published(), workload=constant, policies={"p": published().policies["big"]}
     )
     pooled = dataclasses.replace(plain, actions=_Watched("elastic", [1]))
-    assert Twin(plain).run(2).steps[-1] == Twin(pooled).run(2).steps[-1]
+    assert PublishedTwin(plain).run(2).steps[-1] == PublishedTwin(pooled).run(2).steps[-1]
 
 
 def test_actions_are_decided_by_the_function_of_the_reward_service() -> None:

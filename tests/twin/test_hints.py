@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.twin.jobs import ENGINE, TRAINER, two_policies
-from troupe.twin.cluster import Twin, TwinRun, _Playing
+from troupe.twin.cluster import PlayedTrajectory, Twin, TwinRun
 from troupe.twin.costs import TrainerRates
 from troupe.twin.hints import (
     IDLE_ENGINES,
@@ -35,18 +35,18 @@ def played(monkeypatch: pytest.MonkeyPatch, job: TwinJob) -> tuple[TwinRun, floa
     """A run of the twin, and the mean seconds of its trajectories."""
     began: dict[str, float] = {}
     seconds: list[float] = []
-    begin, ended = _Playing.begin, Twin.trajectory_ended
+    begin, ended = PlayedTrajectory.begin, Twin.trajectory_ended
 
-    def noted(self: _Playing, after: float) -> None:
+    def noted(self: PlayedTrajectory) -> None:
         began[self.key] = self.twin.env.now
-        begin(self, after)
+        begin(self)
 
-    def over(self: Twin, one: _Playing) -> None:
+    def over(self: Twin, one: PlayedTrajectory) -> None:
         seconds.append(self.env.now - began[one.key])
         ended(self, one)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Playing, "begin", noted)
+        patch.setattr(PlayedTrajectory, "begin", noted)
         patch.setattr(Twin, "trajectory_ended", over)
         run = Twin(job).run(STEPS)
     return run, sum(seconds) / len(seconds)

@@ -130,6 +130,14 @@ def test_redundant_trajectories_run_in_the_twin_and_count_in_no_bound() -> None:
     assert planned("8xH100-80GB", redundant_trajectories=2).best.means.seconds > 0
 
 
+def test_the_twin_routes_as_the_job_says() -> None:
+    spec = JobSpec.model_validate(job() | {"routing": {"policy": "round_robin", "sticky": False}})
+    case = planner._case(spec, device_costs("H100"), 1, 8, FEW)
+    split = next(planner._splits(case, parse_devices("8xH100-80GB")))
+    routing = planner.twin_of(case, split).routing
+    assert (routing.policy, routing.sticky, routing.priority) == ("round_robin", False, True)
+
+
 def test_a_policy_with_its_own_alpha_has_it_in_the_twin() -> None:
     raw = job(mode="async", alpha=3)
     raw["policies"]["checker"]["alpha"] = 1

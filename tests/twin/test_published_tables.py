@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from benchmarks.papers.twin import flexmarl, mechanisms, rollart, rollart_rows
+from testbed.twin.cluster import PublishedJob, PublishedTwin
 from troupe.twin.cluster import Twin
-from troupe.twin.job import TwinJob
 
 
-def _small(features: rollart.Features, **more: bool) -> TwinJob:
+def _small(features: rollart.Features, **more: bool) -> PublishedJob:
     job = rollart.job(features, fleet={"H800": 1, "H20": 1}, **more)
     return dataclasses.replace(job, queries_per_step=4, in_flight=96, micro_batch=8)
 
@@ -41,7 +41,8 @@ def test_every_policy_of_the_colocated_row_has_a_gang_of_its_own() -> None:
 
 def test_every_row_of_rollart_trains_the_same_trajectories() -> None:
     ends = {
-        row: Twin(_small(features)).run(2).steps[-1] for row, features in rollart.FEATURES.items()
+        row: PublishedTwin(_small(features)).run(2).steps[-1]
+        for row, features in rollart.FEATURES.items()
     }
     assert {one.trained_tokens for one in ends.values()} == {ends["sync"].trained_tokens}
     assert {one.trajectories for one in ends.values()} == {64}
@@ -51,7 +52,7 @@ def test_every_row_of_rollart_trains_the_same_trajectories() -> None:
 def test_weights_fetched_beside_serving_expose_less() -> None:
     features = rollart.FEATURES["sync"]
     blocked, fetched = (
-        Twin(_small(dataclasses.replace(features, fetched=one))).run(3).means(1)
+        PublishedTwin(_small(dataclasses.replace(features, fetched=one))).run(3).means(1)
         for one in (False, True)
     )
     assert blocked.exposed > rollart.PULL[0]
@@ -91,13 +92,13 @@ def test_rows_of_rollart_come_in_the_published_order() -> None:
 
 def test_affinity_sends_kinds_of_tasks_to_their_classes() -> None:
     job = _small(rollart.FEATURES["rollart"])
-    twin = Twin(job)
+    twin = PublishedTwin(job)
     served: Counter[tuple[str, str]] = Counter()
     for engine in twin.routers[0]["agent"].engines:
         admit = engine.admit
 
         def note(turn, admit=admit, engine=engine):  # type: ignore[no-untyped-def]
-            served[turn.turn.domain, engine.device_class] += 1
+            served[turn.turn.domain, engine.fleet.device_class] += 1
             admit(turn)
 
         engine.admit = note  # type: ignore[method-assign]

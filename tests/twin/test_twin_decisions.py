@@ -15,20 +15,31 @@ from services.orchestrator.placement import engine_balancer, trainer_lease, trai
 from services.rollout.serving import policy as served_policy
 from services.rollout.serving import router as live_router
 from services.rollout.serving.router import StickyRoute
+from testbed.twin import cluster as published
 from tests.rollout.hand_engines import ask, make
 from troupe.scheduling import admission, balancing, binding, routing
 from troupe.twin import cluster, engines, planner, trainers
-from troupe.twin.engines import RoutedTurn, RoutingRules, TwinRouter
+from troupe.twin.engines import RoutedTurn, TwinRouter
+from troupe.twin.job import RoutingRules
 from troupe.twin.workload import TwinTurn
 
 
 @pytest.mark.parametrize(
-    "name", ["Fleet", "TurnQueue", "Profiles", "AdaptiveLimit", "Work", "Rates", "classes_for"]
+    ("name", "twin"),
+    [
+        ("Fleet", engines),
+        ("TurnQueue", engines),
+        ("Profiles", engines),
+        ("AdaptiveLimit", engines),
+        ("Work", engines),
+        ("Rates", published),
+        ("classes_for", published),
+    ],
 )
-def test_turns_are_routed_by_the_same_functions(name: str) -> None:
+def test_turns_are_routed_by_the_same_functions(name: str, twin: Any) -> None:
     shared = getattr(routing, name)
     assert getattr(live_router, name) is shared
-    assert getattr(engines, name) is shared
+    assert getattr(twin, name) is shared
 
 
 def test_steps_trainers_and_moves_are_decided_by_the_same_functions() -> None:
@@ -75,8 +86,6 @@ class _Held:
     def __init__(self, engine_id: str, limit: int) -> None:
         self.engine_id = engine_id
         self.limit = limit
-        self.device_class = ""
-        self.known_rates = None
         self.prefix_cache = True
         self.serving = True
         self.running: dict[RoutedTurn, None] = {}

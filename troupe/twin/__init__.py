@@ -2,14 +2,13 @@
 
 The decisions come from the same functions as in the services, `troupe.scheduling`, called with the
 same records. The twin models the world around them: computing times of devices and travel times of
-bytes. simpy holds the clock and the queue of events.
+bytes. simpy holds the clock and the queue of events. `testbed.twin` adds the mechanisms that only
+published tables need.
 
     costs      device classes and models: seconds of prefill, decoding, training, loading
     workload   what trajectories do: their turns, lengths and waits
-    actions    what turns run in environments: an elastic pool of cores, or reserved pods
     engines    engines by batch, the router in front of them, moves between policies
     trainers   the store's tables of rows, gangs on trainer workers, micro-batches and steps
-    faults     failures of rollout and trainer workers
     job        a job and its cluster: policies, mode, bounds, mechanisms
     cluster    the job's steps in simulated time: the pipeline modes, and what was measured
     profile    what a job that ran was measured to do, for planners

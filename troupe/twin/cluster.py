@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 import simpy
 
 from troupe.scheduling import admission
-from troupe.scheduling.binding import RankWorker
-from troupe.twin.actions import ActionPool
 from troupe.twin.batch import BusyClock
 from troupe.twin.engines import (
     EngineWatch,
@@ -27,10 +25,9 @@ from troupe.twin.engines import (
     TwinEnvironment,
     TwinRouter,
 )
-from troupe.twin.faults import start_faults
 from troupe.twin.job import TwinJob, check
 from troupe.twin.trainers import StepTable, TrainingPool
-from troupe.twin.workload import SimulatedAction, TwinTrajectory
+from troupe.twin.workload import TwinTrajectory, TwinTurn
 
 TwinSpan: TypeAlias = tuple[str, str, float, float, float]
 # New objects after which garbage is collected in a run.
@@ -59,10 +56,6 @@ class TwinStep:
     """Mean of the trajectories of this step, in versions."""
     exposed: float
     """Seconds in which engines drew nothing for new weights, all engines together."""
-    actions: int = 0
-    """Ended in the pool of actions."""
-    action_seconds: float = 0.0
-    """Of all of them, from being asked for to their ends; waits for a pod are part of them."""
 
 
 @dataclass
@@ -74,8 +67,6 @@ class TwinRun:
     engines: int = 0
     moves: int = 0
     swaps: int = 0
-    failures: int = 0
-    lost_rows: int = 0
     events: int = 0
     """Turns that engines have ended: the unit of the twin's own work."""
     bound: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -126,12 +117,12 @@ class TwinMeans:
     """Per engine."""
 
 
-class _QueryGroup:
+class QueryGroup:
     """The trajectories of one query in a step, and their rows by policy."""
 
     __slots__ = ("complete", "index", "name", "open", "rows", "started", "step", "todo", "worker")
 
-    def __init__(self, index: int, step: _Step, todo: Sequence[TwinTrajectory]) -> None:
+    def __init__(self, index: int, step: OpenStep, todo: Sequence[TwinTrajectory]) -> None:
         self.index = index
         self.name = admission.query_id_of(index)
         self.step = step
@@ -144,39 +135,25 @@ class _QueryGroup:
         self.started: Mapping[str, int] = {}
 
 
-class _Step:
+class OpenStep:
     """An open step."""
 
     def __init__(self, env: simpy.Environment, number: int, policies: Sequence[str]) -> None:
         self.number = number
         self.tables = {policy: StepTable(env) for policy in policies}
-        self.groups: dict[str, _QueryGroup] = {}
+        self.groups: dict[str, QueryGroup] = {}
         self.closed = False
         self.rolled_out = env.event()
         self.committed = {policy: env.event() for policy in policies}
         self.stale: list[float] = []
 
 
-class _Playing:
+class PlayedTrajectory:
     """One trajectory while it runs."""
 
-    __slots__ = (
-        "acting",
-        "at",
-        "gone",
-        "group",
-        "key",
-        "place",
-        "previous",
-        "trajectory",
-        "turns",
-        "twin",
-        "waited",
-    )
+    __slots__ = ("at", "gone", "group", "key", "previous", "trajectory", "turns", "twin")
 
-    def __init__(
-        self, twin: Twin, group: _QueryGroup, key: str, trajectory: TwinTrajectory
-    ) -> None:
+    def __init__(self, twin: Twin, group: QueryGroup, key: str, trajectory: TwinTrajectory) -> None:
         self.twin = twin
         self.group = group
         self.key = key
@@ -185,51 +162,10 @@ class _Playing:
         self.at = 0
         self.previous: dict[str, str | None] = {}
         self.gone = False
-        # In the pool of actions: what runs or waits there, the trajectory's own place, and the
-        # seconds that it waited for it.
-        self.acting: simpy.Process | None = None
-        self.place: Any = None
-        self.waited = 0.0
 
-    def begin(self, seconds: float) -> None:
+    def begin(self) -> None:
         """Reset the environment, then take the first turn."""
-        pool = self.twin.actions
-        if pool is not None and self.place is None:
-            self.acting = self.twin.env.process(self._enter(pool, seconds))
-        else:
-            self.twin.after(seconds + self.trajectory.before, self._next)
-
-    def _enter(self, pool: ActionPool, seconds: float) -> Generator[simpy.Event, Any, None]:
-        asked = self.twin.env.now
-        try:
-            self.place = yield from pool.enter()
-        except simpy.Interrupt:
-            return
-        self.acting = None
-        self.waited = self.twin.env.now - asked
-        self.twin.after(seconds + self.trajectory.before, self._next)
-
-    def _act(
-        self, pool: ActionPool, call: SimulatedAction, seconds: float
-    ) -> Generator[simpy.Event, Any, None]:
-        """Run an action; `seconds` later the trajectory goes on."""
-        twin = self.twin
-        asked = twin.env.now
-        try:
-            yield from pool.run(call, self.place, self.key)
-        except simpy.Interrupt:
-            return
-        self.acting = None
-        twin.acted(self.waited + twin.env.now - asked)
-        self.waited = 0.0
-        twin.after(seconds, self.advance)
-
-    def leave(self, pool: ActionPool) -> None:
-        """End what runs in the pool and free the trajectory's place."""
-        if self.acting is not None:
-            self.acting.interrupt()
-        if self.place is not None:
-            pool.leave(self.place)
+        self.twin.after(self.trajectory.before, self._next)
 
     def _next(self, _: simpy.Event | None = None) -> None:
         if self.gone:
@@ -251,59 +187,24 @@ class _Playing:
         assert routed.engine is not None
         self.previous[turn.policy] = routed.engine.engine_id
         self.at += 1
-        seconds = turn.after + self.twin.control_turn
-        twin = self.twin
-        if turn.call is not None and twin.actions is not None:
-            self.acting = twin.env.process(self._act(twin.actions, turn.call, seconds))
-        elif twin.barrier is not None:
-            twin.barrier.arrive(self, seconds)
-        else:
-            twin.after(seconds, self.advance)
+        self.turn_ended(turn)
+
+    def turn_ended(self, turn: TwinTurn) -> None:
+        """Continue after the tools and the environment of an ended turn."""
+        self.twin.after(turn.after + self.twin.control_turn, self.advance)
 
     def advance(self, _: simpy.Event | None = None) -> None:
-        """Continue after the wait that follows a turn."""
+        """Take the next turn, or end."""
         if self.gone:
             return
         if self.at < len(self.turns):
             self._next()
-        elif self.trajectory.fails:
-            # The environment broke: the trajectory runs again, in a new one.
-            self.trajectory = self.trajectory._replace(fails=False)
-            self.at = 0
-            self.previous.clear()
-            self.begin(0.0)
         else:
-            self.twin.trajectory_ended(self)
+            self.trajectory_ended()
 
-
-class _Barrier:
-    """Environments that advance as a batch: the slowest of all holds up every trajectory."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-        self.running = 0
-        self._arrived: list[_Playing] = []
-        self._until = 0.0
-
-    def arrive(self, one: _Playing, seconds: float) -> None:
-        """Handle the end of a turn; its environment needs `seconds`."""
-        self._arrived.append(one)
-        self._until = max(self._until, self._env.now + seconds)
-        self.check()
-
-    def check(self) -> None:
-        """Let all go on once all have arrived."""
-        if self._arrived and len(self._arrived) >= self.running:
-            ready, self._arrived = self._arrived, []
-            event = self._env.timeout(max(0.0, self._until - self._env.now))
-            assert event.callbacks is not None
-            self._until = 0.0
-
-            def go(_: simpy.Event) -> None:
-                for one in ready:
-                    one.advance()
-
-            event.callbacks.append(go)
+    def trajectory_ended(self) -> None:
+        """Handle the end of the last turn."""
+        self.twin.trajectory_ended(self)
 
 
 class Twin:
@@ -326,14 +227,7 @@ class Twin:
             watch.spans = self._run.engine_spans
         self._watch = watch
         self._trained = [name for name, one in job.policies.items() if one.trained]
-        self._pool = TrainingPool(
-            self.env,
-            job.trainers,
-            rules=job.binding,
-            changed=self._account,
-            restart_seconds=job.faults.restart_seconds if job.faults is not None else 0.0,
-            spans=self._run.trainer_spans if job.spans else None,
-        )
+        self._pool = self._make_trainers()
         for name in self._trained:
             one = job.policies[name]
             self._pool.add(name, one.trainer, ranks=one.ranks, size=one.state_bytes)
@@ -344,10 +238,6 @@ class Twin:
         self._run.engines = sum(
             len(router.engines) for routers in self.routers for router in routers.values()
         )
-        self.barrier = _Barrier(self.env) if job.barrier else None
-        self.actions = job.actions(self.env) if job.actions is not None else None
-        self._acts, self._act_seconds = 0, 0.0
-        self._serving = set(range(job.rollout_workers))
         # One version after another.
         self._updating = {one: simpy.Resource(self.env) for one in self._trained}
         self._served = dict.fromkeys(self._trained, 0)
@@ -358,9 +248,9 @@ class Twin:
                 own = job.policies[name].alpha
                 self._alpha[name] = job.alpha if own is None else own
         self._next_step = self._next_query = 0
-        self._open: list[_Step] = []
-        self._waiting: list[_QueryGroup] = []
-        self._running: list[dict[int, _Playing]] = [{} for _ in range(job.rollout_workers)]
+        self._open: list[OpenStep] = []
+        self._waiting: list[QueryGroup] = []
+        self._running: list[dict[int, PlayedTrajectory]] = [{} for _ in range(job.rollout_workers)]
         self._in_flight = self._turn = self._ended_trajectories = 0
         self._waving = False
         self._news = self.env.event()
@@ -371,10 +261,7 @@ class Twin:
         if steps < 1:
             raise ValueError(f"steps = {steps} is out of range")
         done = self.env.process(self._window(steps))
-        for balancer in self._balancers:
-            self.env.process(balancer.run())
-        if self._job.faults is not None:
-            start_faults(self.env, self, self._job.trainers, self._job.faults)
+        self._start_processes()
         collected_at = gc.get_threshold()
         # Turns and calls by the million, nearly all of which are freed without the collector.
         gc.set_threshold(_COLLECTED_AT, *collected_at[1:])
@@ -384,9 +271,14 @@ class Twin:
             gc.set_threshold(*collected_at)
         run = self._run
         run.moves = sum(one.moves for one in self._balancers)
-        run.swaps, run.lost_rows = self._pool.swaps, self._pool.lost_rows
-        run.events, run.bound = self._watch.turns, self._pool.bound()
+        run.swaps, run.bound = self._pool.swaps, self._pool.bound()
+        run.events = self._watch.turns
         return run
+
+    def _start_processes(self) -> None:
+        """Start what runs as long as the job."""
+        for balancer in self._balancers:
+            self.env.process(balancer.run())
 
     def after(self, seconds: float, call: Any) -> None:
         """Call `call` with an event after so many seconds."""
@@ -395,12 +287,7 @@ class Twin:
             return
         self._time.call(self._time.now + seconds, call)
 
-    def acted(self, seconds: float) -> None:
-        """Count an action that ended so many seconds after its request."""
-        self._acts += 1
-        self._act_seconds += seconds
-
-    def trajectory_ended(self, one: _Playing) -> None:
+    def trajectory_ended(self, one: PlayedTrajectory) -> None:
         """Handle the end of a trajectory: its rows, its group, and whatever may start now."""
         group = one.group
         self._leave(one)
@@ -418,17 +305,12 @@ class Twin:
             self._complete(group)
         self._wake()
 
-    def _leave(self, one: _Playing) -> None:
+    def _leave(self, one: PlayedTrajectory) -> None:
         one.gone = True
-        if self.actions is not None:
-            one.leave(self.actions)
         self._in_flight -= 1
         del self._running[one.group.worker][id(one)]
-        if self.barrier is not None:
-            self.barrier.running -= 1
-            self.barrier.check()
 
-    def _complete(self, group: _QueryGroup) -> None:
+    def _complete(self, group: QueryGroup) -> None:
         step = group.step
         group.complete = True
         step.stale.append(
@@ -440,7 +322,7 @@ class Twin:
             table.close_group()
         self._move_roster(step)
 
-    def _move_roster(self, step: _Step) -> None:
+    def _move_roster(self, step: OpenStep) -> None:
         """Close the step's roster when it is due; the surplus leaves."""
         job = self._job
         if not job.spare:
@@ -466,6 +348,9 @@ class Twin:
             self._withdraw(step, leaving)
         for table in step.tables.values():
             table.seal()
+        self._end_rollout(step)
+
+    def _end_rollout(self, step: OpenStep) -> None:
         step.rolled_out.succeed()
 
     def _end_running(self, names: set[str]) -> None:
@@ -478,7 +363,7 @@ class Twin:
             for one in leaving:
                 self._leave(one)
 
-    def _withdraw(self, step: _Step, names: set[str]) -> None:
+    def _withdraw(self, step: OpenStep, names: set[str]) -> None:
         self._end_running(names)
         self._waiting = [one for one in self._waiting if one.name not in names]
         for name in names:
@@ -489,32 +374,34 @@ class Twin:
 
     def _window(self, steps: int) -> Generator[simpy.Event, Any, None]:
         """Open steps as staleness allows, and end them in order."""
-        depth, whole = 1 + max(self._alpha.values(), default=0), self._job.whole_batches
-        running: list[tuple[_Step, simpy.Process]] = []
+        depth = 1 + max(self._alpha.values(), default=0)
+        running: list[tuple[OpenStep, simpy.Process]] = []
         while True:
             while (
                 self._next_step < steps
                 and len(running) < depth
                 and not admission.holding_back(self._next_step, self._served, self._alpha)
-                and not (whole and running and not running[-1][0].rolled_out.triggered)
+                and self._may_open(running[-1][0] if running else None)
             ):
                 before = running[-1][0] if running else None
                 step = self._open_step()
                 running.append((step, self.env.process(self._run_step(step, before))))
             if not running:
                 return
-            rolled_out = running[-1][0].rolled_out
-            also = rolled_out if whole and not rolled_out.triggered else self._news
-            yield running[0][1] | self._news | also
+            yield running[0][1] | self._news
             while running and not running[0][1].is_alive:
                 self._note(running.pop(0)[0])
 
-    def _open_step(self) -> _Step:
+    def _may_open(self, newest: OpenStep | None) -> bool:
+        """Return whether a step may open beside the newest one that is open."""
+        return True
+
+    def _open_step(self) -> OpenStep:
         job = self._job
-        step = _Step(self.env, self._next_step, self._trained)
+        step = OpenStep(self.env, self._next_step, self._trained)
         self._next_step += 1
         for _ in range(job.queries_per_step + job.spare):
-            group = _QueryGroup(self._next_query, step, job.workload(self._next_query))
+            group = QueryGroup(self._next_query, step, job.workload(self._next_query))
             self._next_query += 1
             step.groups[group.name] = group
             self._waiting.append(group)
@@ -524,7 +411,9 @@ class Twin:
         self.after(job.control.step, lambda *_: self._wake())
         return step
 
-    def _run_step(self, step: _Step, before: _Step | None) -> Generator[simpy.Event, Any, None]:
+    def _run_step(
+        self, step: OpenStep, before: OpenStep | None
+    ) -> Generator[simpy.Event, Any, None]:
         mode, env = self._job.mode, self.env
         if mode in _EAGER:
             trains = [env.process(self._train(one, step, before)) for one in self._trained]
@@ -542,7 +431,7 @@ class Twin:
             yield env.timeout(self._job.switch_seconds)
 
     def _train(
-        self, policy: str, step: _Step, before: _Step | None
+        self, policy: str, step: OpenStep, before: OpenStep | None
     ) -> Generator[simpy.Event, Any, None]:
         if before is not None and not before.committed[policy].triggered:
             yield before.committed[policy]
@@ -551,25 +440,24 @@ class Twin:
             yield self.env.timeout(self._job.control.commit)
         self._committed[policy] = step.number + 1
         step.committed[policy].succeed()
-        env, newest, whole = self.env, self._open[-1], self._job.whole_batches
-        # Between whole batches all engines load at once, what they fetched beside serving.
-        fetched = whole and not newest.rolled_out.processed
-        if fetched:
-            fetches = (one.rates.fetch_seconds for one in self._job.policies[policy].engines)
-            yield newest.rolled_out & env.timeout(max(fetches))
+        yield from self._update(policy)
+        self._served[policy] = step.number + 1
+        self._tell()
+
+    def _update(self, policy: str) -> Generator[simpy.Event, Any, None]:
+        """Bring the policy's engines to its newest weights, one version after another."""
+        env, overlapping = self.env, self._job.mode == "async"
         with self._updating[policy].request() as turn:
             yield turn
-            overlapping = self._job.mode == "async" and not whole
-            updates = (
-                one[policy].update(env, fetched=fetched, overlapping=overlapping)
-                for one in self.routers
-            )
+            updates = (one[policy].update(env, overlapping=overlapping) for one in self.routers)
             yield env.all_of([env.process(one) for one in updates])
-        self._served[policy] = step.number + 1
+
+    def _tell(self) -> None:
+        """Let `_window` look again."""
         news, self._news = self._news, self.env.event()
         news.succeed()
 
-    def _note(self, step: _Step) -> None:
+    def _note(self, step: OpenStep) -> None:
         now = self.env.now
         self._account(now)
         self._clock.settle(now)
@@ -592,8 +480,6 @@ class Twin:
                 trajectories=self._ended_trajectories,
                 staleness=sum(step.stale) / len(step.stale) if step.stale else 0.0,
                 exposed=self._watch.exposed_seconds,
-                actions=self._acts,
-                action_seconds=self._act_seconds,
             )
         )
         self._open.remove(step)
@@ -614,7 +500,7 @@ class Twin:
     def _start_wave(self, _: simpy.Event) -> None:
         self._waving = False
         waiting = self._waiting
-        if not waiting or not self._serving:
+        if not waiting:
             return
         limit = self._limit
         if self._job.mode == "serial":  # one query at a time
@@ -629,8 +515,7 @@ class Twin:
             return
         groups, self._waiting = waiting[:count], waiting[count:]
         loads = [
-            admission.RolloutWorker(f"{one:06}", len(self._running[one]))
-            for one in sorted(self._serving)
+            admission.RolloutWorker(f"{one:06}", len(self._running[one])) for one in self._workers()
         ]
         self._turn += 1
         chosen = admission.spread_queries([len(one.todo) for one in groups], loads, turn=self._turn)
@@ -640,13 +525,27 @@ class Twin:
             for number, trajectory in enumerate(group.todo):
                 self._begin(group, number, trajectory)
 
-    def _begin(self, group: _QueryGroup, number: int, trajectory: TwinTrajectory) -> None:
+    def _workers(self) -> Sequence[int]:
+        """Return the rollout workers that trajectories may be given to."""
+        return range(len(self.routers))
+
+    def _begin(self, group: QueryGroup, number: int, trajectory: TwinTrajectory) -> None:
         self._in_flight += 1
-        if self.barrier is not None:
-            self.barrier.running += 1
-        playing = _Playing(self, group, f"{group.name}-t{number}", trajectory)
+        playing = self._make_player(group, f"{group.name}-t{number}", trajectory)
         self._running[group.worker][id(playing)] = playing
-        playing.begin(0.0)
+        playing.begin()
+
+    def _make_player(
+        self, group: QueryGroup, key: str, trajectory: TwinTrajectory
+    ) -> PlayedTrajectory:
+        return PlayedTrajectory(self, group, key, trajectory)
+
+    def _make_trainers(self) -> TrainingPool:
+        spans = self._run.trainer_spans if self._job.spans else None
+        return TrainingPool(self.env, self._job.trainers, changed=self._account, spans=spans)
+
+    def _make_router(self, policy: str, engines: Sequence[TwinEngine]) -> TwinRouter:
+        return TwinRouter(policy, engines, self._job.routing)
 
     def _add_worker(self, worker: int) -> None:
         job, routers = self._job, dict[str, TwinRouter]()
@@ -655,17 +554,14 @@ class Twin:
                 TwinEngine(
                     self.env,
                     f"{worker}/{name}/{part}.{number}",
-                    fleet.rates,
-                    limit=fleet.limit,
+                    fleet,
                     watch=self._watch,
-                    device_class=fleet.device_class,
-                    known_rates=fleet.known_rates,
                     prefix_cache=job.prefix_cache,
                 )
                 for part, fleet in enumerate(policy.engines)
                 for number in range(fleet.count)
             ]
-            routers[name] = TwinRouter(name, engines, job.routing)
+            routers[name] = self._make_router(name, engines)
         self.routers.append(routers)
         if job.balancing is not None and len(routers) > 1:
             kinds = {name: [one.rates for one in p.engines] for name, p in job.policies.items()}
@@ -681,59 +577,3 @@ class Twin:
                     minimum={name: one.minimum for name, one in job.policies.items()},
                 )
             )
-
-    def lose_worker(self, worker: int) -> bool:
-        """Kill a rollout worker with its engines and trajectories, which restart elsewhere. The
-        last worker does not die, since nothing could continue without it. Returns whether the
-        worker died."""
-        if len(self._serving) < 2:
-            return False
-        self._run.failures += 1
-        self._serving.discard(worker)
-        engines = [e for router in self.routers[worker].values() for e in router.engines]
-        for engine in engines:
-            engine.serving = engine.alive = False
-            engine.take_turns()
-        again: dict[int, _QueryGroup] = {}
-        lost: dict[int, list[TwinTrajectory]] = {}
-        for one in list(self._running[worker].values()):
-            self._leave(one)
-            again[id(one.group)] = one.group
-            lost.setdefault(id(one.group), []).append(one.trajectory)
-        for key, group in again.items():
-            group.todo = lost[key]
-        # Lost trajectories come first, since they belong to the oldest steps.
-        self._waiting = sorted([*again.values(), *self._waiting], key=lambda one: one.step.number)
-        self._wake()
-        return True
-
-    def restore_worker(self, worker: int) -> None:
-        """Restore a lost rollout worker, with new engines."""
-        replaced: dict[str, TwinRouter] = {}
-        for name, router in self.routers[worker].items():
-            fresh = [
-                TwinEngine(
-                    self.env,
-                    f"{engine.engine_id}+",
-                    engine.rates,
-                    limit=engine.limit,
-                    watch=self._watch,
-                    device_class=engine.device_class,
-                    known_rates=engine.known_rates,
-                    prefix_cache=engine.prefix_cache,
-                )
-                for engine in router.engines
-            ]
-            replaced[name] = TwinRouter(name, fresh, self._job.routing)
-        self.routers[worker] = replaced
-        self._serving.add(worker)
-        self._wake()
-
-    def lose_trainer(self, trainer: RankWorker) -> None:
-        """Kill a trainer worker, with the gradients of its gangs."""
-        self._run.failures += 1
-        self._pool.lose(trainer.worker_id)
-
-    def restore_trainer(self, trainer: RankWorker) -> None:
-        """Restore a lost trainer worker."""
-        self._pool.join(trainer)

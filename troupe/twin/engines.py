@@ -21,16 +21,13 @@ from troupe.scheduling.routing import (
     AdaptiveLimit,
     Fleet,
     Profiles,
-    Rates,
     TurnQueue,
     UpdatingEngine,
     Work,
-    classes_for,
     next_wave,
 )
-from troupe.scheduling.routing import Policy as RoutingPolicy
 from troupe.twin.batch import BusyClock, EngineBatch
-from troupe.twin.costs import EngineRates
+from troupe.twin.job import EngineFleet, RoutingRules
 from troupe.twin.workload import TwinTurn
 
 
@@ -131,7 +128,6 @@ class EngineWatch:
     response_tokens: int = 0
     read_tokens: int = 0
     turns: int = 0
-    updates: int = 0
     exposed_seconds: float = 0.0
     """Seconds in which engines drew nothing for new weights: loads, and kept turns read again."""
 
@@ -143,29 +139,25 @@ class TwinEngine:
         self,
         env: TwinEnvironment,
         engine_id: str,
-        rates: EngineRates,
+        fleet: EngineFleet,
         *,
-        limit: int,
         watch: EngineWatch,
-        device_class: str = "",
-        known_rates: Rates | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """`known_rates`: what the router knows of its speed. `prefix_cache`: whether it keeps what
-        a conversation shares with its previous turn here."""
+        """`fleet`: the engines of which this is one. `prefix_cache`: whether it keeps what a
+        conversation shares with its previous turn here."""
         self._env = env
         self._clock = env.clock
         self.engine_id = engine_id
-        self.rates = rates
-        self.limit = limit
-        self.device_class = device_class
-        self.known_rates = known_rates
+        self.fleet = fleet
+        self.rates = fleet.rates
+        self.limit = fleet.limit
         self.prefix_cache = prefix_cache
         self.router: TwinRouter | None = None
         self.serving = True
         self.alive = True
         self.running: dict[RoutedTurn, None] = {}
-        self._batch = EngineBatch(rates)
+        self._batch = EngineBatch(fleet.rates)
         self._timer_at = math.inf
         self._watch = watch
         self._since = self._counted = self._turn_seconds = 0.0
@@ -192,11 +184,14 @@ class TwinEngine:
         if self._batch.admit(turn, read, want.response - turn.drawn, now):
             self._reschedule()
 
-    def update(self, *, fetched: bool = False) -> Generator[simpy.Event, Any, None]:
-        """Fetch new weights beside serving, then load them: nothing is drawn meanwhile, and kept
-        turns are read again. `fetched`: they are there already."""
-        if self.rates.fetch_seconds and not fetched:
+    def update(self) -> Generator[simpy.Event, Any, None]:
+        """Fetch new weights while serving, then load them."""
+        if self.rates.fetch_seconds:
             yield self._env.timeout(self.rates.fetch_seconds)
+        yield from self.load()
+
+    def load(self) -> Generator[simpy.Event, Any, None]:
+        """Load fetched weights: nothing is drawn meanwhile, and kept turns are read again."""
         self._tick(self._clock.now)
         self.serving = False
         self._batch.block(math.inf, self._clock.now)
@@ -206,7 +201,6 @@ class TwinEngine:
         self._batch.unblock(now)
         kept = sum(one.turn.prompt + self._batch.drawn(one) for one in self.running)
         self._batch.read(kept, now)
-        self._watch.updates += 1
         reading = kept / self.rates.prefill_tokens_per_second
         self._watch.exposed_seconds += self.rates.load_seconds + reading
         if not self.alive:
@@ -290,21 +284,6 @@ class TwinEngine:
         self._clock.call(at, self._on_timer, at)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRules:
-    """The `routing` section of a job, as far as it decides."""
-
-    policy: RoutingPolicy = "least_work"
-    sticky: bool = True
-    priority: bool = True
-    adaptive_limit: bool = True
-    infer: bool = True
-    by_domain: tuple[tuple[str, str], ...] = ()
-    """(domain, device class)."""
-    by_agent: tuple[tuple[str, str], ...] = ()
-    default: str = ""
-
-
 # Tokens that a turn is expected to draw before any of its kind has ended.
 _MOST_NEW: Final = 8192
 
@@ -327,14 +306,11 @@ class TwinRouter:
         self._rules = rules
         self._most = max_new_tokens
         self.fleet = Fleet(rules.policy, sticky=rules.sticky)
-        self._profiles = Profiles()
+        self.profiles = Profiles()
         self._queue: TurnQueue[RoutedTurn] = TurnQueue(priority=rules.priority)
         self._bound: dict[str, deque[RoutedTurn]] = {}
         self._engines: dict[str, TwinEngine] = {}
         self._limits: dict[str, AdaptiveLimit] = {}
-        self._by_domain, self._by_agent = dict(rules.by_domain), dict(rules.by_agent)
-        self._declares = bool(rules.by_domain or rules.by_agent or rules.default)
-        self._rates: dict[str, Rates] = {}
         self._leaving = 0
         for engine in engines:
             self.add(engine)
@@ -356,21 +332,18 @@ class TwinRouter:
         self._engines[engine.engine_id] = engine
         if self._rules.adaptive_limit and self._rules.policy == "least_work":
             self._limits[engine.engine_id] = AdaptiveLimit(engine.limit)
-        self.fleet.add(
-            engine.engine_id,
-            limit=engine.limit,
-            device_class=engine.device_class,
-            rates=engine.known_rates,
-        )
-        self._rates = self.fleet.rates
+        self.register(engine)
         self.wake()
+
+    def register(self, engine: TwinEngine) -> None:
+        """Tell the routing what it may know of an engine."""
+        self.fleet.add(engine.engine_id, limit=engine.limit)
 
     def remove(self, engine: TwinEngine) -> None:
         """Send the engine no new turns."""
         del self._engines[engine.engine_id]
         self._limits.pop(engine.engine_id, None)
         self.fleet.remove(engine.engine_id)
-        self._rates = self.fleet.rates
         self._leaving += len(engine.running)
         for turn in self._bound.pop(engine.engine_id, ()):
             self.ask(turn)
@@ -381,7 +354,7 @@ class TwinRouter:
         want = turn.turn
         kind = (want.domain, want.policy)
         left = self._most - turn.drawn
-        turn.work = self._profiles.expected(kind, want.prompt + turn.drawn, left)
+        turn.work = self.profiles.expected(kind, want.prompt + turn.drawn, left)
         engine_id = None if len(self._queue) else self._choose(turn)
         if engine_id is not None:
             self._settle(turn, engine_id)
@@ -395,7 +368,7 @@ class TwinRouter:
         assert engine is not None
         cached = want.shared if engine.prefix_cache and turn.previous == engine.engine_id else 0
         kind = (want.domain, want.policy)
-        self._profiles.observe(kind, want.prompt - cached, want.response)
+        self.profiles.observe(kind, want.prompt - cached, want.response)
         self.release(turn, want.response - turn.drawn)
         turn.done(turn)
 
@@ -417,10 +390,10 @@ class TwinRouter:
         self.wake()
 
     def update(
-        self, env: simpy.Environment, *, fetched: bool = False, overlapping: bool = True
+        self, env: simpy.Environment, *, overlapping: bool = True
     ) -> Generator[simpy.Event, Any, None]:
         """Bring all engines to new weights, in waves that leave the policy serving where turns run
-        or may come (`overlapping`). `fetched`: all have fetched them."""
+        or may come (`overlapping`)."""
         todo = {one.engine_id: one for one in self._engines.values()}
         while todo := {name: one for name, one in todo.items() if one.alive}:
             wave = next_wave(
@@ -430,7 +403,11 @@ class TwinRouter:
                 ],
                 overlapping=overlapping,
             )
-            yield env.all_of([env.process(todo.pop(name).update(fetched=fetched)) for name in wave])
+            yield env.all_of([env.process(self.update_of(todo.pop(name))) for name in wave])
+
+    def update_of(self, engine: TwinEngine) -> Generator[simpy.Event, Any, None]:
+        """Return the process that brings one engine to new weights."""
+        return engine.update()
 
     def regroup(self, group: str, left: int) -> None:
         """Raise the priority of a query's turns: only `left` of its trajectories remain."""
@@ -483,23 +460,17 @@ class TwinRouter:
                 self._bound.pop(engine_id, None)
 
     def _choose(self, turn: RoutedTurn) -> str | None:
-        rules, want = self._rules, turn.turn
-        kind = (want.domain, want.policy)
-        inferred = None
-        if rules.infer and len(self._rates) > 1:
-            inferred = self._profiles.fitting(kind, self._rates)
-        classes: Sequence[str] = ()
-        if inferred or self._declares:
-            classes = classes_for(
-                *kind,
-                by_domain=self._by_domain,
-                by_agent=self._by_agent,
-                default=rules.default,
-                inferred=inferred,
-            )
         return self.fleet.choose(
-            turn.work, self._serves, previous=turn.previous, classes=classes, key=turn.key
+            turn.work,
+            self._serves,
+            previous=turn.previous,
+            classes=self.classes(turn.turn),
+            key=turn.key,
         )
+
+    def classes(self, turn: TwinTurn) -> Sequence[str]:
+        """Return the device classes that fit a turn, best first; empty: all engines are alike."""
+        return ()
 
     def _settle(self, turn: RoutedTurn, engine_id: str) -> None:
         """Give a turn to the engine that was chosen, or let it wait there."""

@@ -7,27 +7,32 @@ which mechanisms the job has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-import simpy
-
 from troupe.scheduling.balancing import BalancingRules, Pair
-from troupe.scheduling.binding import BindingRules, RankWorker
-from troupe.scheduling.routing import Rates
-from troupe.twin.actions import ActionPool
+from troupe.scheduling.binding import RankWorker
+from troupe.scheduling.routing import Policy as RoutingPolicy
 from troupe.twin.costs import EngineRates, TrainerRates
-from troupe.twin.engines import RoutingRules
-from troupe.twin.faults import NodeFaults
 from troupe.twin.workload import Workload
 
 Mode: TypeAlias = Literal["serial", "sync", "micro_batch", "async"]
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRules:
+    """The `routing` section of a job, as far as it decides among engines that are alike."""
+
+    policy: RoutingPolicy = "least_work"
+    sticky: bool = True
+    priority: bool = True
+    adaptive_limit: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFleet:
-    """Engines of one policy and device class on each rollout worker."""
+    """Engines of one policy that are alike, on each rollout worker."""
 
     count: int
     rates: EngineRates
@@ -35,9 +40,6 @@ class EngineFleet:
     """Turns that one engine runs at once."""
     devices: int = 1
     """Devices of one engine (tensor parallel)."""
-    device_class: str = ""
-    known_rates: Rates | None = None
-    """Speed of the engine as the router knows it; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,6 @@ class TwinJob:
     redundant: int = 0
     """Of each query's trajectories, so many are surplus: its group is complete without them
     (`pipeline.redundant_trajectories`)."""
-    whole_batches: bool = False
-    """Whether a step's trajectories begin only when all of the step before have ended, and end with
-    the weights that they began with (one-step off-policy in mode `async`)."""
     rollout_workers: int = 1
     """Processes that run trajectories, each with the engines of `policies` in front of it."""
     routing: RoutingRules = field(default_factory=RoutingRules)
@@ -100,21 +99,14 @@ class TwinJob:
     barred: Collection[Pair] = ()
     """(source, target) of policies between which no engine moves, besides those whose engines
     differ in speed."""
-    binding: BindingRules = field(default_factory=BindingRules)
     switch_seconds: float = 0.0
     """Colocated: from rollout to training and back, each."""
     share_prefixes: bool = False
     """Whether the trainer computes what turns of a conversation share once."""
     prefix_cache: bool = True
     control: ControlPlane = ControlPlane()
-    faults: NodeFaults | None = None
     spans: bool = False
     """Whether every busy time is kept, for pictures."""
-    barrier: bool = False
-    """Whether environments advance as a batch: no trajectory begins its next turn before all of
-    its wave have ended theirs (what trajectory-level rollout is measured against)."""
-    actions: Callable[[simpy.Environment], ActionPool] | None = None
-    """Makes the pool that turns' calls run in."""
 
 
 def check(job: TwinJob) -> None:
@@ -150,13 +142,5 @@ def check(job: TwinJob) -> None:
     for name, policy in job.policies.items():
         if policy.alpha is not None and policy.alpha < 0:
             raise ValueError(f"policies.{name}.alpha = {policy.alpha}: must be at least 0")
-    first = job.workload(0)
-    if job.redundant >= (size := len(first)):
+    if job.redundant >= (size := len(job.workload(0))):
         raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")
-    calls = any(turn.call is not None for one in first for turn in one.turns)
-    if calls and job.actions is None:
-        raise ValueError("actions: turns call actions, but there is no pool for them")
-    if calls and job.barrier:
-        raise ValueError("barrier: environments that advance as a batch do not take turns' calls")
-    if job.faults is not None and job.faults.mtbf_seconds <= 0:
-        raise ValueError(f"faults.mtbf_seconds = {job.faults.mtbf_seconds}: must be above 0")

@@ -25,7 +25,7 @@ from troupe.scheduling.devices import plan as place
 from troupe.scheduling.memory import ModelShape
 from troupe.twin.cluster import Twin, TwinMeans, TwinRun
 from troupe.twin.costs import DeviceCosts, known_shape
-from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
+from troupe.twin.job import ControlPlane, EngineFleet, RoutingRules, TwinJob, TwinPolicy
 from troupe.twin.job_rates import JobRates
 from troupe.twin.profile import JobProfile
 from troupe.twin.trainers import single_rank_workers
@@ -528,6 +528,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
             for number in range(split.training_hosts)
         ]
     balancing, barred = _balancing(spec, split)
+    routing = spec.routing
     switch = 0.0
     if pipeline.colocate:
         switch = max(one.trainer_bytes / case.device.host_link for one in split.policies.values())
@@ -542,6 +543,10 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
         spare=pipeline.over_sampling,
         redundant=pipeline.redundant_trajectories,
         rollout_workers=split.engine_hosts,
+        # One class of device is planned, so `affinity` has nothing to choose.
+        routing=RoutingRules(
+            routing.policy, routing.sticky, routing.priority, routing.adaptive_limit
+        ),
         balancing=balancing,
         barred=barred,
         switch_seconds=switch,

@@ -79,7 +79,7 @@ class StepTable:
         changed.succeed()
 
 
-class _Lease:
+class PolicyLease:
     """A policy's claim to trainer workers, as the orchestrator's `TrainerLease` has it."""
 
     def __init__(self, env: simpy.Environment, name: str, rates: TrainerRates, ranks: int) -> None:
@@ -106,8 +106,6 @@ class _Lease:
         # Workers that its state is on its way to.
         self.fetching: tuple[str, ...] = ()
         self.seen = False
-        # Whether its gang lost a rank and has to be built again.
-        self.broken = False
         self.changed = env.event()
 
     def tell(self, env: simpy.Environment) -> None:
@@ -152,18 +150,14 @@ class TrainingPool:
         env: simpy.Environment,
         workers: Sequence[binding.RankWorker],
         *,
-        rules: binding.BindingRules,
         changed: Any,
-        restart_seconds: float = 0.0,
         spans: list[tuple[str, str, float, float, float]] | None = None,
     ) -> None:
-        """`changed`: called with the time before a worker begins or ends to compute.
-        `restart_seconds`: what a gang that has lost a rank needs before it computes again."""
+        """`changed`: called with the time before a worker begins or ends to compute."""
         self._env = env
-        self._restart = restart_seconds
         self.workers = {one.worker_id: one for one in workers}
-        self._rules = rules
-        self._leases: dict[str, _Lease] = {}
+        self._rules = binding.BindingRules()
+        self._leases: dict[str, PolicyLease] = {}
         # Policies that share a worker take turns by micro-batch, as in its one compute thread.
         self._compute = {one: simpy.Resource(env) for one in self.workers}
         self._pending = False
@@ -175,11 +169,10 @@ class TrainingPool:
         self.swaps = 0
         self.swap_seconds = 0.0
         self.trained_tokens = 0
-        self.lost_rows = 0
 
     def add(self, policy: str, rates: TrainerRates, *, ranks: int = 1, size: int = 0) -> None:
         """Schedule a policy from now on. `size`: bytes of its state on each device."""
-        lease = _Lease(self._env, policy, rates, ranks)
+        lease = PolicyLease(self._env, policy, rates, ranks)
         lease.size = size
         self._leases[policy] = lease
 
@@ -214,7 +207,6 @@ class TrainingPool:
                 lease.rows += rows
                 self.trained_tokens += tokens
             else:
-                self.lost_rows += len(rows)
                 table.give_back(rows)
             self.touch()
         lease.stepping = True
@@ -225,27 +217,6 @@ class TrainingPool:
         lease.idle_since = env.now
         if table_told.is_alive:
             table_told.interrupt()
-        self.touch()
-
-    def lose(self, worker_id: str) -> None:
-        """Kill a worker: its gangs lose their gradients, and the rows are claimed again."""
-        for lease in self._leases.values():
-            if worker_id in lease.bound:
-                lease.bound, lease.suspending = (), False
-                lease.near, lease.broken = (), True
-                if lease.table is not None and lease.rows:
-                    self.lost_rows += len(lease.rows)
-                    rows, lease.rows, lease.accumulated = lease.rows, [], 0
-                    lease.table.give_back(rows)
-                lease.tell(self._env)
-        self.workers.pop(worker_id, None)
-        self.touch()
-
-    def join(self, worker: binding.RankWorker) -> None:
-        """Add a worker, or restore a lost one."""
-        self.workers[worker.worker_id] = worker
-        self._compute.setdefault(worker.worker_id, simpy.Resource(self._env))
-        self.busy.setdefault(worker.worker_id, 0.0)
         self.touch()
 
     def touch(self) -> None:
@@ -292,7 +263,9 @@ class TrainingPool:
         self._again = math.inf
         self._decide()
 
-    def _bind(self, lease: _Lease, workers: tuple[str, ...]) -> Generator[simpy.Event, Any, None]:
+    def _bind(
+        self, lease: PolicyLease, workers: tuple[str, ...]
+    ) -> Generator[simpy.Event, Any, None]:
         lease.bound, lease.binding = workers, True
         lease.bound_at = self._env.now
         ready = set(workers) <= set(lease.prefetched)
@@ -301,17 +274,20 @@ class TrainingPool:
             self.swaps += 1
             self.swap_seconds += seconds
             lease.moved_in = seconds
-        if lease.broken:
-            seconds += self._restart
-        lease.seen, lease.prefetched, lease.fetching, lease.broken = True, (), (), False
+        seconds += self.rebuilding_seconds(lease.name)
+        lease.seen, lease.prefetched, lease.fetching = True, (), ()
         if seconds:
             yield self._env.timeout(seconds)
         lease.binding, lease.bound_at = False, self._env.now
         lease.tell(self._env)
         self.touch()
 
+    def rebuilding_seconds(self, policy: str) -> float:
+        """Return the seconds that a policy's gang needs beyond the transfer of its state."""
+        return 0.0
+
     def _prefetch(
-        self, lease: _Lease, workers: tuple[str, ...]
+        self, lease: PolicyLease, workers: tuple[str, ...]
     ) -> Generator[simpy.Event, Any, None]:
         if lease.fetching == workers:
             return
@@ -323,7 +299,7 @@ class TrainingPool:
                 lease.prefetched = workers
                 self.touch()
 
-    def _suspend(self, lease: _Lease) -> Generator[simpy.Event, Any, None]:
+    def _suspend(self, lease: PolicyLease) -> Generator[simpy.Event, Any, None]:
         """Move weights, moments and gradients off the devices between two micro-batches."""
         lease.suspending = True
         leader = lease.bound[0]
@@ -339,7 +315,7 @@ class TrainingPool:
         self.touch()
 
     def _work(
-        self, lease: _Lease, seconds: float, tokens: int
+        self, lease: PolicyLease, seconds: float, tokens: int
     ) -> Generator[simpy.Event, Any, bool]:
         """Compute on the gang's leader; whether the gang lived on to its end."""
         group = lease.bound

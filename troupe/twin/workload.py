@@ -12,35 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-REWARD: Final = "reward"
-"""The function of a trajectory's last action."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedAction:
-    """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. The scheduler does not know this duration, but it knows the
-    action's query, and whether it shares its arguments (`content`; empty: it does not)."""
-
-    function: str
-    cores: int
-    max_cores: int
-    serial: float
-    parallel: float
-    query: str = ""
-    content: str = ""
-
-    def seconds(self, cores: int) -> float:
-        """Return the seconds of the action with `cores` cores."""
-        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
-
 
 class TwinTurn:
     """One turn: `policy` reads `prompt` tokens, of which the first `shared` are those of its
     previous turn in the trajectory, and draws `response` tokens; `after` seconds pass before the
-    next turn (tools, environment), once `call` has ended in the job's pool of actions."""
+    next turn (tools, environment)."""
 
-    __slots__ = ("after", "call", "domain", "policy", "prompt", "response", "shared")
+    __slots__ = ("after", "domain", "policy", "prompt", "response", "shared")
 
     def __init__(
         self,
@@ -50,7 +28,6 @@ class TwinTurn:
         after: float = 0.0,
         shared: int = 0,
         domain: str = "",
-        call: SimulatedAction | None = None,
     ) -> None:
         self.policy = policy
         self.prompt = prompt
@@ -58,17 +35,14 @@ class TwinTurn:
         self.after = after
         self.shared = shared
         self.domain = domain
-        self.call = call
 
 
 class TwinTrajectory(NamedTuple):
     """One run of a workflow: `before` seconds (environment reset), then its turns one after
-    another. `fails`: whether the environment breaks at the end of its last turn, so that the
-    trajectory runs again."""
+    another."""
 
     turns: tuple[TwinTurn, ...]
     before: float = 0.0
-    fails: bool = False
 
 
 Workload: TypeAlias = Callable[[int], Sequence[TwinTrajectory]]
@@ -122,11 +96,6 @@ class TeamWorkload:
     group_spread: float = 0.0
     """Sigma of a factor on all lengths of a query: hard questions are long for all of a group."""
     reset: Lengths = Lengths(0.0)
-    faults: float = 0.0
-    """Share of trajectories whose environment fails once."""
-    stalls: float = 0.0
-    stall_seconds: float = 0.0
-    """In a share `stalls` of trajectories one wait takes `stall_seconds` longer."""
     most_context: int = 32_768
     domain: str = ""
     """What its turns' `domain` says."""
@@ -168,31 +137,11 @@ class TeamWorkload:
                 after = self.wait.draw(rng)
                 turns.append(TwinTurn(agent, shared + read, drawn, after, shared, self.domain))
                 kept[agent] = round(self.history * (shared + read + drawn))
-        if self.stalls and rng.random() < self.stalls:
-            turns[rng.randrange(len(turns))].after += self.stall_seconds
-        fails = bool(self.faults) and rng.random() < self.faults
-        return TwinTrajectory(tuple(turns), self.reset.draw(rng), fails)
+        return self._finished(rng, turns)
 
-
-class MixedWorkload:
-    """Queries of several kinds in turn: `parts` are (workload, share of the queries)."""
-
-    def __init__(self, parts: Sequence[tuple[Workload, float]]) -> None:
-        """Raises ValueError without a positive share."""
-        total = sum(share for _, share in parts)
-        if total <= 0 or any(share < 0 for _, share in parts):
-            raise ValueError(f"parts = {[share for _, share in parts]}: shares must be positive")
-        self._parts = [(workload, share / total) for workload, share in parts]
-
-    def __call__(self, index: int) -> Sequence[TwinTrajectory]:
-        """Return the trajectories of a query; neighbouring queries are of different kinds."""
-        # Golden-ratio sequence: every stretch of queries has about the shares of all.
-        at = (index + 1) * 0.6180339887498949 % 1.0
-        for workload, share in self._parts:
-            if at < share:
-                return workload(index)
-            at -= share
-        return self._parts[-1][0](index)
+    def _finished(self, rng: random.Random, turns: list[TwinTurn]) -> TwinTrajectory:
+        """Return the trajectory of these turns."""
+        return TwinTrajectory(tuple(turns), self.reset.draw(rng))
 
 
 class Replayed:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from benchmarks.papers.actions.served import Ran, Reward
 from testbed.simulator.trace import SHELL, TESTS, CodingLaw, Trajectory
+from testbed.twin.actions import REWARD
 from troupe.rpc import new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
-from troupe.twin.workload import REWARD
 
 
 @dataclass(frozen=True)

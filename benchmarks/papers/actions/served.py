@@ -20,9 +20,9 @@ import psutil
 from benchmarks.command import end, scratch
 from benchmarks.papers.actions.functions import PACED_DIR
 from testbed.simulator.trace import SHELL
+from testbed.twin.actions import SimulatedAction
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
-from troupe.twin.workload import SimulatedAction
 from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 

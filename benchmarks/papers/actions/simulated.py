@@ -25,10 +25,9 @@ from testbed.simulator.trace import (
     coding,
     teaching,
 )
+from testbed.twin.actions import CORES, REWARD, ElasticPool, Learned, Pods
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
-from troupe.twin.actions import CORES, ElasticPool, Learned, Pods
-from troupe.twin.workload import REWARD
 
 HOSTS, HOST_CORES = 15, 256
 # What a pod of the baseline reserves, and what its test runner uses of that.

@@ -1,7 +1,7 @@
 """The twin as machine code: its own sources and the live router's, compiled by mypyc.
 
-A copy of the package `troupe` with the compiled modules beside their sources is put first on the
-path, so that there is no second router: decisions and results are those of the same files.
+Copies of the packages `troupe` and `testbed` with the compiled modules next to their sources come
+first on the path, so that there is no second router: the same files decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Final
 _ROOT: Final = Path(__file__).resolve().parents[3]
 # Ignored by git.
 CACHE: Final = _ROOT / "build" / "twin"
-# What runs for every turn.
+_PACKAGES: Final = ("troupe", "testbed")
+# What runs for every turn, and the subclasses of its classes.
 MODULES: Final = (
     "troupe/scheduling/routing.py",
     "troupe/twin/batch.py",
@@ -30,6 +31,9 @@ MODULES: Final = (
     "troupe/twin/engines.py",
     "troupe/twin/job.py",
     "troupe/twin/cluster.py",
+    "testbed/twin/actions.py",
+    "testbed/twin/workload.py",
+    "testbed/twin/cluster.py",
 )
 _OPTIONS: Final = ("--ignore-missing-imports", "--follow-imports=silent")
 _BUILD_SECONDS: Final = 1800.0
@@ -73,7 +77,7 @@ def _key() -> str:
     found = hashlib.sha256(f"{sys.version} {MODULES}".encode())
     if importlib.util.find_spec("mypyc") is not None:
         found.update(version("mypy").encode())
-    for path in sorted((_ROOT / "troupe").rglob("*.py")):
+    for path in sorted(one for name in _PACKAGES for one in (_ROOT / name).rglob("*.py")):
         found.update(str(path.relative_to(_ROOT)).encode())
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
@@ -98,7 +102,8 @@ def _build(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=target.parent) as directory:
         place = Path(directory) / "built"
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
-        shutil.copytree(_ROOT / "troupe", place / "troupe", ignore=ignored)
+        for name in _PACKAGES:
+            shutil.copytree(_ROOT / name, place / name, ignore=ignored)
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "mypyc", *_OPTIONS, *MODULES],

@@ -15,8 +15,7 @@ from typing import Final
 from benchmarks.papers.twin import mechanisms
 from benchmarks.papers.twin.speed import GPUS, large_job
 from benchmarks.scale import CLUSTERS, QUESTION, REPLY, TOKENS_PER_GPU
-from troupe.twin.cluster import Twin
-from troupe.twin.job import TwinJob
+from testbed.twin.cluster import PublishedJob, PublishedTwin
 
 # docs/benchmarks/scale.md, 2026-11-26, without the paced engines: CPU seconds per 1,000 turns of
 # 2,000 conversations on two workers, and the largest of each column, of runs on a busy machine.
@@ -105,12 +104,12 @@ class ControlLoad:
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def load_of(job: TwinJob, devices: int, steps: int = 2) -> ControlLoad:
+def load_of(job: PublishedJob, devices: int, steps: int = 2) -> ControlLoad:
     """What a job in the twin asks of the services: the turns and tokens of a step over its seconds,
     which are the mean of `steps` steps after the first, without those at the end that nothing
     overlaps."""
     after = 1 + job.alpha
-    run = Twin(job).run(1 + steps + after)
+    run = PublishedTwin(job).run(1 + steps + after)
     end, seconds = run.steps[-1], run.means(1, after).seconds
     each = seconds * len(run.steps)
     return ControlLoad(

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.papers.twin import rollart
-from troupe.twin.cluster import Twin
-from troupe.twin.job import TwinJob
+from testbed.twin.cluster import PublishedJob, PublishedTwin
 
 MECHANISMS: Final = {
     "micro_batch": "gradients while the step rolls out (`mode`)",
@@ -37,7 +36,7 @@ class Worth:
     without: dict[str, float]
 
 
-def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) -> TwinJob:
+def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) -> PublishedJob:
     """The job on one of `SIZES` with some of the mechanisms.
 
     Raises ValueError for another size or an unknown mechanism.
@@ -90,7 +89,7 @@ def worth(
     def seconds(used: frozenset[str]) -> float:
         one = job(devices, used, queries_per_device=queries_per_device)
         if one.mode == "async":
-            return Twin(one).run(2 + overlapping + one.alpha).means(2, one.alpha).seconds
+            return PublishedTwin(one).run(2 + overlapping + one.alpha).means(2, one.alpha).seconds
         return rollart.run(one, apart).seconds
 
     every = frozenset(MECHANISMS)

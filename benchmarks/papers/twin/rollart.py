@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from testbed.twin.cluster import ClassedFleet, PublishedJob, PublishedTwin
+from testbed.twin.faults import NodeFaults
+from testbed.twin.workload import DisturbedTeam, MixedWorkload
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.routing import Rates
-from troupe.twin.cluster import Twin, TwinMeans
+from troupe.twin.cluster import TwinMeans
 from troupe.twin.costs import DEVICES, EngineRates, engine_rates, model_shape, trainer_rates
-from troupe.twin.engines import RoutingRules
-from troupe.twin.faults import NodeFaults
-from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
-from troupe.twin.workload import Lengths, MixedWorkload, TeamWorkload, TwinTrajectory, TwinTurn
+from troupe.twin.job import ControlPlane, EngineFleet, TwinPolicy
+from troupe.twin.workload import Lengths, TwinTrajectory, TwinTurn
 
 # Seconds of a pull of 32B, and what is exposed of it.
 PULL: Final = (29.7, 9.6)
@@ -56,7 +57,7 @@ def tasks(share: float = 0.5, group: int = _GROUP, *, disturbed: bool = False) -
     parts = []
     for kinds, part in ((_SHORT, 1 - share), (_LONG, share)):
         for kind, (turns, prompt, response, wait) in kinds.items():
-            workload = TeamWorkload(
+            workload = DisturbedTeam(
                 agents=("agent",),
                 rounds=Lengths(turns, 0.5 if turns > 1 else 0.0, 2 * turns),
                 prompt=Lengths(prompt, 0.5),
@@ -109,12 +110,12 @@ def training_hosts(count: int) -> list[RankWorker]:
     return [RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(count)]
 
 
-def engine_fleet(device: str, count: int, features: Features) -> EngineFleet:
+def engine_fleet(device: str, count: int, features: Features) -> ClassedFleet:
     """Engines of the model on one class of device."""
     rates = _rates(device, fetched=features.fetched)
     if not features.affinity:
-        return EngineFleet(count, rates, _LIMIT, _TENSOR)
-    return EngineFleet(count, rates, _LIMIT, _TENSOR, device, _known(rates))
+        return ClassedFleet(count, rates, _LIMIT, _TENSOR)
+    return ClassedFleet(count, rates, _LIMIT, _TENSOR, device, _known(rates))
 
 
 # Rows of the table of step times. Between whole batches all engines load at once.
@@ -132,7 +133,7 @@ def job(
     share: float = 0.5,
     fleet: dict[str, int] | None = None,
     disturbed: bool = False,
-) -> TwinJob:
+) -> PublishedJob:
     """A job with these mechanisms. `share`: of queries that are all decoding; `fleet`: engines of
     each class; `disturbed`: environments stall and break."""
     fleets = [
@@ -141,8 +142,7 @@ def job(
     ranks = 8 * _TRAINING_HOSTS
     trainer = trainer_rates(model_shape(MODEL), DEVICES["H800"], ranks=ranks, context=CONTEXT)
     by_domain = [(kind, "H800") for kind in _SHORT] + [(kind, "H20") for kind in _LONG]
-    routing = RoutingRules(by_domain=tuple(by_domain)) if features.affinity else RoutingRules()
-    return TwinJob(
+    return PublishedJob(
         policies={"agent": TwinPolicy(tuple(fleets), trainer, ranks=ranks)},
         workload=tasks(share, _GROUP + features.redundant, disturbed=disturbed),
         trainers=training_hosts(_TRAINING_HOSTS),
@@ -153,17 +153,17 @@ def job(
         in_flight=2 * _QUERIES * (_GROUP + features.redundant),
         redundant=features.redundant,
         whole_batches=features.whole_batches,
-        routing=routing,
+        classes_by_domain=tuple(by_domain) if features.affinity else (),
         share_prefixes=True,
         control=ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1),
     )
 
 
-def run(one: TwinJob, steps: int = 4) -> TwinMeans:
+def run(one: PublishedJob, steps: int = 4) -> TwinMeans:
     """Means without the first step (two that begin at once, where steps overlap), and without the
     last ones, in which nothing is left to begin."""
     first, after = (2, 1 + one.alpha) if one.mode == "async" else (1, 0)
-    return Twin(one).run(first + steps + after).means(first, after)
+    return PublishedTwin(one).run(first + steps + after).means(first, after)
 
 
 def one_class(steps: int = 4) -> dict[str, float]:
@@ -203,7 +203,7 @@ def environments(sigma: float, *, queries: int = 16) -> float:
             for _ in range(_GROUP)
         ]
 
-    whole = TwinJob(
+    whole = PublishedJob(
         policies={"agent": TwinPolicy((EngineFleet(4, engine),), trainer, ranks=8)},
         workload=workload,
         trainers=[RankWorker("t", devices=8, device="cuda", host="h")],
@@ -247,7 +247,7 @@ class Goodput:
 
 
 def goodput(
-    large: TwinJob, hosts: int, steps: int, *, faster: float = 100.0, spare: int = 0
+    large: PublishedJob, hosts: int, steps: int, *, faster: float = 100.0, spare: int = 0
 ) -> Goodput:
     """The cost of failures of a job on so many hosts: one that fails `faster` than published is
     compared with one that does not. A lost host is away for 300 s; a gang needs 120 s more.
@@ -256,7 +256,8 @@ def goodput(
     more = [RankWorker(f"spare{n}", devices=8, device="cuda", host=f"s{n}") for n in range(spare)]
     large = replace(large, trainers=[*large.trainers, *more])
     faults = NodeFaults(HOST_MTBF / faster, 300.0, 120.0)
-    good, bad = Twin(large).run(steps), Twin(replace(large, faults=faults)).run(steps)
+    failing = PublishedTwin(replace(large, faults=faults))
+    good, bad = PublishedTwin(large).run(steps), failing.run(steps)
     lost = bad.steps[-1].at - good.steps[-1].at
     per_day = 86_400 * hosts / HOST_MTBF
-    return Goodput(bad.failures, lost / max(1, bad.failures), per_day)
+    return Goodput(failing.failures, lost / max(1, failing.failures), per_day)

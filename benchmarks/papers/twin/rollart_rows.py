@@ -20,11 +20,12 @@ from benchmarks.papers.twin.rollart import (
     run,
     training_hosts,
 )
+from testbed.twin.cluster import PublishedJob
+from testbed.twin.workload import MixedWorkload
 from troupe.twin.cluster import TwinMeans
 from troupe.twin.costs import DEVICES, model_shape, trainer_rates
-from troupe.twin.engines import RoutingRules
-from troupe.twin.job import ControlPlane, TwinJob, TwinPolicy
-from troupe.twin.workload import Lengths, MixedWorkload, TeamWorkload
+from troupe.twin.job import ControlPlane, TwinPolicy
+from troupe.twin.workload import Lengths, TeamWorkload
 
 PUBLISHED: Final = {"sync": 2.05, "one_off": 1.35, "areal": 1.31}
 ROWS: Final = {
@@ -102,18 +103,14 @@ def tasks(given: Assumed = ASSUMED) -> MixedWorkload:
 
 def job(
     features: Features, fleet: Mapping[str, int] | None = None, given: Assumed = ASSUMED
-) -> TwinJob:
+) -> PublishedJob:
     """The job of a row. `fleet`: engines of each class; None: those of the row."""
     if fleet is None:
         fleet = MIXED if features.affinity else BASELINE
     ranks = 8 * _TRAINING_HOSTS
     trainer = trainer_rates(model_shape(MODEL), DEVICES["H800"], ranks=ranks, context=CONTEXT)
-    routing = RoutingRules()
-    if features.affinity:
-        routing = RoutingRules(
-            by_domain=tuple((kind, "H20" if long else "H800") for kind, (_, long) in _KINDS.items())
-        )
-    return TwinJob(
+    by_domain = [(kind, "H20" if long else "H800") for kind, (_, long) in _KINDS.items()]
+    return PublishedJob(
         policies={
             "agent": TwinPolicy(
                 tuple(engine_fleet(device, count, features) for device, count in fleet.items()),
@@ -129,7 +126,7 @@ def job(
         micro_batch=_QUERIES,
         in_flight=_QUERIES * _GROUP,
         whole_batches=features.whole_batches,
-        routing=routing,
+        classes_by_domain=tuple(by_domain) if features.affinity else (),
         share_prefixes=True,
         control=ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1),
     )

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from benchmarks.command import quantile
+from testbed.twin.cluster import PublishedJob
 from troupe.devices import Device
 from troupe.scheduling import admission, balancing, binding
 from troupe.scheduling.devices import DeviceHost, DeviceRequest, plan
 from troupe.scheduling.routing import Fleet, TurnQueue, Work
 from troupe.twin.cluster import Twin
 from troupe.twin.costs import DEVICES, engine_rates, model_shape, trainer_rates
-from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
+from troupe.twin.job import ControlPlane, EngineFleet, TwinPolicy
 from troupe.twin.workload import Lengths, TeamWorkload
 
 GPUS: Final = 3000
@@ -41,7 +42,7 @@ class HourSpeed:
         return self.cpu_seconds * _HOUR / self.simulated_seconds
 
 
-def large_job(trajectories: int = 8000, turns: int = 10) -> TwinJob:
+def large_job(trajectories: int = 8000, turns: int = 10) -> PublishedJob:
     """An agentic job on 3,000 H800: 2,000 generate (500 engines of four), 1,000 train one policy of
     32B; steps of about two minutes."""
     shape, device = model_shape("Qwen3-32B"), DEVICES["H800"]
@@ -58,7 +59,7 @@ def large_job(trajectories: int = 8000, turns: int = 10) -> TwinJob:
         wait=Lengths(3.0, 0.8, 60),
         group_size=group,
     )
-    return TwinJob(
+    return PublishedJob(
         policies={"solver": TwinPolicy((fleet,), trainer, ranks=1000)},
         workload=workload,
         trainers=[

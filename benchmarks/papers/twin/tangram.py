@@ -17,13 +17,13 @@ import simpy
 from benchmarks.papers.actions import simulated
 from benchmarks.papers.twin.rollart import training_hosts
 from testbed.simulator.trace import CodingLaw, Trajectory, coding
+from testbed.twin.actions import CORES, ActingTurn, ActionPool, ElasticPool, Learned, Pods
+from testbed.twin.cluster import PublishedJob, PublishedTwin
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import SHORTEST
-from troupe.twin.actions import CORES, ActionPool, ElasticPool, Learned, Pods
-from troupe.twin.cluster import Twin
 from troupe.twin.costs import DEVICES, engine_rates, model_shape, trainer_rates
-from troupe.twin.job import ControlPlane, EngineFleet, TwinJob, TwinPolicy
-from troupe.twin.workload import TwinTrajectory, TwinTurn
+from troupe.twin.job import ControlPlane, EngineFleet, TwinPolicy
+from troupe.twin.workload import TwinTrajectory
 
 PUBLISHED: Final = 1.4
 BATCH: Final = 1280
@@ -77,19 +77,19 @@ class CodingWorkload:
 
 
 def _trajectory(trace: Trajectory) -> TwinTrajectory:
-    turns, shared, new = list[TwinTurn](), 0, _QUESTION
+    turns, shared, new = list[ActingTurn](), 0, _QUESTION
     for turn in trace:
         if shared > _LONGEST:
             shared, new = 0, _QUESTION
         response = max(1, round(turn.think * _TOKENS_PER_SECOND))
-        turns.append(TwinTurn("agent", shared + new, response, shared=shared, call=turn.call))
+        turns.append(ActingTurn("agent", shared + new, response, shared=shared, call=turn.call))
         shared, new = shared + new + response, _OUTPUT
     return TwinTrajectory(tuple(turns))
 
 
 def job(
     make: Callable[[simpy.Environment], ActionPool], batch: int = BATCH, law: CodingLaw = CODING
-) -> TwinJob:
+) -> PublishedJob:
     """Devices in turns: all generate, then all train. `make`: the pool of actions."""
     shape, device = model_shape(_MODEL), DEVICES[_DEVICE]
     engines = EngineFleet(
@@ -100,7 +100,7 @@ def job(
     )
     ranks = 8 * _HOSTS
     trainer = replace(trainer_rates(shape, device, ranks=ranks, context=_CONTEXT), swap_seconds=0.0)
-    return TwinJob(
+    return PublishedJob(
         policies={"agent": TwinPolicy((engines,), trainer, ranks=ranks)},
         workload=CodingWorkload(law),
         trainers=training_hosts(_HOSTS),
@@ -138,12 +138,12 @@ def pool(kind: str, hosts: int = simulated.HOSTS) -> Callable[[simpy.Environment
 
 def step(kind: str, batch: int = BATCH, hosts: int = simulated.HOSTS) -> CodingStep:
     """One step with a pool of `POOLS`; durations of actions are learned in a step before."""
-    ran = Twin(job(pool(kind, hosts), batch)).run(2)
-    means, (first, last) = ran.means(1), ran.steps
-    actions = last.actions - first.actions
+    twin = PublishedTwin(job(pool(kind, hosts), batch))
+    means = twin.run(2).means(1)
+    (actions_before, seconds_before), (actions, seconds) = twin.acts
     return CodingStep(
         means.seconds,
         means.seconds - means.training_alone,
-        (last.action_seconds - first.action_seconds) / actions,
+        (seconds - seconds_before) / (actions - actions_before),
         means.engines,
     )

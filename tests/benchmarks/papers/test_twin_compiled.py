@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.papers.twin import compiled, flexmarl, mechanisms, rollart
 from benchmarks.papers.twin.speed import large_job
+from testbed.twin.cluster import PublishedJob, PublishedTwin
 from troupe.twin import cluster
 from troupe.twin.cluster import Twin
 from troupe.twin.job import TwinJob
@@ -31,12 +32,16 @@ def jobs() -> dict[str, TwinJob]:
 
 def outcomes() -> dict[str, str]:
     """Everything that two steps of each job report."""
-    found = {name: repr(Twin(one).run(2).steps) for name, one in jobs().items()}
+    found = {}
+    for name, one in jobs().items():
+        twin = PublishedTwin(one) if isinstance(one, PublishedJob) else Twin(one)
+        found[name] = repr(twin.run(2).steps)
     return {"twin": str(cluster.__file__), **found}
 
 
 def _outcomes_in(environment: dict[str, str]) -> dict[str, str]:
-    program = "from tests.benchmarks.test_twin_compiled import *; print(json.dumps(outcomes()))"
+    module = "tests.benchmarks.papers.test_twin_compiled"
+    program = f"from {module} import *; print(json.dumps(outcomes()))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],
         env=environment,

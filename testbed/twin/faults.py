@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import simpy
 
 from troupe.scheduling.binding import RankWorker
+from troupe.twin.trainers import TrainingPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,52 @@ class NodeFaults:
     seed: int = 0
 
 
+class FailingTrainers(TrainingPool):
+    """Trainer workers that die and come back."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        workers: Sequence[RankWorker],
+        *,
+        changed: Any,
+        restart_seconds: float,
+        spans: list[tuple[str, str, float, float, float]] | None = None,
+    ) -> None:
+        """`restart_seconds`: what a gang that has lost a rank needs before it computes again."""
+        super().__init__(env, workers, changed=changed, spans=spans)
+        self._restart = restart_seconds
+        # Policies whose gang lost a rank and has to be built again.
+        self._broken: set[str] = set()
+
+    def lose(self, worker_id: str) -> None:
+        """Kill a worker: its gangs lose their gradients, and the rows are claimed again."""
+        for lease in self._leases.values():
+            if worker_id in lease.bound:
+                lease.bound, lease.suspending, lease.near = (), False, ()
+                self._broken.add(lease.name)
+                if lease.table is not None and lease.rows:
+                    rows, lease.rows, lease.accumulated = lease.rows, [], 0
+                    lease.table.give_back(rows)
+                lease.tell(self._env)
+        self.workers.pop(worker_id, None)
+        self.touch()
+
+    def join(self, worker: RankWorker) -> None:
+        """Restore a lost worker."""
+        self.workers[worker.worker_id] = worker
+        self.touch()
+
+    def rebuilding_seconds(self, policy: str) -> float:
+        """Return what the policy's gang needs after the loss of a rank."""
+        if policy not in self._broken:
+            return 0.0
+        self._broken.remove(policy)
+        return self._restart
+
+
 class FailingCluster(Protocol):
-    """A cluster that can fail, such as `troupe.twin.cluster.Twin`."""
+    """A cluster that can fail, such as `testbed.twin.cluster.PublishedTwin`."""
 
     @property
     def routers(self) -> Sequence[Any]:

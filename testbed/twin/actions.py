@@ -28,12 +28,52 @@ from troupe.scheduling.elastic import (
     decide_over,
     turn,
 )
-from troupe.twin.workload import REWARD, SimulatedAction
+from troupe.twin.workload import TwinTurn
 
 CORES: Final = "cores"
+REWARD: Final = "reward"
+"""The function of a trajectory's last action."""
 
 Process: TypeAlias = Generator[simpy.Event, Any, None]
 Decide: TypeAlias = Callable[..., list[Placed]]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedAction:
+    """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
+    can use `cores` .. `max_cores`. The scheduler does not know this duration, but it knows the
+    action's query, and whether it shares its arguments (`content`; empty: it does not)."""
+
+    function: str
+    cores: int
+    max_cores: int
+    serial: float
+    parallel: float
+    query: str = ""
+    content: str = ""
+
+    def seconds(self, cores: int) -> float:
+        """Return the seconds of the action with `cores` cores."""
+        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
+
+
+class ActingTurn(TwinTurn):
+    """A turn after which `call` runs in the job's pool of actions, before `after` passes."""
+
+    __slots__ = ("call",)
+
+    def __init__(
+        self,
+        policy: str,
+        prompt: int,
+        response: int,
+        *,
+        call: SimulatedAction,
+        after: float = 0.0,
+        shared: int = 0,
+    ) -> None:
+        super().__init__(policy, prompt, response, after, shared)
+        self.call = call
 
 
 class ActionPool(Protocol):
