@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,29 +14,23 @@ from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.garbage import settle
 from services.rollout.prepared_job import PreparedJob
+from services.rollout.program import JobProgram
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.concurrency import ConcurrencyGate
-from services.rollout.trajectories.queries import QuerySource
-from troupe.data.demonstrations import TRIED_ROWS, renderer_of
+from services.rollout.workflow_program import WorkflowProgram
 from troupe.functions.shipped import open_shipped, using
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job_in_thread
 from troupe.job.balancing import engine_count
-from troupe.job.sections import OfflineSpec
-from troupe.outcomes import shown
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
-from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
-from troupe.workflow.errors import as_invalid_argument
-from troupe.workflow.languages import Language, load_language, role_of, token_counter
 
 if TYPE_CHECKING:
-    from services.rollout.networks.arena import Arena
     from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
@@ -45,27 +38,6 @@ log = structlog.get_logger(__name__)
 
 # Makes an engine: (engine_id, policy_name, policy_spec, *, replica, deterministic).
 EngineFactory = Callable[..., ServingEngine]
-
-
-async def _try_rows(
-    spec: JobSpec,
-    offline: OfflineSpec,
-    rows: QuerySource,
-    roles: Mapping[str, Role],
-    languages: Mapping[str, Language],
-) -> None:
-    """Loads the rows that the job's first steps learn from, and renders the first ones, so that a
-    fault ends the job before it starts. Raises `WorkflowError`."""
-    learners = {name: one for name, one in roles.items() if one.policy in spec.trained_policies}
-    positions = [languages[one.policy].positions for one in learners.values()]
-    render = renderer_of(offline, learners, positions)
-    for index in range(min(await rows.load("train"), TRIED_ROWS)):
-        row = await rows.get("train", index)
-        try:
-            await asyncio.to_thread(render, row)
-        except WorkflowError as error:
-            error.append(f" (the row is {shown(row, 200)})")
-            raise
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
@@ -141,18 +113,6 @@ def computes_here(spec: JobSpec) -> bool:
         policy.simulated is None and not policy.engine.is_server
         for policy in spec.policies.values()
     )
-
-
-@dataclass(frozen=True)
-class _JobCode:
-    """The program of trajectories: a workflow on queries, or an environment of networks."""
-
-    workflow: Workflow | None = None
-    queries: QuerySource | None = None
-    demonstrations: QuerySource | None = None
-    roles: Mapping[str, Role] = field(default_factory=dict)
-    languages: Mapping[str, Language] = field(default_factory=dict)
-    arena: Arena | None = None
 
 
 class Preparation:
@@ -245,31 +205,30 @@ class Preparation:
             folder = await self._sources.fetch(sha256, self._orchestrator)
             code = await asyncio.to_thread(open_shipped, sha256, folder)
         with using(code):
-            play = await self._load_code(spec)
+            program = await self._open_program(spec)
             try:
-                return await self._make(job_id, spec, refs, servers, play)
+                return await self._make(job_id, program, refs, servers)
             except BaseException:
-                if play.arena is not None:
-                    await asyncio.to_thread(play.arena.close)
+                await asyncio.to_thread(program.close)
                 raise
 
     async def _make(
         self,
         job_id: str,
-        spec: JobSpec,
+        program: JobProgram,
         refs: Mapping[str, common_pb.WeightsRef],
         servers: Sequence[rollout_pb.SharedServer],
-        play: _JobCode,
     ) -> PreparedJob:
+        spec = program.spec
         functions = JobFunctions(self._rewards, job_id, spec, self._sources)
         await functions.announce()
         policies = {}
         for name, policy in spec.policies.items():
             # In a thread: importing an engine's libraries takes seconds.
-            engines = await asyncio.to_thread(self._engines, job_id, name, spec, play.arena)
+            engines = await asyncio.to_thread(self._engines, job_id, name, program)
             policies[name] = ServedPolicy(
                 name,
-                play.languages.get(name),
+                program.languages.get(name),
                 engines,
                 self._transfer,
                 policy.engine,
@@ -303,68 +262,32 @@ class Preparation:
         return PreparedJob(
             job_id=job_id,
             spec=spec,
-            workflow=play.workflow,
-            queries=play.queries,
-            demonstrations=play.demonstrations,
-            arena=play.arena,
+            program=program,
             functions=functions,
             policies=policies,
-            roles=play.roles,
             gate=ConcurrencyGate(
-                # One more than can play at once: it stores its rows meanwhile.
-                min(spec.limits.max_concurrent_trajectories, self._threads + 1)
-                if play.arena
-                else spec.limits.max_concurrent_trajectories,
+                program.most_trajectories,
                 one_query=spec.pipeline.mode == "serial",
             ),
-            moves=EngineMoves(spec, policies, partial(self._engine, spec, play.arena)),
+            moves=EngineMoves(spec, policies, program.make_engine),
             transfer=self._transfer,
         )
 
-    async def _load_code(self, spec: JobSpec) -> _JobCode:
-        """The job's code. Raises `InvalidArgument` naming the field at fault."""
-        if spec.environment is not None:
-            return await asyncio.to_thread(_open_arena, spec, self._threads)
-        languages: dict[str, Language] = {}
-        for name, policy in spec.policies.items():
-            languages[name] = await asyncio.to_thread(
-                load_language, policy.language_model, f"policies.{name}.model"
-            )
-        roles = {name: role_of(spec, name, languages) for name in spec.agents}
-        workflow, queries, demonstrations = None, None, None
-        count_tokens = token_counter(spec, languages)
-        try:
-            if spec.offline is not None:
-                field = "preferences.tasks" if spec.preferences else "supervised.tasks"
-                demonstrations = QuerySource(
-                    spec.offline.tasks, spec.seed, count_tokens, field=field
-                )
-                await _try_rows(spec, spec.offline, demonstrations, roles, languages)
-            if spec.workflow is not None and spec.tasks is not None:
-                evaluations = {name: one.tasks for name, one in spec.evaluations.items()}
-                queries = QuerySource(spec.tasks, spec.seed, count_tokens, evaluations)
-                workflow = await asyncio.to_thread(load_workflow, spec.workflow)
-                await queries.load("train")
-                for name in spec.evaluation_sets:
-                    await queries.load("held_out", name)
-        except WorkflowError as error:
-            raise as_invalid_argument(error) from error
-        return _JobCode(workflow, queries, demonstrations, roles, languages)
+    async def _open_program(self, spec: JobSpec) -> JobProgram:
+        """Return what the job's trajectories run. Raises `InvalidArgument` naming the field at
+        fault."""
+        if spec.environment is None:
+            return await WorkflowProgram.open(spec, partial(self._engine, spec))
+        return await asyncio.to_thread(_open_environment, spec, self._threads)
 
-    def _engines(
-        self, job_id: str, name: str, spec: JobSpec, arena: Arena | None
-    ) -> list[ServingEngine]:
+    def _engines(self, job_id: str, name: str, program: JobProgram) -> list[ServingEngine]:
         return [
-            self._engine(spec, arena, engine_id_of(job_id, name, number, self._worker_id), name)
-            for number in range(engine_count(spec.policies[name]))
+            program.make_engine(engine_id_of(job_id, name, number, self._worker_id), name)
+            for number in range(engine_count(program.spec.policies[name]))
         ]
 
-    def _engine(
-        self, spec: JobSpec, arena: Arena | None, engine_id: str, name: str
-    ) -> ServingEngine:
-        """One engine for a policy; made anew for another policy it keeps id and replica number."""
-        if arena is not None:
-            return arena.engine(engine_id, name)
+    def _engine(self, spec: JobSpec, engine_id: str, name: str) -> ServingEngine:
+        """Return an engine of a language model."""
         *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
         engine = self._make_engine(
             engine_id,
@@ -402,11 +325,11 @@ def _torch_sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _open_arena(spec: JobSpec, places: int) -> _JobCode:
-    # Imported here: torch takes seconds to import.
-    from services.rollout.networks.arena import Arena
+def _open_environment(spec: JobSpec, places: int) -> JobProgram:
+    # Imported here: few jobs have networks, and torch takes seconds to import.
+    from services.rollout.networks.program import NetworkProgram
 
-    return _JobCode(arena=Arena.open(spec, places))
+    return NetworkProgram.open(spec, places)
 
 
 async def parse_spec(spec_json: str) -> JobSpec:

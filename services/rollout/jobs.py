@@ -106,8 +106,7 @@ class JobTable:
             await self.before_release(job_id)
         await job.moves.close()
         await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
-        if job.arena is not None:
-            await asyncio.to_thread(job.arena.close)
+        await asyncio.to_thread(job.program.close)
 
     async def _update_weights(
         self, job: PreparedJob, refs: Mapping[str, common_pb.WeightsRef]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from services.rollout.program import JobProgram
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy, wait_for_all
 from services.rollout.serving.router import PolicyRouter
 from services.rollout.trajectories.concurrency import ConcurrencyGate, Turnstile
 from services.rollout.trajectories.lockstep import Lockstep
-from services.rollout.trajectories.queries import QuerySource
 from services.rollout.trajectories.transcripts import TranscriptChoice
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.elastic.order import group_waiters
 from troupe.transfer import Transfer
 from troupe.v1 import rollout_pb2 as rollout_pb
-from troupe.workflow import Role, Workflow
-from troupe.workflow.languages import role_of
-
-if TYPE_CHECKING:
-    from services.rollout.networks.arena import Arena
+from troupe.workflow import Role
 
 
 class OpenGroups:
@@ -74,24 +69,20 @@ class Casts:
 
     def __init__(
         self,
-        spec: JobSpec,
+        program: JobProgram,
         policies: Mapping[str, ServedPolicy],
-        roles: Mapping[str, Role],
-        check_cast: Callable[[Mapping[str, str], str], None] | None = None,
     ) -> None:
-        """`roles`: those of the agents in the job; empty for networks. `check_cast(cast, field)`
-        raises if a network cannot play an agent."""
-        self._check_cast = check_cast
-        self._spec = spec
+        self._program = program
+        self._spec = program.spec
         self._policies = policies
-        own = {name: policies[agent.policy] for name, agent in spec.agents.items()}
-        self.own = Cast(own, roles, self._evaluation_roles(roles))
+        own = {name: policies[agent.policy] for name, agent in program.spec.agents.items()}
+        self.own = Cast(own, program.roles, self._evaluation_roles(program.roles))
         self._known: dict[frozenset[tuple[str, str]], Cast] = {}
 
     def of(self, named: Mapping[str, str], field: str = "ticket.cast") -> Cast:
         """The job's own cast, with the policies of the agents in `named` replaced.
 
-        Raises `InvalidArgument` for an unknown agent or policy, or a network that does not fit.
+        Raises `InvalidArgument` for an unknown agent or policy, or one that cannot play the agent.
         """
         if not named:
             return self.own
@@ -113,13 +104,7 @@ class Casts:
                         value=name,
                         remedy=f"Known: {', '.join(sorted(known))}.",
                     )
-        roles = dict(self.own.roles)
-        if self._check_cast is not None:
-            self._check_cast(named, field)
-        else:
-            languages = {name: policy.language for name, policy in self._policies.items()}
-            for name, policy in named.items():
-                roles[name] = role_of(self._spec, name, languages, policy)
+        roles = {**self.own.roles, **self._program.cast_roles(named, field)}
         policy_of = {**self.own.policy_of, **{n: self._policies[p] for n, p in named.items()}}
         return Cast(policy_of, roles, self._evaluation_roles(roles))
 
@@ -141,15 +126,10 @@ class PreparedJob:
 
     job_id: str
     spec: JobSpec
-    workflow: Workflow | None
-    queries: QuerySource | None
-    """None, like `workflow`, where networks play in `arena` or nobody plays."""
-    demonstrations: QuerySource | None
-    """The rows of `supervised` or `preferences`."""
-    arena: Arena | None
+    program: JobProgram
+    """What its trajectories run."""
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]
-    roles: Mapping[str, Role]
     gate: ConcurrencyGate
     moves: EngineMoves
     transfer: Transfer
@@ -167,12 +147,7 @@ class PreparedJob:
     """Which trajectories' texts are sent."""
 
     def __post_init__(self) -> None:
-        self.casts = Casts(
-            self.spec,
-            self.policies,
-            self.roles,
-            None if self.arena is None else self.arena.check_cast,
-        )
+        self.casts = Casts(self.program, self.policies)
         self.trained = frozenset(self.spec.trained_policies)
         self.groups = OpenGroups(policy.router for policy in self.policies.values())
         self.transcripts = TranscriptChoice(self.spec)

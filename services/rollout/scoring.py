@@ -46,7 +46,8 @@ async def score(
     `FailedPrecondition` (another version is served, or the engine cannot score) and
     `DeadlineExceeded`.
     """
-    role = next((role for role in job.roles.values() if role.policy == policy.name), None)
+    roles = job.program.roles.values()
+    role = next((role for role in roles if role.policy == policy.name), None)
     temperature = (role.sampling.temperature if role else 1.0) or 1.0  # greedy sampling counts as 1
     if request.HasField("temperature"):
         temperature = request.temperature

@@ -21,7 +21,6 @@ from services.chassis.transfer import HostTransfer
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.engines.server_process import EngineDevices
-from services.rollout.games import describe
 from services.rollout.garbage import collect_seldom
 from services.rollout.job_setup import EngineFactory, Preparation, parse_spec, share_servers
 from services.rollout.jobs import JobTable
@@ -167,13 +166,14 @@ class RolloutService(rollout_grpc.RolloutServicer):
             engines=job.statuses(self._worker_id),
             resolved=self._preparation.resolved(asked, job),
         )
-        if job.demonstrations is not None:
-            response.notes.extend(job.demonstrations.notes)
-        if job.queries is not None:
-            response.notes.extend(job.queries.notes)
-            response.task_items.extend(await job.queries.sources())
+        demonstrations, queries = job.program.demonstrations, job.program.queries
+        if demonstrations is not None:
+            response.notes.extend(demonstrations.notes)
+        if queries is not None:
+            response.notes.extend(queries.notes)
+            response.task_items.extend(await queries.sources())
             for name in job.spec.evaluation_sets:
-                response.evaluation_items[name] = await job.queries.load("held_out", name)
+                response.evaluation_items[name] = await queries.load("held_out", name)
         return response
 
     async def RunQueries(
@@ -274,28 +274,14 @@ class RolloutService(rollout_grpc.RolloutServicer):
     ) -> rollout_pb.DescribeGameResponse:
         """The questions that a job's players are asked in every information state."""
         job = self._jobs.get(request.job_id)
-        if job.arena is not None:
-            from services.rollout.networks import behaviour  # torch is imported already
-
-            return await asyncio.to_thread(behaviour.describe, job.arena, request.game)
-        return await asyncio.to_thread(describe, job.workflow, job.spec, request.game)
+        return await asyncio.to_thread(job.program.describe_game, request.game)
 
     async def Behave(
         self, request: rollout_pb.BehaveRequest, context: Any
     ) -> rollout_pb.BehaveResponse:
-        """The action probabilities of a network in every information state of a job's game."""
+        """The action probabilities of a policy in every information state of a job's game."""
         job = self._jobs.get(request.job_id)
-        policy = job.policy(request.policy)
-        if job.arena is None:
-            raise InvalidArgument(
-                "is a language model, which does nothing without being asked",
-                field="policy",
-                value=policy.name,
-                remedy="Score its answers to the questions of DescribeGame.",
-            )
-        from services.rollout.networks import behaviour
-
-        return await behaviour.behave(job, policy, request)
+        return await job.program.behave(job.policy(request.policy), request)
 
     async def ListEngines(
         self, request: rollout_pb.ListEnginesRequest, context: Any
@@ -390,7 +376,7 @@ async def generate(
             field="messages",
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
-    chat, roles = policy.language.chat, job.roles.values()
+    chat, roles = policy.language.chat, job.program.roles.values()
     # A policy that only tickets name samples as the first agent does.
     role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
     try:

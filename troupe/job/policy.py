@@ -419,6 +419,17 @@ class PolicySpec(Section):
         assert self.model is not None, "this policy is a network"
         return self.model
 
+    @property
+    def weight_dtype(self) -> str:
+        """The dtype of its published weights: float32 for a network."""
+        return "float32" if self.model is None else self.model.weight_dtype
+
+    @property
+    def paradigm(self) -> str:
+        """How a network learns; empty for a language model, which learns by the job's
+        `algorithm`."""
+        return "" if self.network is None else self.network.learning.paradigm
+
     @model_validator(mode="after")
     def _dtype(self) -> Self:
         """Fill in the default of `model.dtype`, which must not change with `engine.kind` when a job

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from services.rollout.engines.errors import EngineStale
-from services.rollout.networks.arena import NetworkEngine, Play, Seating, ServedVersion
+from services.rollout.networks.arena import Arena, NetworkEngine, Play, Seating, ServedVersion
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.records import LargeColumns
@@ -103,10 +103,12 @@ def metrics_of(played: PlayedCopies, seconds: float) -> dict[str, float]:
 class EpisodeRunner(RunningTrajectory):
     """Plays to the end with the versions served at its beginning: each row is of one version."""
 
+    def __init__(self, *args: Any, arena: Arena) -> None:
+        super().__init__(*args)
+        self._arena = arena
+
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
-        job, ticket = self._job, self._ticket
-        arena = job.arena
-        assert arena is not None, "a job of networks"
+        job, ticket, arena = self._job, self._ticket, self._arena
         evaluating = ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
         greedy = evaluating and job.spec.evaluation_of(ticket.evaluation).temperature == 0
         cast = job.casts.of(ticket.cast).policy_of

@@ -29,9 +29,10 @@ class DemonstratedTrajectory(RunningTrajectory):
         job = self._job
         spec = job.spec.offline
         assert spec is not None, "its tickets are of steps that learn from rows"
-        assert job.demonstrations is not None, "loaded with the job"
-        row = await job.demonstrations.get("train", self._ticket.index)
-        learners = {n: role for n, role in job.roles.items() if role.policy in job.trained}
+        rows = job.program.demonstrations
+        assert rows is not None, "loaded with the job"
+        row = await rows.get("train", self._ticket.index)
+        learners = {n: role for n, role in job.program.roles.items() if role.policy in job.trained}
         positions = [job.policies[role.policy].language.positions for role in learners.values()]
         # In a thread: rows may be long, and other trajectories share the event loop.
         found = await asyncio.to_thread(renderer_of(spec, learners, positions), row)
@@ -47,7 +48,7 @@ class DemonstratedTrajectory(RunningTrajectory):
         ticket, alone = self._ticket, one.chosen is None
         return store_pb.Sample(
             sample_id=f"{ticket.query_id}_{one.turn}_{ticket.trajectory_id}",
-            policy=self._job.roles[one.agent].policy,
+            policy=self._job.program.roles[one.agent].policy,
             query_id=ticket.query_id,
             trajectory_id=ticket.trajectory_id,
             agent=one.agent,

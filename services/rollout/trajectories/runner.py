@@ -11,16 +11,15 @@ import structlog
 
 from services.rollout.garbage import collect_survivors
 from services.rollout.prepared_job import PreparedJob
+from services.rollout.program import Trajectory
 from services.rollout.trajectories.concurrency import EarlyStartGate
-from services.rollout.trajectories.demonstrated import DemonstratedTrajectory
 from services.rollout.trajectories.records import TrajectoryLog
-from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer
 from troupe.functions.shipped import opened, using
 from troupe.outcomes import described
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.rpc.protobuf_wire import repeated
-from troupe.states import OFFLINE, TRAJECTORY, is_terminal
+from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import rollout_pb2 as rollout_pb
 
@@ -142,7 +141,7 @@ class Runner:
         ahead: bool,
     ) -> _Running:
         running = _Running(EarlyStartGate(ahead))
-        trajectory = _trajectory_class(job, ticket)(
+        trajectory = job.program.trajectory(ticket.split)(
             job, ticket, step, self._store, running.publish, self._endpoints, running.early_start
         )
         running.task = asyncio.create_task(
@@ -159,7 +158,7 @@ class Runner:
         key: tuple[str, str],
         job: PreparedJob,
         running: _Running,
-        trajectory: RunningTrajectory,
+        trajectory: Trajectory,
     ) -> None:
         try:
             try:
@@ -278,17 +277,6 @@ class _Running:
             self.newest = update
         for listener in self.listeners:
             listener.deliver(update)
-
-
-def _trajectory_class(job: PreparedJob, ticket: rollout_pb.Ticket) -> type[RunningTrajectory]:
-    if ticket.split == OFFLINE:
-        return DemonstratedTrajectory
-    if job.arena is None:
-        return RunningTrajectory
-    # Imported here: torch takes seconds to import, and is imported already where there is an arena.
-    from services.rollout.networks.episodes import EpisodeRunner
-
-    return EpisodeRunner
 
 
 def messages(events: Sequence[rollout_pb.TrajectoryEvent]) -> Iterator[bytes]:

@@ -247,10 +247,11 @@ class RunningTrajectory:
 
         async def play() -> Any:
             nonlocal waits_for
-            assert job.queries is not None, "language models play"
-            assert job.workflow is not None, "language models play"
+            queries, workflow = job.program.queries, job.program.workflow
+            assert queries is not None, "language models play"
+            assert workflow is not None, "language models play"
             task = ticket.task if ticket.HasField("task") else None
-            data = await job.queries.get(ticket.split, ticket.index, ticket.evaluation, task)
+            data = await queries.get(ticket.split, ticket.index, ticket.evaluation, task)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
@@ -260,7 +261,7 @@ class RunningTrajectory:
                 barrier.tools(tools) if barrier else tools,
                 job.functions.definitions,
             )
-            given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
+            given = await call_workflow(workflow, ticket.trajectory_id, query, agents, toolbox)
             return query, given
 
         def late() -> WorkflowError:

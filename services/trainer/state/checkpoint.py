@@ -127,9 +127,6 @@ def lineage_of(
 ) -> Lineage:
     """The lineage of a version; `step`: the step that made it, -1 for the first weights."""
     source, adapter = spec.policies[policy], adapter_of(model)
-    algorithm = f"{spec.algorithm.loss}, {spec.algorithm.advantage}"
-    if source.network is not None:
-        algorithm = source.network.learning.paradigm
     return Lineage(
         job_id=job_id,
         job=spec.name,
@@ -139,7 +136,7 @@ def lineage_of(
         checksum=checksum,
         base_model="" if source.model is None else source.model.path or "",
         base_checksum=adapter.base.checksum if adapter is not None else "",
-        algorithm=algorithm,
+        algorithm=source.paradigm or f"{spec.algorithm.loss}, {spec.algorithm.advantage}",
     )
 
 
@@ -276,9 +273,7 @@ class Checkpoints:
                     value=version,
                     remedy=f"Ask for one of: {kept}.",
                 )
-        dtype = torch.float32
-        if policy.network is None:
-            dtype = getattr(torch, policy.language_model.weight_dtype)
+        dtype = getattr(torch, policy.weight_dtype)
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
         return save_checkpoint(
             path,

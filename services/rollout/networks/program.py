@@ -1,27 +1,80 @@
-"""The DescribeGame and Behave calls of a job of networks: action probabilities in every information
-state of an enumerable game."""
+"""Networks that play an environment: their engines and episodes, and their action probabilities in
+every information state of an enumerable game."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from services.rollout.engines.base import ServingEngine
 from services.rollout.games import not_enumerable
 from services.rollout.networks.arena import Arena, ServedVersion
-from services.rollout.networks.episodes import served_now
-from services.rollout.prepared_job import PreparedJob
+from services.rollout.networks.episodes import EpisodeRunner, served_now
+from services.rollout.program import JobProgram, Trajectory
 from services.rollout.scoring import check_version
 from services.rollout.serving.policy import ServedPolicy
-from troupe.job import NetworkSpec
+from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of
 from troupe.populations.histories import Histories
 from troupe.rpc.errors import DeadlineExceeded
 from troupe.v1 import rollout_pb2 as rollout_pb
-from troupe.workflow import TurnError
+from troupe.workflow import Role, TurnError
+
+
+@dataclass
+class NetworkProgram(JobProgram):
+    """An environment that networks play."""
+
+    _: KW_ONLY
+    arena: Arena
+    places: int
+    """Environments that play at once, each in a thread of its own."""
+
+    @classmethod
+    def open(cls, spec: JobSpec, places: int) -> NetworkProgram:
+        """Open a first environment. Blocking. Raises `InvalidArgument` naming the field at
+        fault."""
+        return cls(spec, arena=Arena.open(spec, places), places=places)
+
+    @property
+    def most_trajectories(self) -> int:
+        """One more than can play at once: it stores its rows meanwhile."""
+        return min(self.spec.limits.max_concurrent_trajectories, self.places + 1)
+
+    def make_engine(self, engine_id: str, policy: str) -> ServingEngine:
+        """Return an engine for a policy, not started."""
+        return self.arena.engine(engine_id, policy)
+
+    def cast_roles(self, cast: Mapping[str, str], field: str) -> Mapping[str, Role]:
+        """Return no roles: networks have none. Raises `InvalidArgument` of kind
+        "cast_does_not_fit"."""
+        self.arena.check_cast(cast, field)
+        return {}
+
+    def trajectory(self, split: str) -> Callable[..., Trajectory]:
+        """Return what plays whole episodes."""
+        return partial(EpisodeRunner, arena=self.arena)
+
+    def describe_game(self, game: str) -> rollout_pb.DescribeGameResponse:
+        """Return the information states of OpenSpiel's `game`."""
+        return describe(self.arena, game)
+
+    async def behave(
+        self, policy: ServedPolicy, request: rollout_pb.BehaveRequest
+    ) -> rollout_pb.BehaveResponse:
+        """Return the action probabilities of one served version of a network."""
+        return await behave(self.arena, self.spec, policy, request)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.arena.close()
 
 
 def describe(arena: Arena, game: str) -> rollout_pb.DescribeGameResponse:
@@ -48,23 +101,22 @@ def describe(arena: Arena, game: str) -> rollout_pb.DescribeGameResponse:
 
 
 async def behave(
-    job: PreparedJob, policy: ServedPolicy, request: rollout_pb.BehaveRequest
+    arena: Arena, spec: JobSpec, policy: ServedPolicy, request: rollout_pb.BehaveRequest
 ) -> rollout_pb.BehaveResponse:
     """Action probabilities of one served version of `policy`, within `limits.turn_seconds`.
 
     Raises as `describe`, FailedPrecondition of kind "version_not_served", `DeadlineExceeded`.
     """
-    arena, wanted = job.arena, request.version if request.HasField("version") else None
-    assert arena is not None, "a job of networks"
+    wanted = request.version if request.HasField("version") else None
     tree = await asyncio.to_thread(_tree, arena, request.game)
     check_version(policy, wanted)
     try:
-        served = await served_now(policy, job.spec.limits.turn_limit, wanted)
+        served = await served_now(policy, spec.limits.turn_limit, wanted)
     except TurnError as error:
         raise DeadlineExceeded(
             error.message, kind="behave_deadline", field=error.field, remedy=error.remedy
         ) from error
-    network, roster = job.spec.policies[policy.name].network, arena.roster(policy.name)
+    network, roster = spec.policies[policy.name].network, arena.roster(policy.name)
     assert network is not None, "all policies of the job are networks"
     rows = await asyncio.to_thread(_rows, arena, network, roster, served, tree)
     return rollout_pb.BehaveResponse(
