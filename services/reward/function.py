@@ -17,22 +17,20 @@ from typing import Any, Final
 
 from services.reward.call import FunctionCall
 from services.reward.resources import needs_of
-from services.reward.sandboxes import landlock
+from services.reward.sandboxes.kinds import PROVIDERS
 from services.reward.sandboxes.profile import (
     BUBBLEWRAP,
     CONTAINER,
+    OF_WORKERS,
     PROCESS,
     SandboxProfile,
-    find_bubblewrap,
-    find_engine,
-    unprivileged_user,
 )
 from troupe.contracts import kinds
 from troupe.functions.costs import costs_of
 from troupe.functions.sources import SourceStore
 from troupe.functions.validation import Refuse, check_costs
 from troupe.outcomes import NotJsonError, parse_json
-from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from troupe.rpc import AlreadyExists, InvalidArgument, NotFound
 from troupe.scheduling.elastic import Discipline, SpeedUp
 from troupe.v1 import reward_pb2 as reward_pb
 
@@ -215,7 +213,7 @@ class RegisteredFunction:
     @property
     def own_sandbox(self) -> bool:
         """Whether its calls run in a sandbox of their call or trajectory, not in a worker."""
-        return self.spec.stateful or self.profile.level == CONTAINER
+        return self.spec.stateful or self.profile.level not in OF_WORKERS
 
     @cached_property
     def key(self) -> str:
@@ -386,13 +384,6 @@ def check(spec: reward_pb.FunctionSpec) -> None:
 
 def _check_sandbox(spec: reward_pb.FunctionSpec, refuse: Refuse) -> None:
     level = spec.sandbox or PROCESS
-    if level == BUBBLEWRAP:
-        find_bubblewrap()
-        unprivileged_user()
-    if level == CONTAINER:
-        if not spec.image:
-            refuse("image", "", "is empty", "Name the image of its containers.")
-        find_engine()
     if spec.stateful and level == PROCESS:
         refuse(
             "stateful",
@@ -400,23 +391,14 @@ def _check_sandbox(spec: reward_pb.FunctionSpec, refuse: Refuse) -> None:
             "is only for sandboxes",
             f"Declare `sandbox: {BUBBLEWRAP}`, or `sandbox: {CONTAINER}` with an image.",
         )
-    if not spec.reads and not spec.writes:
-        return
-    field = "reads" if spec.reads else "writes"
-    if level != PROCESS:
+    if level != PROCESS and (spec.reads or spec.writes):
         refuse(
-            field,
+            "reads" if spec.reads else "writes",
             list(spec.reads or spec.writes),
             f"is for `sandbox: {PROCESS}`; a sandbox reaches no files of the host",
             "Leave it out.",
         )
-    if not landlock.version():
-        raise FailedPrecondition(
-            "the kernel where the reward service runs has no landlock",
-            kind="no_sandbox",
-            field=f"function.{field}",
-            remedy=f"Leave reads and writes out, or declare `sandbox: {BUBBLEWRAP}`.",
-        )
+    PROVIDERS[level].check(spec, refuse)
 
 
 def expect(function: RegisteredFunction, call: FunctionCall, discipline: Discipline) -> None:

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Final
 
 import structlog
@@ -30,18 +29,12 @@ from services.reward.cgroups import (
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import ModelManager, ModelUnavailable
 from services.reward.resources import CORES, MEMORY, PLENTY, SANDBOX, WORKERS, HostResources
+from services.reward.sandboxes.kinds import PROVIDERS, open_providers
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
-from services.reward.sandboxes.profile import (
-    CONTAINER,
-    LEVELS,
-    PROCESS,
-    SandboxProfile,
-    find_engine,
-)
-from services.reward.sandboxes.seccomp import filter_path
+from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.settings import RewardSettings
 from services.reward.slot import ProcessSlot, WorkerSlot
-from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.rpc import InvalidArgument
 from troupe.scheduling import elastic
 from troupe.v1 import reward_pb2 as reward_pb
 
@@ -343,12 +336,12 @@ class LocalHost:
         """Raises `InvalidArgument` for cores that do not exist, and models that fit nowhere."""
         self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
+        providers = open_providers(groups, self._cores)
         slots = [
             ProcessSlot(
                 settings.reward_import_seconds,
                 f"worker-{i}",
-                self._cores,
-                groups,
+                providers,
                 spares=settings.reward_spares,
             )
             for i in range(settings.reward_workers)
@@ -374,42 +367,23 @@ class LocalHost:
                 settings.reward_sandbox_idle_seconds,
             ),
             settings.reward_import_seconds,
-            groups=groups,
-            cores=self._cores,
+            providers,
         )
         log.info(
             "sandboxes",
-            **{level: ", ".join(self.confinement(SandboxProfile(level))) for level in LEVELS},
+            **{level: ", ".join(self.confinement(SandboxProfile(level))) for level in PROVIDERS},
         )
 
     def confinement(self, profile: SandboxProfile) -> list[str]:
         """Return the mechanisms that confine this profile on this host: "namespaces", "seccomp",
         ..."""
-        return layers(profile, self._groups)
+        return PROVIDERS[profile.level].layers(profile, self._groups)
 
     def close(self) -> None:
         """Remove the control groups; all processes have ended."""
         for manager in (self._cores, self._groups):
             if manager is not None:
                 manager.close()
-
-
-def layers(profile: SandboxProfile, groups: ControlGroups | None) -> list[str]:
-    """Return the names of the mechanisms that confine calls of `profile`."""
-    if profile.level == CONTAINER:
-        try:
-            return [f"container:{Path(find_engine()).name}"]
-        except FailedPrecondition:
-            return []
-    limited = ["rlimit:as"] if profile.memory_mib else []
-    if profile.level == PROCESS:
-        return [*limited, *(["landlock"] if profile.reads or profile.writes else [])]
-    found = ["namespaces", "read-only root", "no_new_privs", "rlimits", *limited]
-    if filter_path() is not None:
-        found.append("seccomp")
-    if groups is not None:
-        found += [f"cgroup:{name}" for name in ("memory", "pids") if name in groups.controllers]
-    return found
 
 
 def _core_manager(settings: RewardSettings, groups: ControlGroups | None) -> CoreManager | None:

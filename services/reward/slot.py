@@ -7,14 +7,10 @@ A call's timeout is enforced here (`ProcessSlot._answer`), by killing the proces
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import socket
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -22,16 +18,10 @@ import structlog
 
 from services.reward import worker
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall, outcome_of
-from services.reward.cgroups import (
-    ControlGroups,
-    CoreLease,
-    CoreManager,
-    family,
-)
+from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
-from services.reward.sandboxes.supervisor import FOREIGN, answer_channel, received
-from troupe.processes.ending import close_output, exit_text, kill_tree, signal_group
+from services.reward.sandboxes.provider import Sandbox, SandboxProcess, SandboxProvider
 from troupe.processes.frames import frame, read_frame
 from troupe.v1 import reward_pb2 as reward_pb
 
@@ -40,12 +30,6 @@ log = structlog.get_logger("troupe.reward")
 _Kind = reward_pb.InvocationError
 # An answer is a result of at most 16 MiB, or an error.
 _MAX_FRAME_BYTES: Final = 20 * 2**20
-# Bytes kept of the end of functions' output.
-_OUTPUT_BYTES: Final = 16 * 2**10
-# Output is read in such parts, at most so many before the event loop runs others: together more
-# than a pipe holds, so that all that was printed before an answer is read with it.
-_PART_BYTES: Final = 32 * 2**10
-_PARTS: Final = 4
 _END_SECONDS: Final = 5.0
 # Calls, and bytes of arguments, sent to a worker before it has answered the first of them.
 _AHEAD: Final = 16
@@ -126,24 +110,21 @@ class ProcessSlot(WorkerSlot):
     def __init__(
         self,
         import_seconds: float,
-        name: str = "worker",
-        cores: CoreManager | None = None,
-        groups: ControlGroups | None = None,
+        name: str,
+        providers: Mapping[str, SandboxProvider],
         *,
         spares: bool = True,
     ) -> None:
-        """`name`: unique among slots. `cores` hands cores out, `groups` limit a sandbox as a whole,
-        where the host can. `spares`: the successor of a sandbox that was used up is started at
-        once, not by the next call."""
+        """`name`: unique among slots. `providers`: by kind of sandbox. `spares`: the successor of a
+        sandbox that was used up is started at once, not by the next call."""
         super().__init__(name)
         # Of the start of a process, and of an import.
         self._import_deadline = CallDeadline(import_seconds)
-        self._cores = cores
-        self._groups = groups
+        self._providers = providers
         # What the process is confined to.
         self._profile = SandboxProfile()
-        # Whether the process is in its control groups.
-        self._adopted = False
+        # Whether the process is limited as its sandbox is.
+        self._limited = False
         self._process: WorkerProcess | None = None
         self._spares = spares
         # Starts the next sandbox.
@@ -159,7 +140,7 @@ class ProcessSlot(WorkerSlot):
 
     @property
     def warm(self) -> bool:
-        return self._process is not None and self._process.alive
+        return self._process is not None and self._process.process.alive
 
     @property
     def process_seconds(self) -> float:
@@ -201,9 +182,6 @@ class ProcessSlot(WorkerSlot):
         await self._renewed()
         self._drop()
         await asyncio.gather(*self._ending)
-        for manager in (self._cores, self._groups):
-            if manager is not None:
-                manager.forget(self.name)
 
     def holds(self, function: RegisteredFunction) -> bool:
         return self._prepared.get(function.key) == function.registrations
@@ -214,7 +192,7 @@ class ProcessSlot(WorkerSlot):
     def cancel(self) -> None:
         self._cancelled = True
         if self._process is not None:
-            self._process.kill()
+            self._process.process.kill()
 
     async def run_many(
         self,
@@ -250,7 +228,7 @@ class ProcessSlot(WorkerSlot):
         self, function: RegisteredFunction, calls: Sequence[FunctionCall], lease: CoreLease | None
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         began = time.perf_counter()
-        cold = not (self._adopted and self.confined_for(function) and self.holds(function))
+        cold = not (self._limited and self.confined_for(function) and self.holds(function))
         # Indices of the calls that the worker has been sent, in order.
         sent: deque[int] = deque()
         following = 0
@@ -266,11 +244,12 @@ class ProcessSlot(WorkerSlot):
                     return
                 assert self._process is not None  # made ready; when it is lost, `_answer` raises
                 call = calls[sent[0]]
-                self._process.printed = call.printed
+                process = self._process.process
+                process.printed = call.printed
                 began = time.perf_counter()
                 answer = await self._answer(call.deadline)
                 seconds = time.perf_counter() - began
-                outcome = outcome_of(answer, seconds, self._process.output(), cold_seconds)
+                outcome = outcome_of(answer, seconds, process.output(), cold_seconds)
                 kept = self._keep_process(function, answer)
                 yield sent.popleft(), outcome
                 cold_seconds = 0.0
@@ -342,26 +321,22 @@ class ProcessSlot(WorkerSlot):
         if not self.confined_for(function):
             self._drop()
             self._profile = function.profile
-        await self._adopt(function, lease)
+        await self._limit(function, lease)
         if not self.holds(function):
             return await self._prepare(function, lease)
         return None
 
-    async def _adopt(self, function: RegisteredFunction, lease: CoreLease | None) -> None:
-        """Put a new process into its control groups, before any code of the user's runs, and grant
+    async def _limit(self, function: RegisteredFunction, lease: CoreLease | None) -> None:
+        """Limit what a new process takes as a whole, before any code of the user's runs, and grant
         it the cores of `lease`."""
-        if not self._adopted:
+        if not self._limited:
             await self._answer(self._import_deadline, {"call": "ready"})
             assert self._process is not None  # it has answered
-            pids = await asyncio.to_thread(self._process.pids)
-            if self._cores is not None:
-                self._cores.adopt(self.name, pids)
-            if self._groups is not None and self._profile.level == BUBBLEWRAP:
-                processes, memory_mib = self._profile.processes, function.spec.memory_mib
-                self._groups.confine(self.name, pids, processes, memory_mib)
-            self._adopted = True
-        if self._cores is not None and lease is not None:
-            self._cores.grant(lease)
+            await self._process.sandbox.confine()
+            self._limited = True
+        if lease is not None:
+            assert self._process is not None  # limited before
+            await self._process.sandbox.grant(lease)
 
     async def _prepare(
         self, function: RegisteredFunction, lease: CoreLease | None
@@ -373,7 +348,7 @@ class ProcessSlot(WorkerSlot):
             if why := self._why_replace(answer, function):
                 log.info(f"{why}: new worker", entrypoint=entrypoint)
                 self._replace()
-                await self._adopt(function, None)
+                await self._limit(function, None)
                 answer = await self._answer(self._import_deadline, request)
         except WorkerLost as lost:
             if lost.error.kind == _Kind.KIND_CANCELLED:
@@ -412,7 +387,9 @@ class ProcessSlot(WorkerSlot):
         try:
             async with timer:
                 if self._process is None:
-                    self._process = await WorkerProcess.start(*self._profile.launch())
+                    provider = self._providers[self._profile.level]
+                    sandbox = await provider.launch(self.name, self._profile)
+                    self._process = await WorkerProcess.start(sandbox)
                     self._since = time.perf_counter()
                 if request is not None:
                     self._process.send(request)
@@ -434,18 +411,18 @@ class ProcessSlot(WorkerSlot):
     def _replace(self) -> str:
         """Drop the process because of a failure; return what it printed last."""
         self.restarts += 1
-        output = self._process.output() if self._process is not None else ""
+        output = self._process.process.output() if self._process is not None else ""
         self._drop()
         return output
 
     def _drop(self) -> None:
         """Kill the process, if there is one; the next call starts another."""
         self._prepared.clear()
-        self._adopted = False
+        self._limited = False
         process, self._process = self._process, None
         if process is not None:
             self._past_seconds += time.perf_counter() - self._since
-            task = asyncio.create_task(process.end())
+            task = asyncio.create_task(process.sandbox.stop())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
@@ -455,208 +432,37 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """A process that runs `services/reward/worker.py`, alone in its process group."""
+    """The worker program (`services/reward/worker.py`) in a sandbox, and its frames."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, answers: AnswerReader, printing: int
-    ) -> None:
-        """`printing`: the reading end, non-blocking, of the pipe that the process prints to."""
-        self._process = process
-        self._answers = answers
-        self._printing: int | None = printing
-        self._printed: deque[bytes] = deque()
-        self._printed_bytes = 0
-        # Called with each part that is printed, as it comes.
-        self.printed: Callable[[bytes], None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(printing, self._pull)
+    def __init__(self, sandbox: Sandbox, process: SandboxProcess) -> None:
+        self.sandbox, self.process = sandbox, process
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
-        """Start `command`. Raises OSError."""
-        printing, output = os.pipe()
-        answers, theirs = answer_channel()
-        try:
-            os.set_blocking(printing, False)
-            process = await start_process(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=theirs,
-                stderr=output,
-                env=dict(environment),
-            )
-        except BaseException:
-            os.close(printing)
-            answers.close()
-            raise
-        finally:
-            os.close(output)
-            theirs.close()
-        return cls(process, AnswerReader(answers), printing)
+    async def start(cls, sandbox: Sandbox) -> WorkerProcess:
+        """Start the worker in a sandbox that was just launched. Raises OSError, TimeoutError and
+        FailedPrecondition ("no_sandbox")."""
+        return cls(sandbox, await sandbox.start([worker.__file__]))
 
     def send(self, *requests: Mapping[str, Any]) -> None:
         """Send requests; the answers come in the same order."""
-        assert self._process.stdin is not None
         frames = [frame(json.dumps(request).encode()) for request in requests]
-        # That the worker has ended, or does not read, shows when its answer is waited for.
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b"".join(frames))
+        self.process.write(b"".join(frames))
 
     async def answer(self) -> worker.CallAnswer:
         """Return the next answer; what was printed before it has been read. Raises `WorkerDied`."""
         try:
-            body = await read_frame(self._answers, _MAX_FRAME_BYTES)
-            answer = worker.CallAnswer.of_frame(json.loads(body))
+            body = await read_frame(self.process, _MAX_FRAME_BYTES)
+            return worker.CallAnswer.of_frame(json.loads(body))
         except (OSError, EOFError) as error:
             raise WorkerDied(await self._how_it_died()) from error
         except (ValueError, RecursionError) as error:
-            self.kill()
+            self.process.kill()
             raise WorkerDied(f"the worker's answer is invalid: {error}") from error
-        self._pull()
-        return answer
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process is not known to have ended."""
-        return self._process.returncode is None
-
-    def pids(self) -> list[int]:
-        """Return the process and all that descend from it, as this host counts them."""
-        return family(self._process.pid)
-
-    def output(self) -> str:
-        """Return the last of what was printed since the call before."""
-        self._pull()
-        text = b"".join(self._printed).decode(errors="replace")
-        self._printed.clear()
-        self._printed_bytes = 0
-        return text[-_OUTPUT_BYTES:]
-
-    def kill(self) -> None:
-        """Kill the process and all that it started."""
-        if self.alive:
-            kill_tree(self._process.pid)
-            return
-        signal_group(self._process.pid, signal.SIGKILL)  # what it left in its group
-
-    async def end(self) -> None:
-        """Kill the process and wait until it has ended."""
-        self.kill()
-        close_output(self._process)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
-                await self._process.wait()
-        self._close_output()
-        self._answers.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def _pull(self) -> None:
-        """Read what has been printed, without waiting."""
-        for _ in range(_PARTS):
-            if self._printing is None:
-                return
-            try:
-                part = os.read(self._printing, _PART_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                part = b""
-            if not part:
-                self._close_output()
-                return
-            self._printed.append(part)
-            self._printed_bytes += len(part)
-            while self._printed_bytes - len(self._printed[0]) >= _OUTPUT_BYTES:
-                self._printed_bytes -= len(self._printed.popleft())
-            if self.printed is not None:
-                self.printed(part)
-
-    def _close_output(self) -> None:
-        if self._printing is not None:
-            self._loop.remove_reader(self._printing)
-            os.close(self._printing)
-            self._printing = None
 
     async def _how_it_died(self) -> str:
         try:
             async with asyncio.timeout(_END_SECONDS):
-                return f"the worker process {how_it_ended(await self._process.wait())}"
+                return f"the worker process {await self.process.ended()}"
         except TimeoutError:
-            self.kill()
+            self.process.kill()
             return "the worker closed its connection"
-
-
-class AnswerReader:
-    """A reader of the worker process's bytes on an answer channel, ignoring processes that it
-    started.
-
-    The worker is the first process that writes into it: its answer to `ready` precedes all code of
-    the user's. Reads on demand: bytes that no caller waits for stay in the kernel.
-    """
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._received = bytearray()
-        self._worker = 0
-        # Bytes of other processes since the last answer.
-        self._foreign = 0
-
-    async def readexactly(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raises EOFError, and ValueError if others write too
-        much."""
-        while len(self._received) < size:
-            try:
-                part, sender = received(self._channel)
-            except BlockingIOError:
-                await self._readable()
-                continue
-            if not part:
-                raise EOFError
-            self._worker = self._worker or sender
-            if 0 < sender == self._worker:
-                self._received += part
-            else:
-                self._foreign += len(part)
-                if self._foreign > _MAX_FRAME_BYTES:
-                    raise ValueError(FOREIGN)
-            if len(self._received) < size:
-                await asyncio.sleep(0)  # however fast it writes
-        found = bytes(self._received[:size])
-        del self._received[:size]
-        self._foreign = 0
-        return found
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
-
-    async def _readable(self) -> None:
-        loop, channel = asyncio.get_running_loop(), self._channel.fileno()
-        ready = asyncio.Event()
-        loop.add_reader(channel, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(channel)
-
-
-async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
-    """Start a process in its own session, leaving none behind on cancellation. (asyncio would kill
-    the process but not its group: bubblewrap's second process would wait for the first forever.)
-    Raises OSError."""
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
-    )
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        kill_tree((await starting).pid)
-        raise
-
-
-def how_it_ended(status: int) -> str:
-    """Return the exit status of a worker or its sandbox in words, as `exit_text`."""
-    # bubblewrap reports its child's signal like a shell.
-    by_signal = 128 < status <= 128 + max(signal.valid_signals())
-    return exit_text(128 - status if by_signal else status)

@@ -427,10 +427,14 @@ _CALLS: Final[dict[str, Callable[..., CallAnswer]]] = {
 }
 
 if __name__ == "__main__":
-    initialize(int(sys.argv[1]))
+    _, *options = sys.argv
+    parent = 0  # in a sandbox, which ends by itself and runs one call
+    if options[0].startswith("--parent="):
+        parent = int(options.pop(0).removeprefix("--parent="))
+    initialize(parent)
     keeper = None
-    if sys.argv[1] != "0":  # not in a sandbox, which runs one call
+    if parent:
         keeper = load_file("leftovers.py").StateKeeper(is_users, file_of)
     json = private_copy("json")  # type: ignore[assignment]
-    confine(sys.argv[2:])
+    confine(options)
     serve(keeper)

@@ -13,7 +13,8 @@ import pytest
 
 from services.reward.call import FunctionCall
 from services.reward.cgroups import CoreLease
-from services.reward.sandboxes.container import ContainerBackend
+from services.reward.sandboxes.container import ContainerSandbox
+from services.reward.sandboxes.kinds import open_providers
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from tests.reward.test_reward_sandboxes import Trajectory, function
 from tests.support.waiting import PATIENCE
@@ -43,7 +44,7 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
     (tmp_path / "hostile_functions.py").write_text(HOSTILE.read_text())
     (tmp_path / "honest.py").write_text("def says():\n    return 'the truth'\n")
     settings = {"sandbox": "container", "image": IMAGE, "processes": 32, "disk_mib": 16}
-    sandboxes = SandboxManager(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120, open_providers())
     mine, other = Trajectory(sandboxes, tmp_path), Trajectory(sandboxes, tmp_path)
     try:
         assert (await mine.call("where", settings))["uid"] == 65534
@@ -74,18 +75,18 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
 
 async def test_a_containers_cores(docker: Any) -> None:
     what = function("where", sandbox="container", image=IMAGE, stateful=False)
-    sandboxes = SandboxManager(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120, open_providers())
     asked: list[str] = []
-    grant = ContainerBackend.grant
+    grant = ContainerSandbox.grant
 
-    async def told(self: ContainerBackend, lease: CoreLease) -> None:
+    async def told(self: ContainerSandbox, lease: CoreLease) -> None:
         await grant(self, lease)
         form = "{{.HostConfig.NanoCpus}} {{.HostConfig.CpusetCpus}}"
         asked.append(docker("inspect", "-f", form, self._name))
 
     call = FunctionCall("{}", "job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContainerBackend, "grant", told)
+        patch.setattr(ContainerSandbox, "grant", told)
         async with sandboxes.slot(what, call) as place:
             outcome = await place.run(what, call, CoreLease("any", (0,)))
     await sandboxes.stop()
@@ -95,7 +96,7 @@ async def test_a_containers_cores(docker: Any) -> None:
 
 
 async def test_an_image_that_is_not_there(docker: Any) -> None:
-    sandboxes = SandboxManager(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120, open_providers())
     error = await Trajectory(sandboxes).call(
         "where", {"sandbox": "container", "image": "troupe-test-no-such-image:1"}
     )

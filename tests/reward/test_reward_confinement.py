@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.host import layers
 from services.reward.sandboxes import landlock, seccomp
+from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
 from tests.support.needs import BUBBLEWRAP
@@ -99,7 +99,7 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("here")
     profile = SandboxProfile(reads=(str(tmp_path / "read"),), writes=(str(tmp_path / "write"),))
-    process = await WorkerProcess.start(*profile.launch())
+    process = await WorkerProcess.start(await LocalProvider().launch("test", profile))
     try:
 
         async def call(name: str, path: Path) -> str:
@@ -124,7 +124,7 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
             for name in ("read", "write", "neither")
         }
     finally:
-        await process.end()
+        await process.sandbox.stop()
     assert found == {
         ("reads", "read"): "ok",
         ("reads", "write"): "ok",
@@ -137,11 +137,11 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
 
 @BUBBLEWRAP
 def test_the_layers_in_force_are_told() -> None:
-    bare = layers(SandboxProfile("bubblewrap", memory_mib=128), None)
+    bare = LocalProvider.layers(SandboxProfile("bubblewrap", memory_mib=128), None)
     assert {"namespaces", "read-only root", "rlimits", "rlimit:as"} <= set(bare)
     assert ("seccomp" in bare) == (seccomp.filter_path() is not None)
-    assert layers(SandboxProfile(reads=("/data",)), None) == ["landlock"]
-    assert layers(SandboxProfile(), None) == []
+    assert LocalProvider.layers(SandboxProfile(reads=("/data",)), None) == ["landlock"]
+    assert LocalProvider.layers(SandboxProfile(), None) == []
 
 
 @pytest.mark.skipif(landlock.version() == 0, reason="the kernel has no landlock")
@@ -149,7 +149,7 @@ async def test_uploaded_source_may_have_modules_of_the_services_names(tmp_path: 
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("def scores():\n    return 0.5\n")
     profile = SandboxProfile(reads=(str(tmp_path),), source=str(tmp_path))
-    process = await WorkerProcess.start(*profile.launch())
+    process = await WorkerProcess.start(await LocalProvider().launch("test", profile))
     try:
         for request in (
             {"call": "prepare", "entrypoint": "services:scores"},
@@ -163,5 +163,5 @@ async def test_uploaded_source_may_have_modules_of_the_services_names(tmp_path: 
             process.send(request)
             answer = await process.answer()
     finally:
-        await process.end()
+        await process.sandbox.stop()
     assert (answer.kind, answer.text) == ("ok", "0.5")

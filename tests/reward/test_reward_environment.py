@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.profile import SandboxProfile, environment_of_functions
 from services.reward.slot import WorkerProcess
 
@@ -62,7 +63,7 @@ async def test_a_worker_finds_that_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TROUPE_REWARD_ENVIRONMENT", "OPENAI_API_KEY")
-    process = await WorkerProcess.start(*SandboxProfile().launch())
+    process = await WorkerProcess.start(await LocalProvider().launch("test", SandboxProfile()))
     try:
         entrypoint = "hostile_functions:where"
         process.send(
@@ -72,6 +73,6 @@ async def test_a_worker_finds_that_and_no_more(monkeypatch: pytest.MonkeyPatch) 
         await process.answer()
         found = json.loads((await process.answer()).text)["environment"]
     finally:
-        await process.end()
+        await process.sandbox.stop()
     assert SECRETS.keys() & found.keys() == {"OPENAI_API_KEY"}
     assert found["PATH"] == os.environ["PATH"]

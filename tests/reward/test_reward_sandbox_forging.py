@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from services.reward import worker
 from services.reward.sandboxes import seccomp
+from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.manager import SandboxManager
 from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
@@ -176,7 +177,9 @@ async def test_what_a_function_starts_cannot_answer_for_it(mine: Trajectory) -> 
 
 
 async def test_nor_in_a_sandbox_of_one_call() -> None:
-    process = await WorkerProcess.start(*SandboxProfile("bubblewrap", 64, 16).launch())
+    process = await WorkerProcess.start(
+        await LocalProvider().launch("test", SandboxProfile("bubblewrap", 64, 16))
+    )
     try:
         arguments = json.dumps({"code": ATTACK, "arguments": ["20"]})
         frame = {"entrypoint": "hostile_functions:runs", "arguments_json": arguments}
@@ -185,7 +188,7 @@ async def test_nor_in_a_sandbox_of_one_call() -> None:
         process.send({"call": "invoke", "memory_mib": 0, **frame})
         answer = await process.answer()
     finally:
-        await process.end()
+        await process.sandbox.stop()
     assert (answer.kind, json.loads(answer.text)) == (worker.OK, "[]")
 
 

@@ -18,6 +18,7 @@ from services.reward.call import CallDeadline, CallOutcome, FunctionCall
 from services.reward.cgroups import open_groups
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes import manager
+from services.reward.sandboxes.kinds import open_providers
 from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, SandboxManager
 from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE, until
@@ -71,7 +72,7 @@ class Trajectory:
 @contextlib.asynccontextmanager
 async def sandboxes_of(**limits: Any) -> AsyncIterator[SandboxManager]:
     groups = open_groups()
-    sandboxes = SandboxManager(SandboxLimits(**limits), 60, groups=groups)
+    sandboxes = SandboxManager(SandboxLimits(**limits), 60, open_providers(groups))
     try:
         yield sandboxes
     finally:

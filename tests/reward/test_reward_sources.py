@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.sandboxes.container import _BOOT, _first_input
+from services.reward import worker
+from services.reward.sandboxes import supervisor
+from services.reward.sandboxes.container import BOOT, command_frame, file_frame
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE
@@ -179,20 +181,30 @@ async def test_source_that_has_a_module_of_the_standard_library_does_not_replace
     assert result == 2
 
 
+PACK = {"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5\n"}
+
+
 @BUBBLEWRAP
 async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     """The first program in it, without an engine: what it reads, and what it imports then."""
     sources = SourceStore(tmp_path / "kept")
     before = os.umask(0o077)
-    sha = sources.put(
-        files({"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5\n"})
-    )
+    sha = sources.put(files(PACK))
     os.umask(before)
     assert (sources.find(sha) / "pack").stat().st_mode & 0o777 == 0o755
     assert (sources.find(sha) / "pack/rule.py").stat().st_mode & 0o777 == 0o644
     work = tmp_path / "work"
     work.mkdir()
-    frames = _first_input({"core": 0}, str(sources.find(sha)))
+    frames = b"".join(
+        file_frame(name, path.read_bytes())
+        for name, path in {
+            "troupe/supervisor.py": Path(supervisor.__file__),
+            "troupe/worker.py": Path(worker.__file__),
+            **{f"source/{file}": sources.find(sha) / file for file in PACK},
+        }.items()
+    )
+    programs = ("troupe/supervisor.py", "troupe/worker.py")
+    frames += command_frame([sys.executable, *programs, "--core=0", "--texts=source"])
     for request in (
         {"id": 1, "call": "prepare", "entrypoint": "pack.rule:score"},
         {
@@ -209,7 +221,7 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         # The first process, as in a container: it ends all others.
         *("bwrap", "--unshare-pid", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc"),
-        *(sys.executable, "-c", _BOOT),
+        *(sys.executable, "-I", "-S", "-c", BOOT),
         cwd=work,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -32,7 +32,7 @@ from services.reward.resources import (
     HostResources,
     needs_of,
 )
-from services.reward.sandboxes.profile import CONTAINER, PROCESS
+from services.reward.sandboxes.profile import OF_WORKERS, PROCESS
 from services.reward.slot import WorkerSlot
 from troupe.contracts import kinds
 from troupe.functions.sources import SourceStore
@@ -487,7 +487,7 @@ class HostFleet:
         needs = {WORKERS: 1, CORES: least, **needs_of(spec, level)}
         needs = {r: amount for r, amount in needs.items() if not r.startswith(QUOTA)}
         hosts = self._capacities(needs)
-        if spec.stateful or level == CONTAINER:
+        if spec.stateful or level not in OF_WORKERS:
             # Sandboxes that outlive a call are on the service's own host.
             if not self._own.workers:
                 raise InvalidArgument(

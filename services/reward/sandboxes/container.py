@@ -1,4 +1,4 @@
-"""The backend of a sandbox in a container of the team's own image, run by docker or podman.
+"""Sandboxes in containers of the team's own images, run by docker or podman.
 
 The engine may be on another machine without our files, so the code to run is sent to it.
 """
@@ -6,28 +6,27 @@ The engine may be on another machine without our files, so the code to run is se
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from services.reward import worker
-from services.reward.cgroups import BASE_MIB, CoreLease
-from services.reward.sandboxes import supervisor
+from services.reward.cgroups import BASE_MIB, ControlGroups, CoreLease
+from services.reward.sandboxes.local import LocalProcess
 from services.reward.sandboxes.profile import HANDED_OUT, SandboxProfile, find_engine
-from services.reward.sandboxes.sandbox import SandboxBackend
+from services.reward.sandboxes.provider import DetachedSandbox, SandboxProcess, SandboxProvider
+from troupe.functions.validation import Refuse
 from troupe.processes.frames import frame
+from troupe.rpc import FailedPrecondition, new_id
+from troupe.v1 import reward_pb2 as reward_pb
 
 _COMMAND_SECONDS: Final = 30.0
 _USER: Final = "65534:65534"
 
-# Python code that starts the supervisor from its text on standard input. It reads no further than
-# that text: the supervisor reads on from there.
-_BOOT: Final = """
-import base64, json, os, sys
-sys.path[:] = [path for path in sys.path if path]
+# The first program of a container, in Python: it writes the files that come on standard input, then
+# becomes the command that ends them. It reads no further: the command reads on from there.
+BOOT: Final = """
+import os, sys
 def take(size):
     text = b""
     while len(text) < size:
@@ -36,55 +35,43 @@ def take(size):
             sys.exit(1)
         text += part
     return text
-fed = json.loads(take(int.from_bytes(take(4), "big")))
-for path, content in fed["source"].items():
-    path = os.path.abspath(os.path.join("source", path))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+while True:
+    path, _, content = take(int.from_bytes(take(4), "big")).partition(b"\\0")
+    if not path:
+        break
+    os.makedirs(os.path.dirname(path) or b".", exist_ok=True)
     with open(path, "wb") as file:
-        file.write(base64.b64decode(content))
-code = {"__name__": "troupe_supervisor"}
-exec(compile(fed["supervisor"], "supervisor.py", "exec"), code)
-texts = {
-    path: base64.b64decode(content).decode()
-    for path, content in fed["source"].items()
-    if path.endswith(".py")
-}
-code["main"](
-    fed["worker"],
-    "worker.py",
-    fed["limits"],
-    code["TextImporter"](os.path.abspath("source"), texts),
-)
+        file.write(content)
+command = content.split(b"\\0")
+os.execvp(command[0], command)
 """
 
 
-class ContainerBackend(SandboxBackend):
+def file_frame(path: str, content: bytes) -> bytes:
+    """Return the input of `BOOT` that writes a file."""
+    return frame(path.encode() + b"\0" + content)
+
+
+def command_frame(command: Sequence[str]) -> bytes:
+    """Return the input of `BOOT` that has it become `command`."""
+    return frame(b"\0" + "\0".join(command).encode())
+
+
+class ContainerSandbox(DetachedSandbox):
     """One container. Its engine freezes it, and gives it cores."""
 
-    def __init__(self, name: str, profile: SandboxProfile) -> None:
-        """`name`: unique among the engine's containers."""
-        self._name, self._profile = name, profile
+    def __init__(self, name: str, profile: SandboxProfile, process: LocalProcess) -> None:
+        """`process`: the engine's client, whose streams are those of the first program."""
+        super().__init__(profile)
+        self._name, self._process = name, process
         self._frozen = False
 
-    def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
-        profile = self._profile
-        memory = f"{BASE_MIB + profile.memory_mib}m" if profile.memory_mib else "0"
-        command = [
-            *(find_engine(), "run", "--interactive", "--rm", "--name", self._name),
-            *("--network", "none", "--read-only", "--cap-drop", "ALL"),
-            *("--security-opt", "no-new-privileges", "--user", _USER, "--hostname", "sandbox"),
-            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=1777,size={profile.disk_mib}m"),
-            *("--shm-size", f"{profile.disk_mib}m", "--workdir", "/tmp"),
-            *("--pids-limit", str(profile.processes), "--memory", memory, "--memory-swap", memory),
-            *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"),
-            *("--env", f"{HANDED_OUT}={os.environ.get(HANDED_OUT, '0')}"),
-            *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
-            *(profile.image, "-c", _BOOT),
-        ]
-        limits = {
-            k: v for k, v in profile.limits().items() if k != "nproc"
-        }  # --pids-limit bounds it
-        return command, None, _first_input(limits, profile.source)
+    async def upload(self, path: str, content: bytes) -> None:
+        self._process.write(file_frame(path, content))
+
+    async def exec(self, command: Sequence[str]) -> SandboxProcess:
+        self._process.write(command_frame(command))
+        return self._process
 
     async def grant(self, lease: CoreLease) -> None:
         if lease.cores:
@@ -101,7 +88,14 @@ class ContainerBackend(SandboxBackend):
             await _engine("unpause", self._name)
             self._frozen = False
 
-    async def ended(self) -> None:
+    async def stop(self) -> None:
+        try:
+            await self.thaw()
+        finally:
+            await self._process.end()
+            await self._remove()
+
+    async def _remove(self) -> None:
         try:
             await _engine("rm", "--force", self._name)
         except OSError as error:
@@ -110,21 +104,40 @@ class ContainerBackend(SandboxBackend):
                 raise
 
 
-def _first_input(limits: Mapping[str, int], source: str) -> bytes:
-    """Return the input of `_BOOT`: the texts of supervisor and worker, and the uploaded source."""
-    files = [path for path in Path(source).rglob("*") if path.is_file()] if source else []
-    body = json.dumps(
-        {
-            "supervisor": Path(supervisor.__file__).read_text(),
-            "worker": Path(worker.__file__).read_text(),
-            "limits": [f"--{name}={value}" for name, value in limits.items()],
-            "source": {
-                path.relative_to(source).as_posix(): base64.b64encode(path.read_bytes()).decode()
-                for path in files
-            },
-        }
-    ).encode()
-    return frame(body)
+class ContainerProvider(SandboxProvider):
+    """Containers of one engine, found as `docker` or `podman`."""
+
+    async def launch(self, name: str, profile: SandboxProfile) -> ContainerSandbox:
+        # Other services may use the same engine.
+        engines_name = f"troupe-{new_id()}"
+        memory = f"{BASE_MIB + profile.memory_mib}m" if profile.memory_mib else "0"
+        command = [
+            *(find_engine(), "run", "--interactive", "--rm", "--name", engines_name),
+            *("--network", "none", "--read-only", "--cap-drop", "ALL"),
+            *("--security-opt", "no-new-privileges", "--user", _USER, "--hostname", "sandbox"),
+            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=1777,size={profile.disk_mib}m"),
+            *("--shm-size", f"{profile.disk_mib}m", "--workdir", "/tmp"),
+            *("--pids-limit", str(profile.processes), "--memory", memory, "--memory-swap", memory),
+            *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"),
+            *("--env", f"{HANDED_OUT}={os.environ.get(HANDED_OUT, '0')}"),
+            *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
+            *(profile.image, "-I", "-S", "-c", BOOT),
+        ]
+        process = await LocalProcess.start(command, None, attested=False)
+        return ContainerSandbox(engines_name, profile, process)
+
+    @classmethod
+    def check(cls, spec: reward_pb.FunctionSpec, refuse: Refuse) -> None:
+        if not spec.image:
+            refuse("image", "", "is empty", "Name the image of its containers.")
+        find_engine()
+
+    @classmethod
+    def layers(cls, profile: SandboxProfile, groups: ControlGroups | None) -> list[str]:
+        try:
+            return [f"container:{Path(find_engine()).name}"]
+        except FailedPrecondition:
+            return []
 
 
 async def _engine(*arguments: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -18,17 +18,15 @@ from typing import Final
 import structlog
 
 from services.reward.call import CallOutcome, FunctionCall, outcome_of, sendable
-from services.reward.cgroups import BASE_MIB, ControlGroups, CoreLease, CoreManager
+from services.reward.cgroups import BASE_MIB, CoreLease
 from services.reward.function import RegisteredFunction
-from services.reward.sandboxes.container import ContainerBackend
-from services.reward.sandboxes.profile import CONTAINER, SandboxProfile
-from services.reward.sandboxes.sandbox import (
-    BubblewrapBackend,
+from services.reward.sandboxes.profile import OF_WORKERS, PROCESS, SandboxProfile
+from services.reward.sandboxes.provider import SandboxProvider
+from services.reward.sandboxes.session import (
     CallTimedOut,
-    Sandbox,
-    SandboxBackend,
     SandboxEnded,
     SandboxNotStarted,
+    SandboxSession,
 )
 from services.reward.sandboxes.supervisor import DIED, NO_ROOM
 from services.reward.slot import WorkerSlot
@@ -90,8 +88,7 @@ class OpenSandbox:
     sandbox_id: str
     owner: SandboxOwner
     profile: SandboxProfile
-    backend: SandboxBackend
-    sandbox: Sandbox
+    session: SandboxSession
     idle_seconds: float
     # Calls that wait for it or run in it.
     users: int = 0
@@ -115,15 +112,13 @@ class SandboxManager:
         self,
         limits: SandboxLimits,
         import_seconds: float,
-        *,
-        groups: ControlGroups | None = None,
-        cores: CoreManager | None = None,
+        providers: Mapping[str, SandboxProvider],
     ) -> None:
-        """`import_seconds`: how long one may take to start, and to import a function. `groups`:
-        control groups, if there are any. `cores` hands cores out to calls."""
+        """`import_seconds`: how long one may take to start, and to import a function. `providers`:
+        by kind of sandbox."""
         self._limits = limits
         self._import_seconds = import_seconds
-        self._groups, self._cores = groups, cores
+        self._providers = providers
         self._sandboxes: dict[tuple[SandboxOwner, SandboxProfile], OpenSandbox] = {}
         self._opening: dict[tuple[SandboxOwner, SandboxProfile], _Opening] = {}
         # Sandbox id -> why it ended, of the last that did.
@@ -138,7 +133,7 @@ class SandboxManager:
 
     def check(self, spec: reward_pb.FunctionSpec) -> None:
         """Raise InvalidArgument for a function whose sandbox is larger than the limit."""
-        if not spec.stateful and spec.sandbox != CONTAINER:
+        if not spec.stateful and (spec.sandbox or PROCESS) in OF_WORKERS:
             return
         profile = SandboxProfile.of(spec)
         if _memory_of(profile) > self._limits.memory:
@@ -180,7 +175,7 @@ class SandboxManager:
                 yield SandboxSlot(found)
         finally:
             found.users -= 1
-            if found.users == 0 and found.sandbox.gone is None:
+            if found.users == 0 and found.session.gone is None:
                 if owner.call:
                     self._end(found, "its call has ended")
                 else:
@@ -235,15 +230,13 @@ class SandboxManager:
         profile, spec = function.profile, function.spec
         await self._wait_for_room(_memory_of(profile))
         name = f"sandbox-{next(self._numbers)}"
-        backend: SandboxBackend
-        if profile.level == CONTAINER:
-            backend = ContainerBackend(f"troupe-{new_id()}", profile)
-        else:
-            backend = BubblewrapBackend(name, profile, self._groups, self._cores)
-        sandbox = Sandbox(backend, self._import_seconds, lambda why: self._end(found, why))
+        provider = self._providers[profile.level]
+        session = SandboxSession(
+            provider, name, profile, self._import_seconds, lambda why: self._end(found, why)
+        )
         idle = spec.sandbox_idle_seconds or self._limits.idle_seconds
         sandbox_id = f"{_profile_hash(profile)}-{new_id()}"
-        found = OpenSandbox(name, sandbox_id, owner, profile, backend, sandbox, idle)
+        found = OpenSandbox(name, sandbox_id, owner, profile, session, idle)
         self._sandboxes[owner, profile] = found
         # Its callers may have left by now.
         self._end_when_idle(found)
@@ -271,7 +264,7 @@ class SandboxManager:
 
     async def _end_process(self, found: OpenSandbox, why: str) -> None:
         try:
-            await found.sandbox.end(why)
+            await found.session.end(why)
         except Exception:
             log.exception("a sandbox did not end", sandbox=found.sandbox_id)
         self._release(_memory_of(found.profile))
@@ -360,10 +353,10 @@ class SandboxSlot(WorkerSlot):
     async def _run(
         self, function: RegisteredFunction, call: FunctionCall, lease: CoreLease | None
     ) -> CallOutcome:
-        spec, sandbox, backend = function.spec, self._found.sandbox, self._found.backend
-        kills = backend.memory_kills()
+        spec, session = function.spec, self._found.session
+        kills = session.memory_kills()
         try:
-            answer, output, seconds = await sandbox.run(
+            answer, output, seconds = await session.run(
                 f"{function.key}#{function.registrations}",
                 spec.entrypoint,
                 call.arguments_json,
@@ -386,7 +379,7 @@ class SandboxSlot(WorkerSlot):
         if answer.kind not in (DIED, NO_ROOM):
             return replace(outcome_of(answer, seconds, output), sandbox=self._sandbox_id)
         kind, text = _Kind.KIND_WORKER_DIED, sendable(answer.text)
-        if answer.kind == DIED and backend.memory_kills() > kills:
+        if answer.kind == DIED and session.memory_kills() > kills:
             kind, text = _Kind.KIND_OUT_OF_MEMORY, f"{text}: the sandbox's memory was used up"
         return self._failed(kind, text, output=output)
 

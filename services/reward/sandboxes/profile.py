@@ -76,7 +76,8 @@ def environment_of_functions(
 PROCESS: Final = "process"
 BUBBLEWRAP: Final = "bubblewrap"
 CONTAINER: Final = "container"
-LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
+# Levels of the workers that a host keeps; calls of all others get a sandbox of their own.
+OF_WORKERS: Final = (PROCESS, BUBBLEWRAP)
 # Programs that run containers.
 _ENGINES: Final = ("docker", "podman")
 
@@ -121,18 +122,20 @@ class SandboxProfile:
             spec.sandbox, spec.processes or 64, spec.disk_mib or 256, spec.memory_mib, spec.image
         )
 
-    def launch(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command and environment of a worker. Raises FailedPrecondition
-        ("no_sandbox")."""
+    def launch(
+        self, program: Sequence[str] = (worker.__file__,), *, first: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command and environment of one of our programs, by default the worker, on this
+        host; `first` as in `wrap`. Raises FailedPrecondition ("no_sandbox")."""
         if self.level == PROCESS:
             environment = environment_of_functions([entry for entry in sys.path if entry])
-            command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
+            command = [sys.executable, "-P", *program, f"--parent={os.getpid()}"]
             if self.reads or self.writes:
                 command.append(f"--landlock={json.dumps(self._files())}")
             if self.source:
                 command.append(f"--source={self.source}")
             return command, environment
-        return self.wrap([worker.__file__, "0"])
+        return self.wrap(program, first=first)
 
     def wrap(
         self, program: Sequence[str], *, first: bool = False

@@ -6,8 +6,9 @@ race with it for a file. What a function starts can look neither into this proce
 function's (memory, open files), although it is of the same user. Nor can it answer for the
 function: the kernel names the sender of every byte of an answer (`received`).
 
-Standard library only, and run as a file, or from text where a container cannot see the file. It
-reads frames (four bytes of length, JSON) from standard input:
+Standard library only, and run as a file with the worker's file and its limits as arguments. With
+`--texts={folder}` the function's code is imported from texts that are read once, because calls
+could change the files. It reads frames (four bytes of length, JSON) from standard input:
 
     {"id": 1, "call": "ready"}
     {"id": 2, "call": "prepare", "entrypoint": "package.module:function"}
@@ -373,9 +374,13 @@ def load(name: str, source: str, path: str) -> types.ModuleType:
 class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports modules from source texts: their files lie where calls could change them."""
 
-    def __init__(self, root: str, texts: dict[str, str]) -> None:
-        """`texts` by path relative to `root`, with "/"."""
-        self._root, self._texts = root, texts
+    def __init__(self, folder: str) -> None:
+        """Read the texts of all modules below `folder`, which need not exist."""
+        self._root, self._texts = os.path.abspath(folder), {}
+        for path, _, names in os.walk(self._root):
+            for file in (os.path.join(path, name) for name in names if name.endswith(".py")):
+                with open(file, encoding="utf-8") as text:
+                    self._texts[os.path.relpath(file, self._root)] = text.read()
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -406,9 +411,7 @@ class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._texts[spec.loader_state]
 
 
-def main(
-    worker_source: str, worker_path: str, limits: list[str], fed: TextImporter | None = None
-) -> None:
+def main(worker_path: str, options: list[str]) -> None:
     """Serve with the worker's code, which imports and calls functions.
 
     Raises RuntimeError where this is not the first process of a sandbox: it kills all others.
@@ -416,14 +419,19 @@ def main(
     if os.getpid() != 1:
         raise RuntimeError("the supervisor must be the first process of its sandbox")
     os.environ["HOME"] = "/nonexistent"
-    worker = load("troupe_worker", worker_source, worker_path)
+    with open(worker_path, encoding="utf-8") as text:
+        worker = load("troupe_worker", text.read(), worker_path)
     globals()["json"] = vars(worker)["json"] = worker.private_copy("json")
+    limits = [option for option in options if not option.startswith("--texts=")]
     worker.confine(limits)
-    if fed is not None:
-        sys.meta_path.insert(0, fed)
+    for option in options:
+        if option not in limits:
+            # Nothing may be imported from where this file lies, either.
+            own = os.path.dirname(os.path.abspath(__file__))
+            sys.path[:] = [path for path in sys.path if os.path.abspath(path) != own]
+            sys.meta_path.insert(0, TextImporter(option.removeprefix("--texts=")))
     SandboxSupervisor(worker).serve()
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as text:
-        main(text.read(), sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2:])

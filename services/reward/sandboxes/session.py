@@ -1,7 +1,6 @@
-"""A sandbox that outlives its calls: its process, and the frames to the supervisor inside.
+"""Calls in a sandbox that outlives them: its start, and the frames to the supervisor inside.
 
-The output of a sandbox is hostile input, which is only bounded and parsed. Backends start
-sandboxes: `BubblewrapBackend` on this host, `container.py` in a container.
+The output of a sandbox is hostile input, which is only bounded and parsed.
 """
 
 from __future__ import annotations
@@ -11,23 +10,16 @@ import contextlib
 import itertools
 import json
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import structlog
 
 from services.reward import worker
-from services.reward.cgroups import (
-    ControlGroups,
-    CoreLease,
-    CoreManager,
-    family,
-)
+from services.reward.cgroups import CoreLease
 from services.reward.sandboxes import supervisor
 from services.reward.sandboxes.profile import SandboxProfile
-from services.reward.slot import how_it_ended, start_process
-from troupe.processes.ending import kill_tree
+from services.reward.sandboxes.provider import Sandbox, SandboxProcess, SandboxProvider
 from troupe.processes.frames import frame, read_frame
 from troupe.rpc import TroupeError
 
@@ -35,12 +27,11 @@ log = structlog.get_logger("troupe.reward")
 
 # An answer of at most 20 MiB, quoted, and what was printed.
 _MAX_FRAME_BYTES: Final = 48 << 20
-# Kept of the standard error of the first process: parts, and bytes of each.
-_PRINTED_PARTS: Final = 8
-_PART_BYTES: Final = 4 << 10
 # How long a call may take to end after a `kill` request; then the whole sandbox is ended.
 _KILL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 5.0
+# How long a provider may take to stop a sandbox.
+_STOP_SECONDS: Final = 120.0
 
 
 class SandboxEnded(Exception):
@@ -59,64 +50,30 @@ class CallTimedOut(Exception):
         self.output = output
 
 
-class SandboxBackend:
-    """Backend that runs and limits sandboxes: bubblewrap on this host, or a container engine.
-
-    All methods but `launch` may raise OSError, `freeze` TimeoutError.
-    """
-
-    def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
-        """Return the command and environment (None: the service's) of the process with the
-        supervisor, and its first input. Raises FailedPrecondition ("no_sandbox")."""
-        raise NotImplementedError
-
-    async def entered(self, pids: Sequence[int]) -> None:
-        """Handle the first answer of the supervisor, before any other code runs. `pids`: the
-        started process and its descendants, as this host counts them."""
-
-    async def grant(self, lease: CoreLease) -> None:
-        """Let the next call use these cores, besides those of calls that run."""
-        raise NotImplementedError
-
-    async def withdraw(self, lease: CoreLease) -> None:
-        """Take the cores of a call that has ended."""
-
-    def memory_kills(self) -> int:
-        """Return the processes that the kernel ended because the sandbox's memory was used up; 0:
-        unknown."""
-        return 0
-
-    async def freeze(self) -> None:
-        """Stop all its processes until `thaw`."""
-        raise NotImplementedError
-
-    async def thaw(self) -> None:
-        """Let its processes go on."""
-        raise NotImplementedError
-
-    async def ended(self) -> None:
-        """Remove what is left of it once its process has ended."""
-        raise NotImplementedError
-
-
-class Sandbox:
-    """A sandbox, which starts with its first call, is frozen between calls, and never restarts."""
+class SandboxSession:
+    """A sandbox and the calls in it. It starts with its first call, is frozen between calls, and
+    never restarts."""
 
     def __init__(
-        self, backend: SandboxBackend, import_seconds: float, ended: Callable[[str], None]
+        self,
+        provider: SandboxProvider,
+        name: str,
+        profile: SandboxProfile,
+        import_seconds: float,
+        ended: Callable[[str], None],
     ) -> None:
         """`import_seconds`: how long it may take to start, and to import a function. `ended(why)`
         is called once, when it has ended."""
-        self._backend = backend
+        self._provider, self._name, self._profile = provider, name, profile
         self._ended = ended
         self._import_seconds = import_seconds
-        self._process: asyncio.subprocess.Process | None = None
+        self._sandbox: Sandbox | None = None
+        self._process: SandboxProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._prepared: dict[str, asyncio.Task[worker.CallAnswer]] = {}
         self._answers: dict[int, asyncio.Future[tuple[worker.CallAnswer, str]]] = {}
         self._ids = itertools.count()
-        self._readers: list[asyncio.Task[None]] = []
-        self._printed: deque[bytes] = deque(maxlen=_PRINTED_PARTS)
+        self._reader: asyncio.Task[None] | None = None
         self._running = 0
         self._started = False
         # Held while the sandbox is thawed or frozen.
@@ -155,41 +112,42 @@ class Sandbox:
             answer, output = await self._ask(frame, timeout)
             return answer, output, time.perf_counter() - began
 
+    def memory_kills(self) -> int:
+        """Return the number of processes that were ended because its memory was used up; 0:
+        unknown."""
+        return 0 if self._sandbox is None else self._sandbox.memory_kills()
+
     async def end(self, why: str) -> None:
-        """End the sandbox and all that runs in it."""
+        """End the sandbox and all that runs in it. Raises OSError and TimeoutError."""
         self._fail(why)
-        for task in (self._starting, *self._prepared.values(), *self._readers):
-            if task is not None:
-                task.cancel()
-        process = self._process
-        if process is not None:
-            with contextlib.suppress(Exception):
-                await self._backend.thaw()  # a frozen process is not killed by every kernel
-            kill_tree(process.pid)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_SECONDS):
-                    await process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        await self._backend.ended()
+        tasks = [self._starting, *self._prepared.values(), self._reader]
+        given_up = [task for task in tasks if task is not None]
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        if self._sandbox is not None:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._sandbox.stop()
 
     @contextlib.asynccontextmanager
-    async def _awake(self, lease: CoreLease | None) -> AsyncIterator[None]:
+    async def _awake(self, lease: CoreLease | None) -> AsyncIterator[Sandbox]:
         self._running += 1
+        sandbox: Sandbox | None = None
         try:
             async with self._gate:
-                await self._start()
+                sandbox = await self._start()
                 if lease is not None:
-                    await self._try(self._backend.grant, lease)
-                await self._try(self._backend.thaw)
-            yield
+                    await self._try(sandbox.grant, lease)
+                await self._try(sandbox.thaw)
+            yield sandbox
         finally:
             self._running -= 1
-            async with self._gate:
-                if self._running == 0 and self.gone is None:
-                    await self._try(self._backend.freeze)
-                if lease is not None and self._started:
-                    await self._try(self._backend.withdraw, lease)
+            if sandbox is not None:
+                async with self._gate:
+                    if self._running == 0 and self.gone is None:
+                        await self._try(sandbox.freeze)
+                    if lease is not None:
+                        await self._try(sandbox.withdraw, lease)
 
     async def _try(self, what: Callable[..., Awaitable[None]], *values: Any) -> None:
         try:
@@ -197,7 +155,7 @@ class Sandbox:
         except (OSError, TimeoutError) as error:  # the call goes on; its cores are counted anyway
             log.warning("a sandbox", what=what.__name__, error=str(error))
 
-    async def _start(self) -> None:
+    async def _start(self) -> Sandbox:
         if self._starting is None:
             self._starting = asyncio.create_task(self._begin())
         try:
@@ -207,31 +165,24 @@ class Sandbox:
                 raise
         if self.gone is not None:
             raise (SandboxEnded if self._started else SandboxNotStarted)(self.gone)
+        assert self._sandbox is not None  # it has started
+        return self._sandbox
 
     async def _begin(self) -> None:
+        late = f"it did not start within {self._import_seconds:g} s"
         try:
-            command, environment, feed = self._backend.launch()
-            self._process = process = await start_process(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment,
-            )
-            assert process.stdin is not None
-            process.stdin.write(feed)
-            self._readers = [
-                asyncio.create_task(self._read()),
-                asyncio.create_task(self._keep_output()),
-            ]
+            async with asyncio.timeout(self._import_seconds):
+                self._sandbox = await self._provider.launch(self._name, self._profile)
+                files = [supervisor.__file__, worker.__file__]
+                self._process = await self._sandbox.start(files, first=True)
+            self._reader = asyncio.create_task(self._read(self._process))
             answer, _ = await self._ask({"call": "ready"}, self._import_seconds)
             if answer.kind != worker.OK:
                 raise SandboxEnded(answer.text)
-            pids = await asyncio.to_thread(family, process.pid)
-            await self._backend.entered(pids)
+            await self._sandbox.confine()
             self._started = True
-        except CallTimedOut:
-            self._fail(f"it did not start within {self._import_seconds:g} s")
+        except (CallTimedOut, TimeoutError):
+            self._fail(late)
         except (OSError, SandboxEnded, TroupeError) as error:
             self._fail(str(error))
 
@@ -293,23 +244,19 @@ class Sandbox:
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: `_read` reports that
-            self._process.stdin.write(frame(json.dumps(request).encode()))
+        self._process.write(frame(json.dumps(request).encode()))
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
+    async def _read(self, process: SandboxProcess) -> None:
         why = "its supervisor ended"
         try:
             while True:
-                body = await read_frame(self._process.stdout, _MAX_FRAME_BYTES)
+                body = await read_frame(process, _MAX_FRAME_BYTES)
                 self._receive(json.loads(body))
         except (OSError, EOFError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
-                    how = how_it_ended(await self._process.wait())
-                    printed = b"".join(self._printed).decode(errors="replace").strip()[-500:]
+                    how = await process.ended()
+                    printed = process.output().strip()[-500:]
                     why = f"its first process {how}"
                     if printed and not how.startswith("was killed"):
                         why += f": {printed}"
@@ -335,68 +282,6 @@ class Sandbox:
                 future.set_exception(SandboxEnded(self.gone))
                 future.exception()  # marks it as seen: the caller may have left
         if self._process is not None:
-            kill_tree(self._process.pid)
+            self._process.kill()
         if first:
             self._ended(why)
-
-    async def _keep_output(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        while part := await self._process.stderr.read(_PART_BYTES):
-            self._printed.append(part)
-
-
-class BubblewrapBackend(SandboxBackend):
-    """A bubblewrap sandbox, frozen between calls where control groups can do that.
-
-    Elsewhere nothing but the supervisor is left between calls, and it waits for the next one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        profile: SandboxProfile,
-        groups: ControlGroups | None,
-        cores: CoreManager | None,
-    ) -> None:
-        """`groups` limit what it takes as a whole, if there are any; `cores` hands cores out."""
-        self._name, self._profile = name, profile
-        self._groups, self._cores = groups, cores
-
-    def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
-        files = [supervisor.__file__, worker.__file__]
-        command, environment = self._profile.wrap(files, first=True)
-        return command, environment, b""
-
-    async def entered(self, pids: Sequence[int]) -> None:
-        if self._cores is not None:
-            self._cores.adopt(self._name, pids)
-        if self._groups is not None:
-            profile = self._profile
-            self._groups.confine(self._name, pids, profile.processes, profile.memory_mib)
-
-    async def grant(self, lease: CoreLease) -> None:
-        if self._cores is not None:
-            self._cores.grant(lease)
-
-    async def withdraw(self, lease: CoreLease) -> None:
-        if self._cores is not None:
-            self._cores.withdraw(lease)
-
-    def memory_kills(self) -> int:
-        return self._groups.memory_kills(self._name) if self._groups is not None else 0
-
-    async def freeze(self) -> None:
-        if self._groups is not None and "freezer" in self._groups.controllers:
-            await asyncio.to_thread(self._groups.freeze, self._name)
-
-    async def thaw(self) -> None:
-        if self._groups is None or "freezer" not in self._groups.controllers:
-            return
-        if self._groups.frozen(self._name):
-            self._groups.thaw(self._name)
-
-    async def ended(self) -> None:
-        for manager in (self._cores, self._groups):
-            if manager is not None:
-                manager.forget(self._name)
