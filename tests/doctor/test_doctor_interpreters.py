@@ -154,10 +154,18 @@ def test_the_command_prints_findings_and_fails_for_a_problem(
 ) -> None:
     monkeypatch.delenv("TROUPE_REDIS_URL", raising=False)
     python = environment(tmp_path, {"sglang": "0.5.21", "torch": "2.13.0"})
-    main(["doctor", "--json", "--sglang-python", python])
+    main(["doctor", "--json", "--server", f"sglang={python}"])
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert {"torch", "sglang", "memory", "network", "Redis"} <= set(found)
     assert found["sglang"]["text"].startswith("0.5.21")
-    assert main(["doctor", "--sglang-python", str(tmp_path / "absent")]) == 1
-    shown = capsys.readouterr().out
-    assert "there is no interpreter" in " ".join(shown.split())
+    monkeypatch.setenv("TROUPE_SGLANG_PYTHON", str(tmp_path / "absent"))
+    assert main(["doctor"]) == 1
+    assert "there is no interpreter" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("text", ["sglang", "sglang=", "embedded=/bin/python", "what=/bin/python"])
+def test_the_command_refuses_a_server_that_it_does_not_know(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--server", text]) == 2
+    assert "KIND=PYTHON" in capsys.readouterr().err

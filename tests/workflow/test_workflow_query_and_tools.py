@@ -145,7 +145,10 @@ class Doubler:
         (ToolCall("a", "double", '{"times": 2}'), '{"double": 4}'),
         (ToolCall("a", "double", "{}"), "error: tools/double: it raised"),
         (ToolCall("a", "triple", "{}"), "error: the job has no tool 'triple'; known: double"),
-        (ToolCall("a", "double", "[2]"), "error: the arguments are not a JSON object: a JSON object"),
+        (
+            ToolCall("a", "double", "[2]"),
+            "error: the arguments are not a JSON object: a JSON object",
+        ),
         (ToolCall("a", "double", "{"), "error: the arguments are not a JSON object: Expecting"),
     ],
 )

@@ -10,10 +10,11 @@ from typing import Final
 from troupe.devices import find_devices
 from troupe.doctor import host, interpreters
 from troupe.doctor.findings import Finding, Verdict
+from troupe.job.engines import KINDS
 from troupe.rpc import InvalidArgument
 
 # Environment variables that name the interpreter of an inference server, by kind of server.
-SERVERS: Final = {"sglang": "TROUPE_SGLANG_PYTHON", "vllm": "TROUPE_VLLM_PYTHON"}
+SERVERS: Final = {kind.name: kind.python_variable for kind in KINDS.values() if kind.is_server}
 
 
 def quick_checks(environment: Mapping[str, str] = os.environ) -> list[Finding]:

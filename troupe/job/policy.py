@@ -287,7 +287,9 @@ class EngineSpec(Section):
     """`sglang`: extra arguments of the launched server, as on its command line; `{replica}` is
     replaced by the number of the replica, `{port}` by its port."""
     python: str | None = None
-    """`sglang`: Python interpreter of the environment that has SGLang. Default: the worker's."""
+    """`sglang`: Python interpreter of the environment that has SGLang, on the hosts of the rollout
+    workers; `~` is their home directory. Default: TROUPE_SGLANG_PYTHON of the worker, or its own
+    Python."""
     update: Literal["auto", "tensor", "disk", "ipc", "broadcast"] = "auto"
     """`sglang`: how new weights are sent to a server. From the trainer's devices, `ipc`: by handles
     of their memory, on one host; `broadcast`: in a process group (NCCL, on a CPU gloo). From host

@@ -330,6 +330,30 @@ async def test_a_launch_that_fails_shows_the_log(tmp_path: Path) -> None:
     assert "no sglang here: sglang.launch_server" in str(info.value)
 
 
+@pytest.mark.parametrize("given", ["job", "environment", "nobody"])
+async def test_a_server_is_launched_by_the_python_that_is_named(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the job, else by the worker's environment; `~` is the home directory."""
+    (tmp_path / "env").mkdir()
+    script = tmp_path / "env" / "python"
+    script.write_text("#!/bin/sh\necho the environment of a server; exit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TROUPE_SGLANG_PYTHON", raising=False)
+    named, options = "~/env/python", {}
+    if given == "job":
+        monkeypatch.setenv("TROUPE_SGLANG_PYTHON", "/nowhere/python")
+        options["python"] = named
+    elif given == "environment":
+        monkeypatch.setenv("TROUPE_SGLANG_PYTHON", named)
+    spec = policy_spec(kind="sglang", **options)
+    with pytest.raises(EngineStartFailed, match=r"TROUPE_SGLANG_PYTHON") as info:
+        await SglangEngine("e0", "solver", spec).start()
+    said = "the environment of a server" if given != "nobody" else "No module named"
+    assert said in str(info.value)
+
+
 @pytest.mark.slow
 async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     python = interpreter(tmp_path)

@@ -15,25 +15,20 @@ from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.doctor.examination import examine
 from troupe.doctor.findings import Finding, Verdict
+from troupe.job.engines import KINDS, server_kinds
+from troupe.rpc import InvalidArgument
 
 _STYLES: Final = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
 
 
 def doctor(
-    sglang: Annotated[
-        str | None,
+    servers: Annotated[
+        list[str] | None,
         typer.Option(
-            "--sglang-python",
-            envvar="TROUPE_SGLANG_PYTHON",
-            help="Interpreter of the environment that has SGLang.",
-        ),
-    ] = None,
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            "--vllm-python",
-            envvar="TROUPE_VLLM_PYTHON",
-            help="Interpreter of the environment that has vLLM.",
+            "--server",
+            metavar="KIND=PYTHON",
+            help="The Python of an inference server's environment, such as "
+            "sglang=~/sglang/bin/python. May be repeated. Default: TROUPE_SGLANG_PYTHON.",
         ),
     ] = None,
     redis_url: Annotated[
@@ -46,13 +41,27 @@ def doctor(
 ) -> None:
     """Check this host: driver, devices, torch, inference servers, memory, limits, network, Redis.
     Exit status 1 if jobs would fail."""
-    named = {kind: path for kind, path in (("sglang", sglang), ("vllm", vllm)) if path}
-    findings = asyncio.run(examine(redis_url, named))
+    findings = asyncio.run(examine(redis_url, _named(servers) if servers else None))
     if as_json:
         print(json.dumps([asdict(one) for one in findings], indent=2))
     else:
         _print(Console(), findings)
     raise typer.Exit(FAILED if any(one.verdict is Verdict.PROBLEM for one in findings) else 0)
+
+
+def _named(servers: list[str]) -> dict[str, str]:
+    named = {}
+    for text in servers:
+        kind, _, python = text.partition("=")
+        if not (kind in KINDS and KINDS[kind].is_server and python):
+            raise InvalidArgument(
+                "is not KIND=PYTHON",
+                field="--server",
+                value=text,
+                remedy=f"KIND is {server_kinds()}: --server sglang=~/sglang/bin/python.",
+            )
+        named[kind] = python
+    return named
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -12,10 +15,18 @@ class EngineKind:
     `is_server`: its engines are model servers, launched or attached to, which compute outside the
     rollout process. `without_effect`: fields of `engine` that this kind does not read.
     `spread_arguments`: arguments of a launched server that say over how many devices it spreads,
-    and on which; the job's field `tensor_parallel` sets them.
+    and on which; the job's field `tensor_parallel` sets them. `python_variable`: environment
+    variable of rollout workers with the Python of the servers' environment.
     """
 
     name: str
     is_server: bool
     without_effect: tuple[str, ...] = ()
     spread_arguments: frozenset[str] = frozenset()
+    python_variable: str = ""
+
+    def interpreter(self, given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+        """Return the Python that launches a server on this host: `given` by the job, named by the
+        environment, or the running one."""
+        named = given or environment.get(self.python_variable)
+        return os.path.expanduser(named) if named else sys.executable

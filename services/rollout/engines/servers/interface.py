@@ -18,6 +18,7 @@ import torch
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from troupe.checkpoints.adapters import AdapterContent
 from troupe.job import LoraSpec, PolicySpec
+from troupe.job.engines import KINDS
 from troupe.mixtures import Indices, RoutingShape
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -57,6 +58,12 @@ class Launch:
     deterministic: bool = False
     memory: bool = False
     routed_experts: bool = False
+
+    @property
+    def interpreter(self) -> str:
+        """The Python of the environment that has the server."""
+        engine = self.spec.engine
+        return KINDS[engine.kind].interpreter(engine.python)
 
     @property
     def extra_arguments(self) -> list[str]:

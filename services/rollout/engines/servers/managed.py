@@ -38,6 +38,7 @@ from services.rollout.engines.weights import load_config, skeleton
 from troupe.checkpoints.adapters import linear_layers
 from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
+from troupe.job.engines import KINDS
 from troupe.mixtures import RoutingShape, shape_in
 from troupe.rpc.addresses import host_of, http_url, is_loopback_host
 from troupe.scheduling.defaults import context_of
@@ -252,11 +253,13 @@ class ManagedServer:
         return http_url("127.0.0.1", port)
 
     def _unlaunchable(self, reason: str) -> EngineStartFailed:
+        variable = KINDS[self._spec.engine.kind].python_variable
         return EngineStartFailed(
             reason,
             field=f"policies.{self._policy}.engine.python",
             value=self._spec.engine.python,
-            remedy=f"Name the Python of an environment with {self._kind.product}, give `urls`, or "
+            remedy=f"Install {self._kind.product} in an environment of its own (docs/gpus.md) and "
+            f"name its Python, here or in {variable} of the rollout workers; or give `urls`, or "
             "use `kind: embedded`.",
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -97,7 +96,7 @@ class SglangServer(HttpServer):
         engine, model = launch.spec.engine, launch.spec.language_model
         lora = launch.spec.lora
         return [
-            engine.python or sys.executable,
+            launch.interpreter,
             "-m",
             "sglang.launch_server",
             *("--model-path", launch.source),
