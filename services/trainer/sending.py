@@ -8,10 +8,11 @@ trainer (`UpdateGroups`), which broadcasts them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -20,6 +21,8 @@ import structlog
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from troupe.contracts import kinds
+from troupe.rpc import Aborted
 from troupe.transfer.flat_buckets import FlatBucket, flat_buckets
 from troupe.transfer.formats import JoinedGroup, format_of
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -34,9 +37,10 @@ _READY_SECONDS: Final = 45.0
 _SLOWEST_BYTES_PER_SECOND: Final = 50e6
 # Groups whose servers are gone are dropped when there are more.
 _MOST_GROUPS: Final = 64
-# A group's own limit on an operation. Its callers give up before, and abort it: what NCCL times out
-# itself ends the process. What gloo sends cannot be aborted, it waits for this limit.
-_GROUP_SECONDS: Final = {"nccl": 1800.0, "gloo": 120.0}
+# A group's own limit on an operation. `UpdateGroups.within` aborts it before: what NCCL times out
+# itself ends the process. gloo cannot be aborted: it waits for this limit, also for a server that
+# does not join, and the other ranks of a gang wait meanwhile (TROUPE_GANG_TIMEOUT_SECONDS).
+_GROUP_SECONDS: Final = {"nccl": 1800.0, "gloo": 60.0}
 
 
 class Conversation(Protocol):
@@ -67,7 +71,10 @@ class UpdateGroups:
         self._groups: dict[str, _OpenGroup] = {}
 
     def of(self, wanted: trainer_pb.WantedWeights, conversation: Conversation) -> str:
-        """The name of the group with a server, which is told to join unless it has. Blocking."""
+        """The name of the group with a server, which is told to join unless it has. Blocking.
+
+        Raises Aborted of kind "update_group_failed" when the server does not join.
+        """
         if wanted.group in self._groups:
             return wanted.group
         while len(self._groups) >= _MOST_GROUPS:
@@ -81,21 +88,51 @@ class UpdateGroups:
         )
         conversation.tell(trainer_pb.SendWeightsEvent(group=where))
         seconds = _GROUP_SECONDS[backend]
-        group = format_of(wanted.format).join(name, store, backend, size, seconds)
+        with self._typed(name):
+            group = format_of(wanted.format).join(name, store, backend, size, seconds)
         self._groups[name] = _OpenGroup(group, store)
         log.info("an engine joined a group", group=name, ranks=wanted.ranks, backend=backend)
         return name
 
     def broadcast(self, name: str, tensor: torch.Tensor) -> Any:
-        """Begin to send a tensor to the group; returns what to wait for."""
-        return self._groups[name].group.broadcast(tensor)
+        """Begin to send a tensor to the group; returns what to wait for. Raises RuntimeError."""
+        if (found := self._groups.get(name)) is None:
+            raise RuntimeError("it was ended")
+        return found.group.broadcast(tensor)
+
+    @contextlib.contextmanager
+    def within(self, name: str, seconds: float) -> Iterator[None]:
+        """Abort a group when the body, which may block in it, lasts longer than `seconds`.
+
+        Raises Aborted of kind "update_group_failed" for an error of the group.
+        """
+        limit = threading.Timer(seconds, self.drop, (name,))
+        limit.daemon = True
+        limit.start()
+        try:
+            with self._typed(name):
+                yield
+        finally:
+            limit.cancel()
+
+    @contextlib.contextmanager
+    def _typed(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises: DistBackendError, ...
+            raise Aborted(
+                f"weights were not sent: the process group {name} with the server failed: {error}",
+                kind=kinds.UPDATE_GROUP_FAILED,
+                remedy="Another way is taken. Check that the server's NCCL is the trainer's "
+                "(`troupe doctor`), and that all ports between the hosts are open.",
+            ) from error
 
     def drop(self, name: str) -> None:
         """End a group, also in the middle of a broadcast that nobody receives, without waiting for
-        its end. Idempotent."""
-        if name in self._groups:
+        its end; from any thread. Idempotent."""
+        if (left := self._groups.pop(name, None)) is not None:
             # The group is waited for by whoever lets go of it last: that must be the other thread.
-            held = [self._groups.pop(name)]
+            held, left = [left], None
             threading.Thread(target=_end, args=(held,), name=f"end-{name}", daemon=True).start()
 
     def close(self) -> None:
@@ -118,29 +155,42 @@ def send_buckets(
     """Send tensors to one server. A bucket is kept until the server has loaded it; the next one is
     made meanwhile.
 
-    Raises Aborted when the caller leaves or acknowledges too late.
+    Raises Aborted when the caller leaves or acknowledges too late, and, of kind
+    "update_group_failed", when the process group with the server fails: the update is lost, neither
+    the policy nor its gang.
     """
     group = groups.of(wanted, conversation) if wanted.way == "broadcast" else ""
     conversation.tell(trainer_pb.SendWeightsEvent(ready=trainer_pb.WeightsReady()))
-    conversation.acknowledged(_READY_SECONDS)
     sent: tuple[FlatBucket, Any] | None = None
     try:
+        conversation.acknowledged(_READY_SECONDS)
         for bucket in itertools.chain(flat_buckets(named, _BUCKET_BYTES), (None,)):
-            if bucket is not None and bucket.flat.is_cuda:
-                torch.cuda.synchronize(bucket.flat.device)  # another process reads it
+            if bucket is not None and wanted.way == "ipc" and bucket.flat.is_cuda:
+                # Another process reads it. This stream alone: a broadcast that nobody receives is
+                # in another one, and would be waited for without end.
+                torch.cuda.current_stream(bucket.flat.device).synchronize()
             if sent is not None:
-                size = sent[0].flat.nbytes
-                conversation.acknowledged(_READY_SECONDS + size / _SLOWEST_BYTES_PER_SECOND)
+                seconds = _seconds(sent[0])
+                conversation.acknowledged(seconds)
                 if sent[1] is not None:
-                    sent[1].wait()
+                    with groups.within(group, seconds):
+                        sent[1].wait()
             if bucket is None:
                 break
             conversation.tell(trainer_pb.SendWeightsEvent(bucket=_described(bucket, wanted)))
-            work = groups.broadcast(group, bucket.flat) if group else None
+            work = None
+            if group:
+                with groups.within(group, _seconds(bucket)):  # the first one connects: it may block
+                    work = groups.broadcast(group, bucket.flat)
             sent = bucket, work
     except BaseException:
         groups.drop(group)
         raise
+
+
+def _seconds(bucket: FlatBucket) -> float:
+    """The limit on one bucket's way to a server."""
+    return _READY_SECONDS + bucket.flat.nbytes / _SLOWEST_BYTES_PER_SECOND
 
 
 def _described(bucket: FlatBucket, wanted: trainer_pb.WantedWeights) -> trainer_pb.WeightBucket:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,15 @@ from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import load_config
 from services.trainer import sending
 from tests.rollout.engines.real_server import interpreter
+from tests.support import sglang_routes
 from tests.support.fake_sglang import FakeSglang, serve
 from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec, PolicySpec
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
+from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer.flat_buckets import flat_buckets
-from troupe.transfer.formats.sglang import flattened
+from troupe.transfer.formats import JoinedGroup
+from troupe.transfer.formats.sglang import SglangFormat, flattened
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -246,6 +249,109 @@ async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> N
     stream.cancel()
     async with asyncio.timeout(sending._READY_SECONDS / 2):
         assert (await trained(stage, trainer, spec, 0)).version == 1
+
+
+class BrokenGroup(JoinedGroup):
+    """A process group with a server that fails where `fails` says."""
+
+    def __init__(self, fails: str) -> None:
+        self.fails, self.ended = fails, threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        if self.fails == "broadcast":
+            raise torch.distributed.DistBackendError("NCCL error: unhandled system error")
+        if self.fails == "blocks":  # as NCCL does while it connects to a server that is gone
+            assert self.ended.wait(PATIENCE)
+            raise torch.distributed.DistBackendError("aborted")
+        return self
+
+    def wait(self) -> None:
+        raise torch.distributed.DistBackendError("connection closed by remote peer")
+
+    def end(self) -> None:
+        self.ended.set()
+
+
+class BrokenFormat(SglangFormat):
+    def __init__(self, fails: str) -> None:
+        self.group = BrokenGroup(fails)
+
+    def join(self, name: str, store: Any, backend: str, size: int, seconds: float) -> JoinedGroup:
+        if self.group.fails == "join":
+            raise torch.distributed.DistStoreError("wait timeout")
+        return self.group
+
+
+GROUP_FAILURES = ("join", "broadcast", "blocks", "wait")
+
+
+@pytest.mark.parametrize("fails", GROUP_FAILURES)
+@pytest.mark.usefixtures("small_buckets")
+async def test_an_update_whose_process_group_fails_is_typed_and_takes_another_way(
+    stage: TrainingStage, fake: FakeSglang, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = BrokenFormat(fails)
+    monkeypatch.setattr(sending, "format_of", lambda name: broken)
+    if fails == "blocks":
+        monkeypatch.setattr(sending, "_seconds", lambda bucket: 0.5)
+    # The double joins, and loads what is broadcast, without a group.
+    monkeypatch.setattr(sglang_routes, "_joined", lambda body: None)
+    for call in ("broadcast", "destroy_process_group"):
+        monkeypatch.setattr(sglang_routes.dist, call, lambda *arguments: None)
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    async with engine_of(spec, urls=[url(fake)], update="broadcast") as served:
+        await served.update_weights(first, stage.transfer)
+        assert served.last_update is not None
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
+        # The way is not tried again: the next update would pause its turns as long.
+        second = await trained(stage, trainer, spec, 0)
+        await served.update_weights(second, stage.transfer)
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
+        assert (served.version, served.checksum) == (1, second.checksum)
+    assert broken.group.ended.wait(PATIENCE) or fails == "join"
+
+
+@pytest.mark.parametrize("way", ["ipc", "broadcast"])
+def test_a_broadcast_that_nobody_receives_is_not_waited_for_on_the_device(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server died: NCCL's kernel does not end, so that the whole device is never idle."""
+    broken = BrokenFormat("nowhere")
+    monkeypatch.setattr(sending, "format_of", lambda name: broken)
+    waited: list[str] = []
+
+    def forbidden(device: object) -> None:
+        raise AssertionError("a broadcast is in flight")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
+    stream = SimpleNamespace(synchronize=lambda: waited.append("own stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    flat = SimpleNamespace(is_cuda=True, device="cuda:0", nbytes=512 << 20, dtype=torch.bfloat16)
+    bucket = SimpleNamespace(flat=flat, dtype="bfloat16", shapes={"t": torch.Size([2])})
+    monkeypatch.setattr(sending, "flat_buckets", lambda named, limit: iter([bucket] * 3))
+    monkeypatch.setattr(broken, "handles", lambda bucket: b"")
+
+    class Leaves:
+        """Leaves after the first bucket."""
+
+        acknowledgements = 0
+
+        def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
+            pass
+
+        def acknowledged(self, seconds: float) -> None:
+            self.acknowledgements += 1
+            if self.acknowledgements > 1:
+                raise Aborted("it left", kind="update_given_up")
+
+    groups = sending.UpdateGroups("127.0.0.1", torch.device("cpu"))
+    wanted = trainer_pb.WantedWeights(way=way, ranks=1, format="sglang")
+    with pytest.raises(Aborted, match="it left"):
+        sending.send_buckets(wanted, [], groups, Leaves())
+    assert bool(waited) == (way == "ipc")
+    if way == "broadcast":
+        assert broken.group.ended.wait(PATIENCE)
 
 
 _MEMBER = """

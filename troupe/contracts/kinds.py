@@ -56,6 +56,10 @@ gang."""
 GANG_LOST: Final = "gang_lost"
 """Raised by a worker whose ranks of a gang have ended. The orchestrator forms a new gang."""
 
+UPDATE_GROUP_FAILED: Final = "update_group_failed"
+"""Raised by a trainer whose process group with an inference server failed. The engine takes another
+way, and does not try this one again."""
+
 GANG_TOO_LARGE: Final = "gang_too_large"
 """Raised by a trainer that cannot lead so many ranks. The orchestrator tries another worker."""
 

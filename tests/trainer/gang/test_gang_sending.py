@@ -13,6 +13,7 @@ from services.trainer.gang.gang import Gangs
 from services.trainer.sending import UpdateGroups
 from services.trainer.settings import TrainerSettings
 from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
+from troupe.contracts import kinds
 from troupe.rpc import Aborted
 from troupe.v1 import trainer_pb2 as trainer_pb
 
@@ -66,4 +67,33 @@ def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs)
         gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
         assert gang.apply(step).applied
     assert not gang.lost
+    gang.release()
+
+
+class Silent:
+    """A caller whose server never joins the group."""
+
+    def tell(self, event: trainer_pb.SendWeightsEvent) -> None:
+        pass
+
+    def acknowledged(self, seconds: float) -> None:
+        pass
+
+
+def test_a_server_that_never_joins_costs_the_update_and_not_the_gang(
+    tokenizer: Path, gangs: Gangs
+) -> None:
+    gang = together(gangs, gang_spec(tokenizer), double=False)
+    wanted = trainer_pb.WantedWeights(
+        job_id="job", policy="solver", way="broadcast", ranks=1, format="sglang"
+    )
+    groups = UpdateGroups("127.0.0.1", torch.device("cpu"))
+    with pytest.raises(Aborted) as failed:
+        gang.send(wanted, groups, Silent())
+    assert failed.value.kind == kinds.UPDATE_GROUP_FAILED
+    assert not gang.lost
+    wanted.way = "ipc"
+    reader = Reader()
+    gang.send(wanted, groups, reader)
+    assert_equal(reader.found, gang.published())
     gang.release()

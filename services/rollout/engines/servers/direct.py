@@ -22,6 +22,7 @@ from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.servers.http import seconds_for
 from services.rollout.engines.servers.interface import InferenceServer, ServerDescription
 from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors, UpdateSetting
+from troupe.contracts import kinds
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -140,7 +141,8 @@ class DirectLoader(Loader):
 
     def _failed(self, way: DirectWay, error: BaseException) -> None:
         self.fallbacks += 1
-        if isinstance(error, Refused):
+        group_failed = isinstance(error, TroupeError) and error.kind == kinds.UPDATE_GROUP_FAILED
+        if isinstance(error, Refused) or group_failed:
             self._refused.add(way)
         url, other = self._server.url, self._other.way
         log.warning("%s: no weights by %s, but by %s: %s", url, way, other, error)
