@@ -73,12 +73,10 @@ class ManagedServer:
     vocabulary: int
     eos_ids: frozenset[int]
     described: ServerDescription
-    near: bool
-    """Whether its address is this host's."""
 
     def __init__(
         self,
-        kind: type[InferenceServer],
+        server_class: type[InferenceServer],
         engine_id: str,
         policy: str,
         spec: PolicySpec,
@@ -88,7 +86,7 @@ class ManagedServer:
         devices: EngineDevices,
         routed_experts: bool = False,
     ) -> None:
-        self._kind = kind
+        self._server_class = server_class
         self._engine_id = engine_id
         self.devices = devices
         self._policy = policy
@@ -134,7 +132,7 @@ class ManagedServer:
             async with asyncio.timeout(seconds):
                 for left in reversed(range(_PORTS_TRIED)):
                     url = self._attached_url() or await self._launched_url(config)
-                    self.api = self._kind(url)
+                    self.api = self._server_class(url)
                     try:
                         await self._ready()
                         await self._inspect(config)
@@ -240,10 +238,10 @@ class ManagedServer:
             routed_experts=self.routing is not None,
         )
         process = ServerProcess(
-            self._kind.command(launch),
+            self._server_class.command(launch),
             self._directory / "server.log",
             devices,
-            environment=self._kind.environment,
+            environment=self._server_class.environment,
         )
         try:
             await process.start()
@@ -258,7 +256,7 @@ class ManagedServer:
             reason,
             field=f"policies.{self._policy}.engine.python",
             value=self._spec.engine.python,
-            remedy=f"Install {self._kind.product} in an environment of its own (docs/gpus.md) and "
+            remedy=f"Install {self._server_class.product} in an environment of its own (docs/gpus.md) and "
             f"name its Python, here or in {variable} of the rollout workers; or give `urls`, or "
             "use `kind: embedded`.",
         )
@@ -284,7 +282,7 @@ class ManagedServer:
 
     async def _check_name(self) -> None:
         """Raise `_ForeignServer` when another server answers on the port."""
-        if self._kind.name_option in self._spec.engine.launch:
+        if self._server_class.name_option in self._spec.engine.launch:
             return
         with contextlib.suppress(*SERVER_ERRORS):
             name = await self.api.served_name()
@@ -305,7 +303,7 @@ class ManagedServer:
     def adapter_arguments(self) -> str:
         """Arguments that a server of the policy's adapters is started with."""
         assert self._spec.lora is not None
-        return " ".join(self._kind.adapter_arguments(self._spec.lora, self._targets))
+        return " ".join(self._server_class.adapter_arguments(self._spec.lora, self._targets))
 
     async def _inspect(self, config: PretrainedConfig) -> None:
         """Read what the server can do, and check that it serves the policy's model."""
@@ -333,13 +331,13 @@ class ManagedServer:
                 remedy=f"Use a newer release of {api.product}, or one rollout worker.",
             )
         self.described = described
-        self.near = launched or is_loopback_host(host_of(api.url))
+        near = launched or is_loopback_host(host_of(api.url))
         loader = choose_loader(
             spec.engine.update,
             described,
             DirectoryLoader(self._directory / "weights", config),
             launched=launched,
-            near=self.near,
+            near=near,
             policy=self._policy,
         )
         loader = DirectLoader(
@@ -347,7 +345,7 @@ class ManagedServer:
             api,
             described,
             spec.engine.update,
-            near=self.near,
+            near=near,
             refused=self._refused_ways,
         )
         if spec.engine.cache == "keep" and not described.keeps_cache:
