@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from troupe.contracts import kinds
 from troupe.rpc import Aborted
-from troupe.transfer.flat_buckets import FlatBucket, flat_buckets
-from troupe.transfer.formats import JoinedGroup, format_of
+from troupe.transfer.flat_buckets import FlatBucket, JoinedGroup, flat_buckets
+from troupe.transfer.formats import format_of
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 log = structlog.get_logger("troupe.trainer")

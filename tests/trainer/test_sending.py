@@ -31,8 +31,7 @@ from tests.support.waiting import PATIENCE
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec, PolicySpec
 from troupe.rpc import Aborted, FailedPrecondition, InvalidArgument, NotFound
-from troupe.transfer.flat_buckets import flat_buckets
-from troupe.transfer.formats import JoinedGroup
+from troupe.transfer.flat_buckets import JoinedGroup, flat_buckets
 from troupe.transfer.formats.sglang import SglangFormat, flattened
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
@@ -297,7 +296,7 @@ async def test_an_update_whose_process_group_fails_is_typed_and_takes_another_wa
     # The double joins, and loads what is broadcast, without a group.
     monkeypatch.setattr(sglang_routes, "_joined", lambda body: None)
     for call in ("broadcast", "destroy_process_group"):
-        monkeypatch.setattr(sglang_routes.dist, call, lambda *arguments: None)
+        monkeypatch.setattr(torch.distributed, call, lambda *arguments: None)
     spec, trainer = stage.spec(), await stage.trainer()
     first = await trainer.bind(spec)
     async with engine_of(spec, urls=[url(fake)], update="broadcast") as served:

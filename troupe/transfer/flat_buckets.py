@@ -1,13 +1,16 @@
-"""Flat buckets: tensors of one dtype one after another in C order, in one tensor.
+"""Flat buckets of tensors, in which a trainer sends weights from its devices to servers.
 
-Inference servers load few large handles or broadcasts faster than many small ones. How a kind of
-server takes a bucket is its format (`troupe.transfer.formats`).
+A bucket holds tensors of one dtype one after another in C order, in one tensor: servers load few
+large handles or broadcasts faster than many small ones. How a kind of inference server takes a
+bucket is its `BucketFormat` (`troupe.transfer.formats`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,3 +47,29 @@ def flat_buckets(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Itera
 def _joined(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
     shapes = {name: tensor.shape for name, tensor in bucket}
     return FlatBucket(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), shapes)
+
+
+class JoinedGroup(ABC):
+    """A process group of the trainer, which is rank 0, and the ranks of one server."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send a tensor to the group; returns an object to `wait` for."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the group, also in the middle of a broadcast that nobody receives. May block."""
+
+
+class BucketFormat(ABC):
+    """Encodes buckets for the processes of a server, and joins its groups."""
+
+    @abstractmethod
+    def handles(self, bucket: FlatBucket) -> bytes:
+        """An encoding of the bucket by handles of its memory, for one reader on this host: nothing
+        is copied. The bucket must be kept until all readers have read theirs."""
+
+    @abstractmethod
+    def join(self, name: str, store: Any, backend: str, size: int, seconds: float) -> JoinedGroup:
+        """Join a group of `size` ranks that meet at `store` (a TCPStore), as rank 0. `backend`:
+        "nccl" or "gloo". `seconds`: the group's own limit on an operation. Blocking."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Final
 
-from troupe.transfer.formats.interface import BucketFormat as BucketFormat
-from troupe.transfer.formats.interface import JoinedGroup as JoinedGroup
+from troupe.transfer.flat_buckets import BucketFormat
 
 FORMATS: Final[dict[str, str]] = {
     "sglang": "troupe.transfer.formats.sglang:SglangFormat",

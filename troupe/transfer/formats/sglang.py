@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.reductions import reduce_tensor
 
-from troupe.transfer.flat_buckets import FlatBucket
-from troupe.transfer.formats.interface import BucketFormat, JoinedGroup
+from troupe.transfer.flat_buckets import BucketFormat, FlatBucket, JoinedGroup
 
 # Where the number of the device is among the arguments that rebuild a tensor of a GPU.
 _DEVICE: Final = 6
