@@ -183,6 +183,9 @@ async def _block(job: Job, trainer: Any, store: Stub, options: argparse.Namespac
     await store.CreateTables(
         store_pb.CreateTablesRequest(request_id=new_id(), job_id=job.name, policies=["solver"])
     )
+    await store.OpenVersion(
+        store_pb.OpenVersionRequest(request_id=new_id(), job_id=job.name, weights=job.weights)
+    )
     await _play(job, store, first, options.tokens)
     for step in range(first, first + options.steps + 1):
         await _play(job, store, step + 1, options.tokens)

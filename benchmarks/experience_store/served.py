@@ -21,6 +21,7 @@ from benchmarks.experience_store.workload import (
     open_request,
 )
 from troupe.rpc import new_id, protobuf_wire
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 T = TypeVar("T")
@@ -69,6 +70,10 @@ async def create(stub: Stub) -> str:
     job = new_id("bench")
     await stub.CreateTables(
         store_pb.CreateTablesRequest(request_id=new_id(), job_id=job, policies=[POLICY])
+    )
+    first = common_pb.WeightsRef(job_id=job, policy=POLICY)
+    await stub.OpenVersion(
+        store_pb.OpenVersionRequest(request_id=new_id(), job_id=job, weights=first)
     )
     return job
 

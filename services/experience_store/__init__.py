@@ -8,6 +8,7 @@
 - `trajectories`: ends a trajectory once, with its rows in all tables or in none.
 - `samples`: late columns, payloads, listing.
 - `claims`: leases on ready samples, and commits: samples become TRAINED and the version moves.
+- `versions`: every weight version of every policy, kept after the tables are dropped.
 - `notices`: wakes callers that wait for a change, made here or by another replica.
 - `log`: the fate of every sample, kept after its step is forgotten.
 

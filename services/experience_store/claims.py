@@ -31,6 +31,7 @@ from services.experience_store.requests import clean_reason
 from services.experience_store.samples import PayloadGoneError, Samples
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from services.experience_store.versions import checksum_conflict, version_gap, version_of_commit
 from troupe.contracts import kinds
 from troupe.experience import samples_digest
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument
@@ -285,14 +286,14 @@ class Claims:
 
         Raises `FailedPrecondition` and changes nothing when a claim is lost (`claim_lost`),
         trajectories still run (`step_unsealed`), these claims do not hold all remaining samples
-        (`step_incomplete`), other rows are kept (`rows_not_kept`), the version would go backwards
-        (`version_backwards`), or the digest of the samples differs from the commit's
+        (`step_incomplete`), other rows are kept (`rows_not_kept`), the step or its version does not
+        follow the policy's newest one (`version_gap`), the version has another checksum
+        (`checksum_conflict`), or the digest of the samples differs from the commit's
         (`digest_mismatch`). A commit without a digest gets the samples' digest.
         """
         await self._tables.check_policy(job, commit.policy)
         table = await self._tables.get(job)
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
-        version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
         # Only the claimant changes the samples of a live claim (DropGone). The script refuses a
         # claim that is lost before it runs.
@@ -309,12 +310,14 @@ class Claims:
             claimant,
             _TARGETS[commit.outcome],
             clean_reason(commit.reason) or "step_skipped",
-            version,
+            commit.weights.version,
             int(applied),
             commit_bytes(commit),
             int(agrees),
             table.max_uses,
-            commit.weights.checksum if durable else "",
+            commit.weights.checksum,
+            version_of_commit(commit),
+            int(durable),
             -1 if kept is None else kept,
             *distinct,
         )
@@ -492,14 +495,11 @@ def _refusal(
             field="samples_digest",
             remedy="Throw the accumulated gradients away, release, and begin the step again.",
         )
-    if outcome == b"backwards":
-        return FailedPrecondition(
-            f"policy {commit.policy} is already at version {int(rest[0])}",
-            kind="version_backwards",
-            field="weights.version",
-            value=commit.weights.version,
-            remedy="Bind the policy at its committed version and run the step again.",
-        )
+    if outcome == b"conflict":
+        return checksum_conflict(commit.weights)
+    if outcome == b"gap":
+        what = f"step {commit.step} cannot make version {commit.weights.version}"
+        return version_gap(commit.weights, int(rest[0]), int(rest[1]), what)
     return InvalidArgument(
         f"{where} has {int(rest[0])} samples: the outcome must say what happened to them",
         field="outcome",

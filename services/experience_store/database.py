@@ -26,6 +26,8 @@ _POLICY_SCRIPTS: Final = (
     "release",
     "drop_gone",
     "commit",
+    "open_version",
+    "restart_version",
     "count",
     "forget_step",
     "sweep",
@@ -41,9 +43,11 @@ _BETWEEN: Final = {
     "append_rows": ("carry",),
     "end_trajectories": ("decide", "carry"),
     # These scripts work on several steps of a table.
-    "commit": ("return", "kept"),
+    "commit": ("return", "kept", "versions"),
     "forget_step": ("kept",),
     "free_rows": ("kept",),
+    "open_version": ("versions",),
+    "restart_version": ("versions",),
     "admit": ("return", "roster"),
 }
 # Short, since callers retry too and must learn quickly that Redis is away.

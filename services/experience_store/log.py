@@ -13,8 +13,9 @@ import asyncio
 import json
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import xxhash
@@ -143,13 +144,14 @@ class Log:
         return stored
 
     async def purge(self, job: str, policies: Iterable[str]) -> None:
-        """Delete the log of a job."""
+        """Delete the log of a job, and the versions of its policies."""
         keys = JobTableKeys(job)
-        for policy in policies:
+        versioned = await self._database.call("SMEMBERS", keys.versioned)
+        for policy in {*policies, *(name.decode() for name in versioned)}:
             own = PolicyKeys(job, policy)
-            for key in (own.log, own.totals):
+            for key in (own.log, own.totals, own.versions, own.checksums):
                 await self._database.call("UNLINK", key)
-        for key in (keys.log, keys.logged_tables):
+        for key in (keys.log, keys.logged_tables, keys.versioned):
             await self._database.call("UNLINK", key)
 
     async def has(self, job: str, step: int) -> bool:
@@ -315,16 +317,16 @@ class StepAudit:
         for name, policy in self._policies.items():
             self._add_table(policy, step, roster, tables[name])
 
-    def report(self, heads: Mapping[str, int]) -> store_pb.AuditTablesResponse:
-        """Return the audit. `heads`: the version of each policy's table."""
+    def report(
+        self, versions: Mapping[str, Sequence[store_pb.PolicyVersion]]
+    ) -> store_pb.AuditTablesResponse:
+        """Return the audit. `versions`: all versions of each policy, oldest first."""
         for name, policy in self._policies.items():
             audit = policy.audit
             audit.version = -1 if policy.version is None else policy.version
             audit.lost = max(0, audit.appended - audit.trained - audit.dropped - audit.live)
-            head = heads.get(name)
-            applied = audit.steps_applied > 0
-            if head is not None and applied and head != audit.version:
-                self._say(f"{name}: the table is at version {head}, its commits at {audit.version}")
+            for fault in check_versions(audit, versions[name]):
+                self._say(fault)
             self._report.policies.append(audit)
         if self._hidden:
             self._report.violations.append(f"and {self._hidden} more")
@@ -511,6 +513,39 @@ class StepAudit:
         if before is not None and version != before + rise:
             self._say(f"{where}: the commit moves version {before} to {version}")
         policy.version = version
+
+
+def check_versions(
+    audit: store_pb.PolicyAudit, versions: Sequence[store_pb.PolicyVersion]
+) -> list[str]:
+    """Describe the faults in a policy's `versions` (oldest first), which its log must explain.
+
+    A version follows from the previous one by one applied step, or has the first one's content
+    without a step (a restart). The newest one is the version of the last commit, apart from
+    restarts since then.
+    """
+    policy, found, restarts = audit.policy, list[str](), 0
+    for before, one in pairwise(versions):
+        step, version = one.step, one.weights.version
+        applied = one.outcome == store_pb.STEP_OUTCOME_APPLIED
+        restarts = restarts + 1 if one.restarted else 0
+        rise = int(applied or one.restarted)
+        how = "a restart" if one.restarted else f"step {step - 1}"
+        if version != before.weights.version + rise:
+            found.append(f"{policy}: {how} moved version {before.weights.version} to {version}")
+        if step != before.step + (not one.restarted):
+            found.append(f"{policy}: {how} moved {before.step} steps done to {step}")
+        if not rise and one.weights.checksum != before.weights.checksum:
+            found.append(f"{policy}: version {version} has two checksums")
+        if one.restarted and one.weights.checksum != versions[0].weights.checksum:
+            found.append(f"{policy}: version {version} is a restart without the first weights")
+    steps = audit.steps_applied + audit.steps_skipped + audit.steps_empty
+    done = versions[-1].step if versions else 0
+    if done != steps:
+        found.append(f"{policy}: {steps} steps are committed, its versions count {done}")
+    elif steps and audit.version != (newest := versions[-1].weights.version - restarts):
+        found.append(f"{policy}: its versions are at {newest}, its commits at {audit.version}")
+    return found
 
 
 def _was_redundant(name: str, ending: Ending) -> bool:

@@ -81,6 +81,8 @@ class JobTableKeys:
     """The value of `tables`, kept after the tables are dropped."""
     rosters = KeyName("rosters")
     """Counts changes of steps' rosters."""
+    versioned = KeyName("versioned")
+    """Set of the policies that have versions (versions.py). Outlives the tables."""
     curriculum = KeyName("curriculum")
     """Hash: `counted` steps; `sources`; `next:<source>`, its first item that was never asked
     (lua/tasks.lua)."""
@@ -143,8 +145,13 @@ class PolicyKeys:
     commits = KeyName("commits")
     """Hash: step -> its commit (records.commit_bytes)."""
     head = KeyName("head")
-    """Hash: version and step of the latest commit, number of known rosters, newest version with its
-    training state on disk, and its checksum."""
+    """Hash: payload bytes, number of known rosters, newest version with its training state on disk,
+    and its checksum."""
+    versions = KeyName("versions")
+    """List: every version, oldest first, as `<steps done> <version> NEWLINE <PolicyVersion>`
+    (versions.py). Outlives the tables, as does `checksums`."""
+    checksums = KeyName("checksums")
+    """Hash: version -> checksum of its weights."""
     kept = KeyName("kept")
     """Sorted set: versions after that one, whose rows are kept (lua/kept.lua). Hashes beside it:
     `kept:<version>`: index -> rows of a micro-batch; `kept:commits` and `kept:bytes`, by version.

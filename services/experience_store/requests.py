@@ -242,6 +242,23 @@ def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
         check_id("sample_ids", sample)
 
 
+def check_weights(
+    request: store_pb.CommitStepRequest
+    | store_pb.OpenVersionRequest
+    | store_pb.RestartVersionRequest,
+) -> None:
+    """Check for the weights of a policy of the request's job."""
+    weights = request.weights
+    if not request.HasField("weights"):
+        raise InvalidArgument("is missing", field="weights", remedy="Name the policy's weights.")
+    check_name("weights.policy", weights.policy)
+    check_not_negative("weights.version", weights.version)
+    if weights.job_id and weights.job_id != request.job_id:
+        raise InvalidArgument(
+            f"must be {request.job_id}", field="weights.job_id", value=printable(weights.job_id)
+        )
+
+
 def check_commit(request: store_pb.CommitStepRequest) -> None:
     """Check for an outcome and the weights that belong to it."""
     if request.outcome not in store_pb.StepOutcome.values() or not request.outcome:
@@ -251,16 +268,13 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
             value=enum_name(store_pb.StepOutcome, request.outcome),
             remedy="Send APPLIED, SKIPPED or EMPTY.",
         )
-    if request.outcome == store_pb.STEP_OUTCOME_APPLIED and not request.HasField("weights"):
-        raise InvalidArgument("an applied step needs new weights", field="weights")
-    for name, ours, theirs in (
-        ("job_id", request.weights.job_id, request.job_id),
-        ("policy", request.weights.policy, request.policy),
-    ):
-        if request.HasField("weights") and ours and ours != theirs:
-            raise InvalidArgument(
-                f"must be {theirs}", field=f"weights.{name}", value=printable(ours)
-            )
+    check_weights(request)
+    if request.weights.policy != request.policy:
+        raise InvalidArgument(
+            f"must be {request.policy}",
+            field="weights.policy",
+            value=printable(request.weights.policy),
+        )
     for claim in request.claim_ids:
         check_id("claim_ids", claim)
     if request.HasField("kept_micro_batches"):

@@ -509,6 +509,43 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             commit=commit, existed=existed, over_high_water=self.store.high_water.over
         )
 
+    async def OpenVersion(
+        self, request: store_pb.OpenVersionRequest, context: Any
+    ) -> store_pb.OpenVersionResponse:
+        requests.check_common(request)
+        requests.check_weights(request)
+        newest = await self.store.versions.open(request.job_id, request.weights)
+        return store_pb.OpenVersionResponse(newest=newest)
+
+    async def RestartVersion(
+        self, request: store_pb.RestartVersionRequest, context: Any
+    ) -> store_pb.RestartVersionResponse:
+        requests.check_common(request)
+        requests.check_weights(request)
+        requests.check_not_negative("steps_done", request.steps_done)
+        newest = await self.store.versions.restart(
+            request.job_id, request.steps_done, request.weights
+        )
+        return store_pb.RestartVersionResponse(newest=newest)
+
+    async def GetNewestVersions(
+        self, request: store_pb.GetNewestVersionsRequest, context: Any
+    ) -> store_pb.GetNewestVersionsResponse:
+        check_name("job_id", request.job_id)
+        found = await self.store.versions.newest(request.job_id)
+        return store_pb.GetNewestVersionsResponse(versions=found)
+
+    async def ListPolicyVersions(
+        self, request: store_pb.ListPolicyVersionsRequest, context: Any
+    ) -> store_pb.ListPolicyVersionsResponse:
+        check_name("job_id", request.job_id)
+        check_name("policy", request.policy)
+        size = requests.page_size(request.page_size)
+        versions, token = await self.store.versions.page(
+            request.job_id, request.policy, size, request.page_token
+        )
+        return store_pb.ListPolicyVersionsResponse(versions=versions, next_page_token=token)
+
     # A repeated call replaces the copy by an equal one; its request is too large to be compared.
     @compares(lambda request: repr((request.policy, request.step, request.index)).encode())
     async def KeepRows(

@@ -26,6 +26,7 @@ from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
 from services.experience_store.steps import KEEP_STEPS, StepStatus, StepStore, TaskPools
 from services.experience_store.tables import DAMAGED, TableRegistry, TableSchema
 from services.experience_store.trajectories import Trajectories
+from services.experience_store.versions import PolicyVersions
 from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -207,12 +208,12 @@ class LogAuditor:
     """An auditor and reader of logs, whether the job's tables exist or were dropped."""
 
     def __init__(
-        self, database: Database, tables: TableRegistry, steps: StepStore, log: Log
+        self, tables: TableRegistry, steps: StepStore, log: Log, versions: PolicyVersions
     ) -> None:
-        self._database = database
         self._tables = tables
         self._steps = steps
         self._log = log
+        self._versions = versions
 
     async def tables(self, job: str) -> TableSchema:
         """Return the job's tables, even after they were dropped. Raises `NotFound` without a
@@ -233,7 +234,8 @@ class LogAuditor:
         table = await self.tables(job)
         for look in range(_LOOKS):
             audit = await self._add_up(table)
-            report = audit.report(await self._heads(table))
+            versions = {p: await self._versions.all(job, p) for p in table.policies}
+            report = audit.report(versions)
             if not report.violations or not audit.live or look == _LOOKS - 1:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -273,16 +275,6 @@ class LogAuditor:
             # In a thread: long steps take a while.
             await asyncio.to_thread(audit.add, step, roster, logged)
         return audit
-
-    async def _heads(self, table: TableSchema) -> dict[str, int]:
-        replies = await self._database.call_each(
-            [("HGET", PolicyKeys(table.job, policy).head, "version") for policy in table.policies]
-        )
-        return {
-            policy: int(version)
-            for policy, version in zip(table.policies, replies, strict=True)
-            if version is not None
-        }
 
 
 def parts(logged: store_pb.LoggedStep) -> Iterator[store_pb.LoggedStep]:
@@ -436,17 +428,24 @@ class Descriptions:
     """Descriptions of jobs' tables."""
 
     def __init__(
-        self, database: Database, tables: TableRegistry, steps: StepStore, high_water: HighWater
+        self,
+        database: Database,
+        tables: TableRegistry,
+        steps: StepStore,
+        high_water: HighWater,
+        versions: PolicyVersions,
     ) -> None:
         self._database = database
         self._tables = tables
         self._steps = steps
         self._high_water = high_water
+        self._versions = versions
 
     async def describe(self, job: str) -> store_pb.DescribeTablesResponse:
         """Return all tables of a job. Raises `NotFound` when it has none."""
         table = await self._tables.get(job)
         summaries = {policy: store_pb.TableSummary(policy=policy) for policy in table.policies}
+        newest = {one.weights.policy: one for one in await self._versions.newest(job)}
         known = await self._steps.all(job)
         for policy, size in (await self._high_water.of_job(job)).items():
             summaries[policy].payload_bytes = size
@@ -460,6 +459,7 @@ class Descriptions:
                     pending[counts.policy].append(step)
         for policy, summary in summaries.items():
             await self._add_history(job, summary)
+            summary.version = newest[policy].weights.version if policy in newest else -1
             summary.newest_step = known[-1] if known else -1
             await self._add_oldest(PolicyKeys(job, policy), summary, pending[policy])
         await self._high_water.look()
@@ -475,10 +475,9 @@ class Descriptions:
     async def _add_history(self, job: str, summary: store_pb.TableSummary) -> None:
         """Add the newest commit, and the totals of forgotten steps."""
         keys = PolicyKeys(job, summary.policy)
-        version, commits, totals = await self._database.call_each(
-            [("HGET", keys.head, "version"), ("HKEYS", keys.commits), ("HGETALL", keys.totals)]
+        commits, totals = await self._database.call_each(
+            [("HKEYS", keys.commits), ("HGETALL", keys.totals)]
         )
-        summary.version = -1 if version is None else int(version)
         summary.committed_step = max((int(step) for step in commits), default=-1)
         for name, number in totals.items():
             field = name.decode()
@@ -556,9 +555,12 @@ class Store:
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(database, self.tables, self.steps, self.samples, self.notices)
         self.kept_rows = KeptRows(database, self.tables, self.steps)
-        self.audit = LogAuditor(database, self.tables, self.steps, self.log)
+        self.versions = PolicyVersions(database, self.tables)
+        self.audit = LogAuditor(self.tables, self.steps, self.log, self.versions)
         self.high_water = HighWater(database, self.tables, self.notices, high_water_bytes)
-        self.descriptions = Descriptions(database, self.tables, self.steps, self.high_water)
+        self.descriptions = Descriptions(
+            database, self.tables, self.steps, self.high_water, self.versions
+        )
         self.watching = TableWatcher(self.tables, self.steps, self.notices, self.high_water)
         self.sweeper = Sweeper(database, self.tables, self.steps, sweep_seconds)
 

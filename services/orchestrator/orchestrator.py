@@ -12,7 +12,7 @@ import structlog
 
 from services.chassis.redis import RedisWatch
 from services.chassis.telemetry import Telemetry
-from services.orchestrator.cluster import ClusterView, release_ended_jobs
+from services.orchestrator.cluster import ASKED_SECONDS, ClusterView, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
 from services.orchestrator.errors import Deadline, cancel_all
@@ -50,6 +50,7 @@ from troupe.v1.reward_pb2_grpc import RewardStub
 
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
+    from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
 
 AnswerT = TypeVar("AnswerT")
 _log = structlog.get_logger(__name__)
@@ -92,10 +93,11 @@ class Orchestrator:
         self._reward = connect(settings.reward_address, no_retry)
         workers = WorkerRegistry(settings)
         store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
+        experience: ExperienceStoreAsyncStub = ExperienceStoreStub(self._experience)
         self.shared = Shared(
             settings=settings,
             store=store,
-            weight_versions=WeightVersions(self._redis, store.live),
+            weight_versions=WeightVersions(experience, store),
             log=log,
             trajectories=RecentTrajectories(
                 self._redis, settings.recent_trajectories, settings.recent_tokens
@@ -104,7 +106,7 @@ class Orchestrator:
             workers=workers,
             nodes=NodeRegistry(settings),
             trainer_scheduler=TrainerScheduler(workers),
-            experience=ExperienceStoreStub(self._experience),
+            experience=experience,
             reward=RewardStub(self._reward),
             in_flight={},
         )
@@ -294,9 +296,9 @@ class GenerationService:
         """Publish the job's weights again and start its engines on one rollout worker."""
         shared = self._shared
         record = await shared.store.get(record.job_id)
-        entries = await shared.weight_versions.entries(record.job_id)
+        versions = await shared.weight_versions.newest(record.job_id, timeout=ASKED_SECONDS)
         spec = record.spec()
-        if record.state in _ACTIVE or set(entries) != set(spec.policies) - set(spec.slots):
+        if record.state in _ACTIVE or set(versions) != set(spec.policies) - set(spec.slots):
             raise FailedPrecondition(
                 f"job {record.job_id} is {record.state_name} and has no weights to serve yet",
                 kind="no_weights",
@@ -313,7 +315,7 @@ class GenerationService:
         await release_ended_jobs(shared, record.job_id)
         await shared.store.note_states(record.job_id)
         worker = shared.workers.usable(orchestrator_pb.WORKER_KIND_ROLLOUT)[0]
-        trainers = Trainers(job, entries)
+        trainers = Trainers(job, versions)
         try:
             weights = await trainers.bind_all(deadline)
             if spec.slots:

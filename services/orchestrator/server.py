@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,7 +12,6 @@ import grpc
 from services.chassis.model_files import ModelServer
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import cluster
-from services.orchestrator.context import Shared
 from services.orchestrator.jobs import checkpoints
 from services.orchestrator.metrics import ClusterCollector
 from services.orchestrator.orchestrator import Orchestrator
@@ -37,94 +35,6 @@ _MAX_PAGE_SIZE: Final = 500
 _MAX_ROWS: Final = 1_000
 # Time limit of a generation without a deadline.
 _GENERATE_SECONDS: Final = 600.0
-
-
-async def audit(shared: Shared, job_id: str) -> orchestrator_pb.AuditJobResponse:
-    """Return the store's audit of its log, with contradictions to the recorded weight versions.
-
-    Raises `NotFound` for a job without tables.
-    """
-    request = store_pb.AuditTablesRequest(job_id=job_id)
-    tables = await shared.experience.AuditTables(request)
-    versions = await shared.weight_versions.versions(job_id)
-    return orchestrator_pb.AuditJobResponse(
-        tables=tables,
-        violations=[*tables.violations, *contradictions(tables.policies, versions)],
-        versions=list({one.weights.policy: one for one in versions}.values()),
-    )
-
-
-def contradictions(
-    policies: Collection[store_pb.PolicyAudit], versions: Collection[orchestrator_pb.PolicyVersion]
-) -> list[str]:
-    """Describe the faults in the recorded `versions` (oldest first).
-
-    A version must follow from the previous one by one applied step, or have the first one's content
-    without a step (a restart). The newest must equal the store's version. The record may lag one
-    step behind, for a commit not reported yet.
-    """
-    found: list[str] = []
-    newest: dict[str, orchestrator_pb.PolicyVersion] = {}
-    first: dict[str, str] = {}
-    # Versions unknown to the store: restarts since the last step.
-    ahead: Counter[str] = Counter()
-    for one in versions:
-        policy = one.weights.policy
-        before = newest.get(policy)
-        newest[policy] = one
-        if before is None:
-            first[policy] = one.weights.checksum
-            continue
-        if one.restarted:
-            ahead[policy] += 1
-            found += _restart(before, one, first[policy])
-            continue
-        ahead[policy] = 0
-        rise = int(one.outcome == store_pb.STEP_OUTCOME_APPLIED)
-        if one.weights.version != before.weights.version + rise:
-            found.append(
-                f"{policy}: step {one.step - 1} moved the recorded version from "
-                f"{before.weights.version} to {one.weights.version}"
-            )
-        if one.step != before.step + 1:
-            found.append(
-                f"{policy}: the recorded versions go from {before.step} to {one.step} steps"
-            )
-        same = one.weights.version == before.weights.version
-        if same and one.weights.checksum != before.weights.checksum:
-            found.append(f"{policy}: version {one.weights.version} has two checksums")
-    for audited in policies:
-        last = newest.get(audited.policy)
-        steps = audited.steps_applied + audited.steps_skipped + audited.steps_empty
-        if last is None or not steps:
-            continue
-        behind = steps - last.step
-        if behind not in (0, 1):
-            found.append(
-                f"{audited.policy}: the store committed {steps} steps, but {last.step} are recorded"
-            )
-        elif behind == 0 and audited.version != last.weights.version - ahead[audited.policy]:
-            found.append(
-                f"{audited.policy}: the store is at version {audited.version}, the record at "
-                f"{last.weights.version}"
-            )
-    return found
-
-
-def _restart(
-    before: orchestrator_pb.PolicyVersion, one: orchestrator_pb.PolicyVersion, first: str
-) -> list[str]:
-    """Return the faults of a restart after `before`; `first`: the first version's checksum."""
-    policy, version = one.weights.policy, one.weights.version
-    found = []
-    if (version, one.step) != (before.weights.version + 1, before.step):
-        found.append(
-            f"{policy}: a restart moved the recorded version from {before.weights.version} to "
-            f"{version}, and from {before.step} to {one.step} steps"
-        )
-    if one.weights.checksum != first:
-        found.append(f"{policy}: version {version} is a restart without the first weights")
-    return found
 
 
 class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
@@ -227,7 +137,17 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     ) -> orchestrator_pb.ListVersionsResponse:
         record = await self._record(request)
         policy = record.policy_of(request.policy) if request.policy else ""
-        versions = await self._at.shared.weight_versions.versions(request.job_id, policy)
+        shared, asked = self._at.shared, cluster.ASKED_SECONDS
+        policies = (
+            [policy]
+            if policy
+            else await shared.weight_versions.newest(request.job_id, timeout=asked)
+        )
+        versions = [
+            one
+            for name in policies
+            for one in await shared.weight_versions.all(request.job_id, name, timeout=asked)
+        ]
         return orchestrator_pb.ListVersionsResponse(versions=versions)
 
     async def ListCheckpoints(
@@ -352,7 +272,14 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
         self, request: orchestrator_pb.AuditJobRequest, context: Any
     ) -> orchestrator_pb.AuditJobResponse:
         await self._record(request)
-        return await audit(self._at.shared, request.job_id)
+        shared = self._at.shared
+        tables = await shared.experience.AuditTables(
+            store_pb.AuditTablesRequest(job_id=request.job_id)
+        )
+        versions = await shared.weight_versions.newest(request.job_id)
+        return orchestrator_pb.AuditJobResponse(
+            tables=tables, violations=tables.violations, versions=versions.values()
+        )
 
     async def GetCluster(
         self, request: orchestrator_pb.GetClusterRequest, context: Any
@@ -422,11 +349,10 @@ class OrchestratorService(orchestrator_grpc.OrchestratorServicer):
     async def _view(self, record: JobRecord) -> orchestrator_pb.Job:
         [view] = await self._at.shared.store.views([record.job_id])
         # The record as left by the request, whatever happened to the job since.
-        return self._message(StoredJob(record, view.versions, view.metrics, view.resolved))
+        return self._message(StoredJob(record, view.metrics, view.resolved))
 
     def _message(self, view: StoredJob) -> orchestrator_pb.Job:
         return view.record.to_message(
-            versions=view.versions,
             metrics=view.metrics,
             activity=self._at.shared.log.activity(view.record.job_id),
             resolved=view.resolved,

@@ -128,7 +128,7 @@ class PolicyBinding:
     def load(self, version: int, checksum: str) -> None:
         """Load model and state of `version`, and publish its weights. Blocking.
 
-        `checksum`: the ledger's, or empty for a new job. Idempotent: a repeated call only restores
+        `checksum`: as committed, or empty for a new job. Idempotent: a repeated call only restores
         what is missing. Raises InvalidArgument for a model or tokenizer that cannot be used,
         FailedPrecondition or DataLoss if the state is missing or damaged.
         """
@@ -204,7 +204,7 @@ class PolicyBinding:
     def resume(self, state: trainer_pb.SuspendedState, version: int, checksum: str) -> None:
         """Continue from a suspended state of this process or of another one. Blocking.
 
-        `version`, `checksum`: the ledger's. Raises NotFound of kind "suspended_state_gone",
+        `version`, `checksum`: as committed. Raises NotFound of kind "suspended_state_gone",
         DataLoss of kind "suspended_state_changed", FailedPrecondition of kind
         "suspended_state_mismatch"; then only `load` can bind the policy.
         """
@@ -218,11 +218,11 @@ class PolicyBinding:
         if (weights.version, weights.checksum) != (version, checksum or weights.checksum):
             raise FailedPrecondition(
                 f"policy {self.policy} was suspended at version {weights.version} "
-                f"({weights.checksum}); the ledger is at {version} ({checksum or 'any'})",
+                f"({weights.checksum}); version {version} ({checksum or 'any'}) is committed",
                 kind="suspended_state_mismatch",
                 field="state.version",
                 value=weights.version,
-                remedy="Bind the policy afresh at the ledger's version.",
+                remedy="Bind the policy afresh at its committed version.",
             )
         self._suspension.take(state)
         self.learner.adopt(suspended.tensors, suspended.document["learner"])

@@ -2,7 +2,7 @@
 
 `{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, with the published tensors beside
 it where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
-ledger's checksum.
+committed checksum.
 """
 
 from __future__ import annotations

@@ -58,14 +58,14 @@ class Publication:
     ) -> common_pb.WeightsRef:
         """Publish `tensors` unless this host has a valid copy of the version. Idempotent.
 
-        Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
+        Raises FailedPrecondition of kind "weights_changed" when `expected` (the committed
         checksum, or empty) is not that of `tensors`.
         """
         checksum = checksum_of(tensors)
         if expected and checksum != expected:
             raise FailedPrecondition(
-                f"version {version} of policy {self._policy} has checksum {checksum} here, the "
-                f"ledger holds {expected}",
+                f"version {version} of policy {self._policy} has checksum {checksum} here, but "
+                f"{expected} is committed",
                 kind="weights_changed",
                 field=f"policies.{self._policy}.model",
                 value=version,

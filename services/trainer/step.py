@@ -480,7 +480,7 @@ class StepRun:
                 kind=kinds.NOT_BOUND,
                 field="version",
                 value=self.version,
-                remedy="Bind the policy at the ledger's version first.",
+                remedy="Bind the policy at its committed version first.",
             )
         if not self._attempt.resumes or not await self._still_leased():
             await self._begin()

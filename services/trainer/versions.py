@@ -353,7 +353,7 @@ class Versions:
     def load(self, version: int, checksum: str) -> None:
         """Load `version` and publish its weights.
 
-        `checksum`: the ledger's, or empty for a new job. Raises FailedPrecondition or DataLoss when
+        `checksum`: as committed, or empty for a new job. Raises FailedPrecondition or DataLoss when
         the state is missing or damaged.
         """
         trained = self._spec.policies[self._policy].trainable
@@ -438,7 +438,7 @@ class Versions:
         """Make the first version's state the version after `version`, without a step. Idempotent.
 
         Frontier and random generators stay those of `version`.
-        `checksum`: that of version 0 in the ledger. Raises FailedPrecondition of kind "not_bound"
+        `checksum`: of version 0, as committed. Raises FailedPrecondition of kind "not_bound"
         at another version, "state_not_found" when version 0 is not kept, "weights_changed" when it
         is another one; StorageFull, ResourceExhausted.
         """
@@ -450,7 +450,7 @@ class Versions:
                 kind=kinds.NOT_BOUND,
                 field="version",
                 value=version,
-                remedy="Bind the policy at the ledger's version first.",
+                remedy="Bind the policy at its committed version first.",
             )
         frontier, verified, randomness = self.frontier, self.verified, self.randomness
         randomness.rewind()
@@ -460,7 +460,7 @@ class Versions:
         weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
         self.durability.save(self._snapshot(weights, frontier))
         self.durability.saved(version + 1)
-        # The state of `version` stays on disk: the ledger may not learn of the restart.
+        # The state of `version` stays on disk: the restart may not be recorded.
         self.weights, self.dirty = weights, False
 
     def adopt(self, commit: store_pb.StepCommit) -> None:
@@ -584,7 +584,7 @@ class Versions:
         """Make the committed steps after the loaded state again, from the rows that were kept.
 
         Raises DataLoss of kind "kept_rows_gone", or of kind "state_not_reproduced" when the weights
-        are others than those of the ledger, unless they are published and the job allows rounding.
+        differ from the committed ones, unless they are published and the job allows rounding.
         """
         began = time.perf_counter()
         for commit in recovery.commits:

@@ -83,7 +83,7 @@ async def transcribe(handle: AsyncJobHandle, store: str, settings: ClientSetting
 async def _add_log(stub: Any, job_id: str, policy: str, steps: dict[int, StepRecord]) -> None:
     request = store_pb.ReadLogRequest(job_id=job_id, policy=policy)
     async for logged in stub.ReadLog(request, timeout=60):
-        # The ledger counts steps done, the store numbers them from zero.
+        # Versions count steps done; the log numbers steps from zero.
         number = logged.step + 1
         known = steps.get(number, StepRecord(step=number))
         changes: dict[str, Any] = {

@@ -107,7 +107,7 @@ async def check_members(end: Ended, found: Population, data_dir: Path) -> None:
     """Members follow from each other, and their files hold the bits that were published."""
     for learner in dict.fromkeys(name for pool in found.pools for name in pool.learners):
         versions = await end.handle.versions(learner)
-        ledger = {one.version: one.checksum for one in versions}
+        committed = {one.version: one.checksum for one in versions}
         restarts = [one.version for one in versions if one.outcome == "restarted"]
         first = before = ""
         since = 0
@@ -115,7 +115,7 @@ async def check_members(end: Ended, found: Population, data_dir: Path) -> None:
         for one in {one.id: one for one in members}.values():
             again = any(since < version < one.version for version in restarts)
             assert one.parent == (first if again else before)
-            assert one.checksum == ledger[one.version]
+            assert one.checksum == committed[one.version]
             first, before, since = first or one.id, one.id, one.version
             folder = data_dir / end.job.id / "members" / learner / f"v{one.version}"
             if one.state == "retired" and not folder.is_dir():

@@ -161,8 +161,36 @@ class Spoil:
     async def other_version(self) -> None:
         await self.commit(version=9)
 
-    async def other_head(self) -> None:
-        await self.do("HSET", self.solver.head, "version", 9)
+    async def versions(self, change: Callable[[store_pb.PolicyVersion], None]) -> None:
+        """Change the newest entry of the list of versions."""
+        stored = await self.do("LINDEX", self.solver.versions, -1)
+        head, _, body = stored.partition(b"\n")
+        version = store_pb.PolicyVersion.FromString(body)
+        change(version)
+        await self.do("LSET", self.solver.versions, -1, head + b"\n" + version.SerializeToString())
+
+    async def lost_version(self) -> None:
+        await self.do("RPOP", self.solver.versions)
+
+    async def other_newest_version(self) -> None:
+        await self.versions(lambda one: setattr(one.weights, "version", 9))
+
+    async def other_steps_done(self) -> None:
+        await self.versions(lambda one: setattr(one, "step", 7))
+
+    async def other_content(self) -> None:
+        def skipped(one: store_pb.PolicyVersion) -> None:
+            one.outcome = store_pb.STEP_OUTCOME_SKIPPED
+            one.weights.version, one.weights.checksum = 3, "another"
+
+        await self.versions(skipped)
+
+    async def other_restart(self) -> None:
+        def restarted(one: store_pb.PolicyVersion) -> None:
+            one.restarted, one.outcome, one.step = True, store_pb.STEP_OUTCOME_UNSPECIFIED, 3
+            one.weights.checksum = "another"
+
+        await self.versions(restarted)
 
     async def lost_ending(self) -> None:
         await self.do("HDEL", self.job.ended(3), "q0-s3-t0")
@@ -207,7 +235,17 @@ SPOILT: dict[str, Sequence[str]] = {
     "other_number": ["step 3, solver: the commit counts 5 samples, not 4"],
     "other_digest": ["step 3, solver: the trainer accumulated other samples than the trained ones"],
     "other_version": ["step 3, solver: the commit moves version 3 to 9"],
-    "other_head": ["solver: the table is at version 9, its commits at 4"],
+    "lost_version": ["solver: 4 steps are committed, its versions count 3"],
+    "other_newest_version": [
+        "solver: step 3 moved version 3 to 9",
+        "solver: its versions are at 9, its commits at 4",
+    ],
+    "other_steps_done": [
+        "solver: step 6 moved 3 steps done to 7",
+        "solver: 4 steps are committed, its versions count 7",
+    ],
+    "other_content": ["solver: version 3 has two checksums"],
+    "other_restart": ["solver: version 4 is a restart without the first weights"],
     "lost_ending": [
         "step 3: 1 of 2 trajectories of query q0 ended",
         "step 3, solver: rows of q0-s3-t0, which has not ended there",

@@ -136,20 +136,43 @@ async def test_the_outcome_must_fit_the_samples(stage: Stage) -> None:
     assert await kind_of(stage.commit(["c1"], outcome=EMPTY, version=0)) == "invalid_argument"
 
 
-async def test_a_version_never_goes_backwards(stage: Stage) -> None:
+async def test_an_applied_step_makes_the_next_version_and_no_other_step_does(store: Store) -> None:
+    stage = await make_stage(store, new_id("job"), version=4)
     for step, version in ((0, 5), (1, 6)):
         if step:
             await stage.open(step)
         await stage.append_all()
         await stage.claim(claim=f"c{step}")
-        if step:
-            assert await kind_of(stage.commit([f"c{step}"], version=4)) == "version_backwards"
-            assert await kind_of(stage.commit([f"c{step}"], version=5)) == "version_backwards"
+        for wrong in {0, 4, 5, 6, 7} - {version}:
+            assert await kind_of(stage.commit([f"c{step}"], version=wrong)) == "version_gap"
         await stage.commit([f"c{step}"], version=version)
     await stage.open(2)
     await stage.append_all()
     await stage.claim(claim="c2")
+    for wrong in (5, 7):
+        skipped = stage.commit(["c2"], version=wrong, outcome=SKIPPED, reason="nan_loss")
+        assert await kind_of(skipped) == "version_gap"
     await stage.commit(["c2"], version=6, outcome=SKIPPED, reason="nan_loss")
+    await stage.open(3)
+    await stage.append_all()
+    await stage.claim(claim="c3")
+    empty = stage.commit([], outcome=EMPTY, version=6, checksum="another")
+    assert await kind_of(empty) == "step_incomplete"
+    other = stage.commit(["c3"], version=6, outcome=SKIPPED, reason="nan", checksum="another")
+    assert await kind_of(other) == "checksum_conflict"
+
+
+async def test_steps_of_a_policy_are_committed_in_order(stage: Stage) -> None:
+    await stage.open(1)
+    await stage.append_all()
+    await stage.claim(claim="c1")
+    assert await kind_of(stage.commit(["c1"], version=1)) == "version_gap"
+    stage.step = 0
+    await stage.append_all()
+    await stage.claim(claim="c0")
+    await stage.commit(["c0"], version=1)
+    stage.step = 1
+    await stage.commit(["c1"], version=2)
 
 
 async def test_policies_commit_independently(store: Store) -> None:

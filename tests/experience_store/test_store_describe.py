@@ -20,7 +20,7 @@ async def described(stage: Stage, policy: str = "solver") -> store_pb.TableSumma
 
 async def test_a_table_without_rows_says_so(stage: Stage) -> None:
     table = await described(stage)
-    assert (table.version, table.committed_step, table.newest_step) == (-1, -1, 0)
+    assert (table.version, table.committed_step, table.newest_step) == (0, -1, 0)
     assert table.oldest_pending_seconds == 0
     assert table.oldest_pending_sample == ""
     assert table.payload_bytes == 0

@@ -12,6 +12,7 @@ from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from tests.support.experience_client import Client
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, new_id
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -158,6 +159,7 @@ async def test_bad_requests_name_the_field(client: Client) -> None:
         claimant="trainer",
         claim_ids=["one"],
         outcome=store_pb.STEP_OUTCOME_SKIPPED,
+        weights=common_pb.WeightsRef(policy="solver"),
         kept_micro_batches=1,
     )
     with pytest.raises(InvalidArgument) as error:

@@ -202,7 +202,7 @@ async def test_every_sample_is_used_as_often_as_allowed(store: Store, uses: int)
                 await stage.fail(query, trajectory)
         response = await stage.claim(claim=f"c{step}")
         if response.outcome == EXHAUSTED:
-            await stage.commit([], outcome=store_pb.STEP_OUTCOME_EMPTY, version=99)
+            await stage.commit([], outcome=store_pb.STEP_OUTCOME_EMPTY, version=step)
             break
         trained.update(ids_of(response))
         await stage.commit([f"c{step}"], version=step + 1)

@@ -94,11 +94,15 @@ async def test_a_step_may_begin_and_end_without_queries(held: Stage) -> None:
     assert (await held.claim()).outcome == WAIT
     held.step = 0
     await held.amend(carry=["q2", "q0"], carry_to=1)
+    await held.fail("q1", "q1-s0-t0")
+    await held.fail("q1", "q1-s0-t1")
+    await held.amend(close=True)
+    empty = store_pb.STEP_OUTCOME_EMPTY
+    await held.commit([], outcome=empty, version=0)
     held.step = 1
     assert (await held.status()).query_ids == ["q2", "q0"]
     await held.amend(drop=["q0", "q2"], reason="stale", close=True)
     assert (await held.claim()).outcome == EXHAUSTED
-    empty = store_pb.STEP_OUTCOME_EMPTY
     assert (await held.commit([], outcome=empty, version=0))[0].num_samples == 0
 
 

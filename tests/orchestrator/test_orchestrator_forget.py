@@ -156,6 +156,7 @@ BROKEN = {
     "no step": ("step", ""),
     "a step beyond 64 bits": ("step", str(1 << 63)),
     "no time": ("created_at", "inf"),
+    "no version": ("version:solver", "x"),
     "no problem": ("problem", b"\xff\xff"),
     "scores that are none": ("before", '{"a": "b"}'),
     "scores that are a list": ("after", "[1]"),
@@ -177,9 +178,7 @@ async def test_a_record_that_cannot_be_read_is_shown_and_can_be_forgotten(cluste
     await redis.call("SET", JobKeys("text").record, "x")
     await redis.call("HSET", JobKeys("numbers").record, *(p for one in ended.items() for p in one))
     await redis.call("HSET", JobKeys("numbers").latest, "loss", "x")
-    await redis.call("HSET", JobKeys("entries").record, *(p for one in ended.items() for p in one))
-    await redis.call("HSET", JobKeys("entries").ledger, "solver:entry", b"\xff")
-    broken = [*names, "part", "text", "gone", "numbers", "entries"]
+    broken = [*names, "part", "text", "gone", "numbers"]
     for job_id in broken:
         await redis.call("ZADD", INDEX, 1, job_id)
 

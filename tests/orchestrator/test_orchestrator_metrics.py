@@ -23,9 +23,7 @@ from services.orchestrator.state.event_log import EventLog
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
-from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import Cluster, job_yaml
-from tests.support.fake_trainer import weights_of
 from troupe.job import parse_job
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.rpc import ClientSettings
@@ -292,25 +290,21 @@ async def test_the_version_of_a_policy_is_exported_while_no_trainer_holds_it(
         state=common_pb.JOB_STATE_SUBMITTED,
     )
     store = JobStore(redis, log)
-    ledger = WeightVersions(redis, store.live)
     value = sample(ClusterCollector(store, list, {}))
 
     def version() -> float | None:
         return value("troupe_policy_version", job_id=record.job_id, policy="solver")
 
     await store.create(record)
+    epoch = await store.adopt(record.job_id)
     assert version() is None
-    await ledger.open(record.job_id, weights_of(record.job_id, "solver", 0))
-    assert version() == 0
-    commit = store_pb.StepCommit(policy="solver", step=0, outcome=store_pb.STEP_OUTCOME_APPLIED)
-    commit.weights.CopyFrom(weights_of(record.job_id, "solver", 1))
-    await ledger.commit(record.job_id, commit)
-    assert version() == 1
+    for number in (0, 1):
+        await store.note_version(record.job_id, epoch, "solver", number)
+        assert version() == number
     # An orchestrator that takes the job over reads its versions.
     second = JobStore(redis, log)
     value = sample(ClusterCollector(second, list, {}))
     await second.move(record.job_id, common_pb.JOB_STATE_STARTING)
-    await WeightVersions(redis, second.live).entries(record.job_id)
     assert version() == 1
     await second.move(record.job_id, common_pb.JOB_STATE_FAILED)
     assert version() is None

@@ -24,7 +24,7 @@ RESTART = {"iteration_steps": 1, "matches": MATCHES, "restart": "base"}
 
 
 async def versions(cluster: Cluster, job_id: str) -> list[tuple[int, int, bool]]:
-    """The ledger: steps, version, whether it is a restart."""
+    """The versions: steps, number, whether it is a restart."""
     found = await cluster.api.ListVersions(
         orchestrator_pb.ListVersionsRequest(job_id=job_id, policy="player")
     )
@@ -92,7 +92,7 @@ async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) ->
 async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     cluster: Cluster, moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before or after the ledger has moved: the versions are those of an undisturbed job."""
+    """Before or after the store has the restart: the versions are those of an undisturbed job."""
     newer_wins(cluster)
     quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
     assert (await cluster.wait(quiet)).state == common_pb.JOB_STATE_SUCCEEDED

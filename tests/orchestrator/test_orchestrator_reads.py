@@ -156,7 +156,7 @@ async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
         return (await cluster.api.GeneratePolicy(request)).result.text
 
     assert await generate() == "solver@2"
-    # The engines are gone: they are made again at the ledger's version.
+    # The engines are gone: they are made again at the newest version.
     cluster.rollouts[0].versions.clear()
     cluster.rollouts[0].calls.clear()
     assert await generate("checker") == "checker@2"

@@ -75,6 +75,8 @@ class Stage:
     step: int = 0
     redundant: int = 0
     """Trajectories per query beyond `group_size`."""
+    first_checksum: str = ""
+    """Of the policies' first weights."""
     appended: Appended | None = None
     """What became of the last ending."""
 
@@ -230,13 +232,19 @@ class Stage:
             step=self.step,
             outcome=outcome,
             reason=reason,
-            weights=common_pb.WeightsRef(
-                job_id=self.job, policy=policy, version=version, checksum=checksum
-            ),
+            weights=self.weights(version, policy, checksum),
             metrics={"loss/policy": 0.5},
             samples_digest=digest,
         )
         return await self.store.claims.commit(self.job, claimant, claims, commit, **how)
+
+    def weights(
+        self, version: int, policy: str = "solver", checksum: str = ""
+    ) -> common_pb.WeightsRef:
+        """The weights of a version."""
+        return common_pb.WeightsRef(
+            job_id=self.job, policy=policy, version=version, checksum=checksum
+        )
 
     async def counts(self, policy: str = "solver") -> dict[str, int]:
         """Samples per state, without zeros."""
@@ -254,8 +262,14 @@ class Stage:
         cursor: int = 0,
         queries: Sequence[str] | None = None,
     ) -> tuple[bool, list[str]]:
-        """Open a step, by default of the same shape, and play on it."""
+        """Open a step, by default of the same shape, and play on it. Before the first one, record
+        the policies' first weights."""
         self.step = step
+        if step == 0:
+            for policy in self.policies:
+                await self.store.versions.open(
+                    self.job, self.weights(version or 0, policy, self.first_checksum)
+                )
         request = store_pb.OpenStepRequest(
             job_id=self.job,
             step=step,
@@ -296,13 +310,14 @@ async def make_stage(
     drop_without_signal: bool = False,
     held_open: bool = False,
     redundant: int = 0,
+    version: int = 0,
 ) -> Stage:
-    """Declare the tables of a job and open step 0."""
+    """Declare the tables of a job, record its policies' first weights, and open step 0."""
     stage = Stage(store, job, policies, queries, group_size, redundant=redundant)
     await store.tables.create(
         job, policies, required, max_uses=max_uses, drop_without_signal=drop_without_signal
     )
-    await stage.open(0, held_open=held_open)
+    await stage.open(0, version, held_open=held_open)
     return stage
 
 

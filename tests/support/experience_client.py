@@ -28,6 +28,14 @@ class Client:
             request_id=new_id(), job_id=self.job, policies=policies, **fields
         )
         await self.stub.CreateTables(request)
+        for policy in policies:
+            await self.stub.OpenVersion(
+                store_pb.OpenVersionRequest(
+                    request_id=new_id(),
+                    job_id=self.job,
+                    weights=common_pb.WeightsRef(job_id=self.job, policy=policy),
+                )
+            )
 
     def open_request(self, **fields: Any) -> store_pb.OpenStepRequest:
         values: dict[str, Any] = {

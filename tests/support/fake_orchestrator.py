@@ -24,6 +24,7 @@ from troupe.job import parse_job
 from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
 from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 from troupe.v1 import reward_pb2 as reward_pb
@@ -205,7 +206,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, orchestrator_grpc.Orchestrato
         await self._note("ListVersions", request, context)
         weights = common_pb.WeightsRef(policy=request.policy, version=3, checksum="abc")
         return orchestrator_pb.ListVersionsResponse(
-            versions=[orchestrator_pb.PolicyVersion(weights=weights, step=2, outcome=1)]  # type: ignore[arg-type]
+            versions=[store_pb.PolicyVersion(weights=weights, step=2, outcome=1)]  # type: ignore[arg-type]
         )
 
     async def ListCheckpoints(

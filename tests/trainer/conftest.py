@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from services.experience_store.server import make_service as make_store
 from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
 from tests.support.training import save_tokenizer
-from tests.trainer.stage import Trainer, TrainingStage
+from tests.trainer.stage import TrainingStage
 from troupe.rpc import connect, new_id
 
 torch.set_num_threads(1)
@@ -44,7 +45,7 @@ async def stage(
     """A job with its tables, and a way to start trainers for it."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(**changes: object) -> Trainer:
+        async def start(**changes: object) -> tuple[Any, Any]:
             settings = TrainerSettings(
                 experience_store_address=store_address,
                 orchestrator_address="127.0.0.1:1",
@@ -55,7 +56,7 @@ async def stage(
             ).model_copy(update=changes)
             server = await stack.enter_async_context(serve(TrainerService, settings))
             channel = await stack.enter_async_context(connect(server.address))
-            return Trainer(server, channel, job_id)
+            return server, channel
 
         job_id = new_id("job")
         channel = await stack.enter_async_context(connect(store_address))

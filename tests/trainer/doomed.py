@@ -31,7 +31,7 @@ async def doomed(stage: TrainingStage, store_address: str, point: str) -> AsyncI
     try:
         await until(lambda: ports.exists() or not process.is_alive())
         async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
-            yield Trainer(None, channel, stage.job_id)
+            yield Trainer(None, channel, stage)
         await asyncio.to_thread(process.join, PATIENCE)
         assert process.exitcode == -signal.SIGKILL
     finally:

@@ -15,7 +15,7 @@ from services.trainer.learning.model import load_model
 from tests.support.training import make_rollout, make_spec, score
 from tests.support.waiting import PATIENCE
 from troupe.job import JobSpec
-from troupe.rpc import DeadlineExceeded, new_id
+from troupe.rpc import DeadlineExceeded, NotFound, new_id
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -29,10 +29,10 @@ PROMPTS = {"q0": (5, 6, 7, 8), "q1": (9, 10, 11), "q2": (12, 13)}
 class Trainer:
     """One trainer service and a client of it."""
 
-    def __init__(self, server: Any, channel: Any, job_id: str) -> None:
+    def __init__(self, server: Any, channel: Any, stage: TrainingStage) -> None:
         self.server, self.channel = server, channel
         self.stub = trainer_grpc.TrainerStub(channel)
-        self._job = job_id
+        self._stage, self._job = stage, stage.job_id
 
     @property
     def worker(self) -> Any:
@@ -57,6 +57,7 @@ class Trainer:
             hosts=hosts,
         )
         weights: common_pb.WeightsRef = (await self.stub.Bind(request)).weights
+        await self._stage.bound(weights)
         return weights
 
     async def bind_again(self, spec: JobSpec, **version: Any) -> common_pb.WeightsRef:
@@ -153,24 +154,26 @@ class TrainingStage:
         tokenizer: Path,
         root: Path,
         store_channel: Any,
-        start: Callable[..., Awaitable[Trainer]],
+        start: Callable[..., Awaitable[tuple[Any, Any]]],
     ) -> None:
+        """`start` starts a trainer worker with these settings: its server and a channel."""
         self.job_id = job_id
         self.tokenizer = tokenizer
         self.root = root
         self.store = store_grpc.ExperienceStoreStub(store_channel)
         self.transfer = Transfer(root / "transfer")
         self._channel, self._start = store_channel, start
+        # By policy: the first weights that a trainer bound.
+        self._first: dict[str, common_pb.WeightsRef] = {}
 
     async def trainer(self, **settings: object) -> Trainer:
         """A further trainer worker."""
-        return await self._start(**settings)
+        return Trainer(*await self._start(**settings), self)
 
     async def sibling(self) -> tuple[TrainingStage, Trainer]:
         """Another job in the same store, and a trainer worker of its own."""
         job = TrainingStage(new_id("job"), self.tokenizer, self.root, self._channel, self._start)
-        trainer = await self._start()
-        return job, Trainer(trainer.server, trainer.channel, job.job_id)
+        return job, await job.trainer()
 
     def spec(self, **changes: Any) -> JobSpec:
         return make_spec(self.tokenizer, **changes)
@@ -191,6 +194,7 @@ class TrainingStage:
                 request_id=new_id(), job_id=self.job_id, policies=policies, **tables
             )
         )
+        await self._record_first()
         await self.store.OpenStep(
             store_pb.OpenStepRequest(
                 request_id=new_id(),
@@ -201,6 +205,21 @@ class TrainingStage:
                 group_size=group_size,
             )
         )
+
+    async def bound(self, weights: common_pb.WeightsRef) -> None:
+        """Record a policy's first weights in the store, as the orchestrator does; where there are
+        no tables yet, when they are declared."""
+        self._first.setdefault(weights.policy, weights)
+        with contextlib.suppress(NotFound):
+            await self._record_first()
+
+    async def _record_first(self) -> None:
+        for weights in self._first.values():
+            await self.store.OpenVersion(
+                store_pb.OpenVersionRequest(
+                    request_id=new_id(), job_id=self.job_id, weights=weights
+                )
+            )
 
     async def append(
         self, query: str, trajectory: str, samples: Sequence[store_pb.Sample], step: int = 0

@@ -251,7 +251,7 @@ async def test_a_killed_worker_is_replaced_and_nothing_counts_twice(
     process = Process(stage, store_address)
     try:
         async with connect(await process.address()) as channel:
-            one, two = Trainer(None, channel, stage.job_id), await stage.trainer()
+            one, two = Trainer(None, channel, stage), await stage.trainer()
             await stage.open()
             await one.bind(spec)
             await stage.play(stage.first_model(spec))

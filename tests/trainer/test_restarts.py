@@ -13,6 +13,7 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
 from troupe.transfer import checksum_of
 from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 
@@ -65,10 +66,16 @@ async def test_a_policy_that_begins_again_learns_as_a_new_one(stage: TrainingSta
     assert again.key == f"{first.job_id}/solver/weights@2"
     assert checksum_of(stage.weights(again)) == first.checksum
     assert await restart(trainer, first, left=1) == again, "repeated"
-    # The ledger has not heard of it, and its worker dies: what it left is there still.
+    # The store has not heard of it, and its worker dies: what it left is there still.
     other = await stage.trainer(worker_id="another")
     assert (await other.bind(spec, version=1, checksum=learned.checksum)).version == 1
-    assert (await restart(other, first, left=1)).checksum == first.checksum
+    again = await restart(other, first, left=1)
+    assert again.checksum == first.checksum
+    await stage.store.RestartVersion(
+        store_pb.RestartVersionRequest(
+            request_id=new_id(), job_id=stage.job_id, steps_done=1, weights=again
+        )
+    )
     await stage.open(1, version=2)
     for query, trajectory, own in samples(stage.rollouts(model), 2, 1):
         await stage.append(query, trajectory, own, 1)

@@ -156,7 +156,7 @@ def test_a_truncated_file_is_refused(transfer: Transfer, tmp_path: Path) -> None
             transfer.get(KEY)
 
 
-def test_another_content_than_the_ledgers_is_refused(transfer: Transfer) -> None:
+def test_content_other_than_committed_is_refused(transfer: Transfer) -> None:
     manifest = transfer.set(KEY, state())
     transfer.get(KEY, expected_checksum=manifest.checksum)
     with pytest.raises(Corrupt, match="expected"):

@@ -6,6 +6,7 @@ Rows per policy, exactly once: appended by rollout, claimed and committed by tra
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from troupe.v1 import common_pb2 as _common_pb2
@@ -1351,7 +1352,7 @@ class CommitStepRequest(_message.Message):
     def claim_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef:
-        """What the policy's version is after the step (unchanged when skipped)."""
+        """The policy's weights after the step: the next version of an applied step, else the present one."""
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -1647,7 +1648,7 @@ Global___FreeKeptRowsResponse: _TypeAlias = FreeKeptRowsResponse  # noqa: Y015
 
 @_typing.final
 class StepCommit(_message.Message):
-    """The record that a policy's step is over: the one truth about its version."""
+    """The record that a policy's step is over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1710,6 +1711,242 @@ class StepCommit(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
 
 Global___StepCommit: _TypeAlias = StepCommit  # noqa: Y015
+
+@_typing.final
+class PolicyVersion(_message.Message):
+    """One entry of a policy's list of versions, the one truth about them. The first holds its first
+    weights; each commit of a step and each restart adds one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PUBLISHED_AT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps done."""
+    outcome: Global___StepOutcome.ValueType
+    """Of the step that made it; unspecified if none did."""
+    restarted: _builtins.bool
+    """No step made it: a best response begins again from the first weights (`population.restart`)."""
+    @_builtins.property
+    def weights(self) -> _common_pb2.WeightsRef: ...
+    @_builtins.property
+    def published_at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        weights: _common_pb2.WeightsRef | None = ...,
+        step: _builtins.int = ...,
+        published_at: _timestamp_pb2.Timestamp | None = ...,
+        outcome: Global___StepOutcome.ValueType = ...,
+        restarted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["published_at", b"published_at", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "published_at", b"published_at", "restarted", b"restarted", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
+
+@_typing.final
+class OpenVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    @_builtins.property
+    def weights(self) -> _common_pb2.WeightsRef:
+        """`policy` names a policy of the job, trained or not."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        weights: _common_pb2.WeightsRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenVersionRequest: _TypeAlias = OpenVersionRequest  # noqa: Y015
+
+@_typing.final
+class OpenVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def newest(self) -> Global___PolicyVersion:
+        """The policy's newest version."""
+
+    def __init__(
+        self,
+        *,
+        newest: Global___PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenVersionResponse: _TypeAlias = OpenVersionResponse  # noqa: Y015
+
+@_typing.final
+class RestartVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    STEPS_DONE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    steps_done: _builtins.int
+    """Steps that the policy has done."""
+    @_builtins.property
+    def weights(self) -> _common_pb2.WeightsRef:
+        """The first weights, as the version after the newest one."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        weights: _common_pb2.WeightsRef | None = ...,
+        steps_done: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "steps_done", b"steps_done", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartVersionRequest: _TypeAlias = RestartVersionRequest  # noqa: Y015
+
+@_typing.final
+class RestartVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def newest(self) -> Global___PolicyVersion:
+        """The policy's newest version."""
+
+    def __init__(
+        self,
+        *,
+        newest: Global___PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartVersionResponse: _TypeAlias = RestartVersionResponse  # noqa: Y015
+
+@_typing.final
+class GetNewestVersionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNewestVersionsRequest: _TypeAlias = GetNewestVersionsRequest  # noqa: Y015
+
+@_typing.final
+class GetNewestVersionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersion]:
+        """By name of the policy."""
+
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___PolicyVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNewestVersionsResponse: _TypeAlias = GetNewestVersionsResponse  # noqa: Y015
+
+@_typing.final
+class ListPolicyVersionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    page_size: _builtins.int
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPolicyVersionsRequest: _TypeAlias = ListPolicyVersionsRequest  # noqa: Y015
+
+@_typing.final
+class ListPolicyVersionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersion]: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___PolicyVersion] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPolicyVersionsResponse: _TypeAlias = ListPolicyVersionsResponse  # noqa: Y015
 
 @_typing.final
 class GetStepRequest(_message.Message):
@@ -2220,7 +2457,7 @@ class DropTablesRequest(_message.Message):
     request_id: _builtins.str
     job_id: _builtins.str
     purge_log: _builtins.bool
-    """Free the log too: afterwards nothing is known of the job."""
+    """Free the log and the versions too: afterwards nothing is known of the job."""
     def __init__(
         self,
         *,
@@ -2343,7 +2580,7 @@ class TableSummary(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     version: _builtins.int
-    """Version and step of the newest commit; -1 before the first."""
+    """The newest version, and the step of the newest commit; -1 before the first."""
     committed_step: _builtins.int
     newest_step: _builtins.int
     """Newest open step; -1 when none was opened. The table lags by what lies between."""

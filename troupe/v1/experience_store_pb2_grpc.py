@@ -95,6 +95,26 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
                 _registered_method=True)
+        self.OpenVersion = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/OpenVersion',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.OpenVersionRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.OpenVersionResponse.FromString,
+                _registered_method=True)
+        self.RestartVersion = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/RestartVersion',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.RestartVersionRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.RestartVersionResponse.FromString,
+                _registered_method=True)
+        self.GetNewestVersions = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/GetNewestVersions',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsResponse.FromString,
+                _registered_method=True)
+        self.ListPolicyVersions = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/ListPolicyVersions',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsResponse.FromString,
+                _registered_method=True)
         self.KeepRows = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/KeepRows',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.KeepRowsRequest.SerializeToString,
@@ -238,6 +258,34 @@ class ExperienceStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenVersion(self, request, context):
+        """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartVersion(self, request, context):
+        """Moves a policy to its next version without a step: back to its first weights. Repeatable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNewestVersions(self, request, context):
+        """The newest version of every policy of a job that has one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicyVersions(self, request, context):
+        """All versions of one policy, oldest first, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def KeepRows(self, request, context):
         """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
         training state is on disk: by these rows another trainer computes the step again.
@@ -310,8 +358,8 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropTables(self, request, context):
-        """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
-        answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+        """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+        AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -379,6 +427,26 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.GetStep,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.SerializeToString,
+            ),
+            'OpenVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenVersion,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.OpenVersionRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.OpenVersionResponse.SerializeToString,
+            ),
+            'RestartVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartVersion,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.RestartVersionRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.RestartVersionResponse.SerializeToString,
+            ),
+            'GetNewestVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNewestVersions,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsResponse.SerializeToString,
+            ),
+            'ListPolicyVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicyVersions,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsResponse.SerializeToString,
             ),
             'KeepRows': grpc.unary_unary_rpc_method_handler(
                     servicer.KeepRows,
@@ -761,6 +829,114 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/GetStep',
             troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/OpenVersion',
+            troupe_dot_v1_dot_experience__store__pb2.OpenVersionRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.OpenVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/RestartVersion',
+            troupe_dot_v1_dot_experience__store__pb2.RestartVersionRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.RestartVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNewestVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/GetNewestVersions',
+            troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.GetNewestVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicyVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/ListPolicyVersions',
+            troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.ListPolicyVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

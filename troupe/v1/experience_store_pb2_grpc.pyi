@@ -55,6 +55,14 @@ class ExperienceStoreStub:
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
+    OpenVersion: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.OpenVersionRequest, _experience_store_pb2.OpenVersionResponse]
+    """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing."""
+    RestartVersion: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.RestartVersionRequest, _experience_store_pb2.RestartVersionResponse]
+    """Moves a policy to its next version without a step: back to its first weights. Repeatable."""
+    GetNewestVersions: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetNewestVersionsRequest, _experience_store_pb2.GetNewestVersionsResponse]
+    """The newest version of every policy of a job that has one."""
+    ListPolicyVersions: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListPolicyVersionsRequest, _experience_store_pb2.ListPolicyVersionsResponse]
+    """All versions of one policy, oldest first, in pages."""
     KeepRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]
     """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
     training state is on disk: by these rows another trainer computes the step again.
@@ -79,8 +87,8 @@ class ExperienceStoreStub:
     ReadLog: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]
     """The log behind the audit: what became of every sample of a policy, step by step."""
     DropTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]
-    """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
-    answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+    """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+    AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
     """
 
 @_typing.type_check_only
@@ -110,6 +118,14 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
+    OpenVersion: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.OpenVersionRequest, _experience_store_pb2.OpenVersionResponse]  # type: ignore[assignment]
+    """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing."""
+    RestartVersion: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.RestartVersionRequest, _experience_store_pb2.RestartVersionResponse]  # type: ignore[assignment]
+    """Moves a policy to its next version without a step: back to its first weights. Repeatable."""
+    GetNewestVersions: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetNewestVersionsRequest, _experience_store_pb2.GetNewestVersionsResponse]  # type: ignore[assignment]
+    """The newest version of every policy of a job that has one."""
+    ListPolicyVersions: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListPolicyVersionsRequest, _experience_store_pb2.ListPolicyVersionsResponse]  # type: ignore[assignment]
+    """All versions of one policy, oldest first, in pages."""
     KeepRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]  # type: ignore[assignment]
     """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
     training state is on disk: by these rows another trainer computes the step again.
@@ -134,8 +150,8 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     ReadLog: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]  # type: ignore[assignment]
     """The log behind the audit: what became of every sample of a policy, step by step."""
     DropTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]  # type: ignore[assignment]
-    """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
-    answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+    """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+    AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
     """
 
 class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -236,6 +252,38 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_experience_store_pb2.GetStepResponse, _abc.Awaitable[_experience_store_pb2.GetStepResponse]]: ...
 
     @_abc_1.abstractmethod
+    def OpenVersion(
+        self,
+        request: _experience_store_pb2.OpenVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.OpenVersionResponse, _abc.Awaitable[_experience_store_pb2.OpenVersionResponse]]:
+        """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing."""
+
+    @_abc_1.abstractmethod
+    def RestartVersion(
+        self,
+        request: _experience_store_pb2.RestartVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.RestartVersionResponse, _abc.Awaitable[_experience_store_pb2.RestartVersionResponse]]:
+        """Moves a policy to its next version without a step: back to its first weights. Repeatable."""
+
+    @_abc_1.abstractmethod
+    def GetNewestVersions(
+        self,
+        request: _experience_store_pb2.GetNewestVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.GetNewestVersionsResponse, _abc.Awaitable[_experience_store_pb2.GetNewestVersionsResponse]]:
+        """The newest version of every policy of a job that has one."""
+
+    @_abc_1.abstractmethod
+    def ListPolicyVersions(
+        self,
+        request: _experience_store_pb2.ListPolicyVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.ListPolicyVersionsResponse, _abc.Awaitable[_experience_store_pb2.ListPolicyVersionsResponse]]:
+        """All versions of one policy, oldest first, in pages."""
+
+    @_abc_1.abstractmethod
     def KeepRows(
         self,
         request: _experience_store_pb2.KeepRowsRequest,
@@ -324,8 +372,8 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.DropTablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DropTablesResponse, _abc.Awaitable[_experience_store_pb2.DropTablesResponse]]:
-        """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
-        answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+        """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
+        AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
         """
 
 def add_ExperienceStoreServicer_to_server(servicer: ExperienceStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -316,7 +316,7 @@ class OrchestratorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AuditJob(self, request, context):
-        """The store's audit, and whether the ledger of versions agrees with it.
+        """The store's audit, and the newest version of every policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -264,9 +264,9 @@ class BindRequest(_message.Message):
     spec_json: _builtins.str
     """The validated job specification, as JSON (troupe.job.JobSpec)."""
     version: _builtins.int
-    """The ledger's version; 0 on a new job."""
+    """The committed version; 0 on a new job."""
     checksum: _builtins.str
-    """Checksum that the ledger holds for `version`; empty on a new job."""
+    """Checksum of that version, as committed; empty on a new job."""
     @_builtins.property
     def hosts(self) -> Global___GangHosts:
         """Of a gang over several workers."""
@@ -758,7 +758,7 @@ class OfferStateRequest(_message.Message):
     policy: _builtins.str
     version: _builtins.int
     checksum: _builtins.str
-    """Of the version's weights, as the ledger has it; empty: whichever is there."""
+    """Of the version's weights, as committed; empty: whichever is there."""
     def __init__(
         self,
         *,
@@ -1020,7 +1020,7 @@ class KeepMemberRequest(_message.Message):
     policy: _builtins.str
     version: _builtins.int
     checksum: _builtins.str
-    """The ledger's."""
+    """Its checksum, as committed."""
     def __init__(
         self,
         *,
@@ -1173,9 +1173,9 @@ class RestartRequest(_message.Message):
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
-    """The ledger's, which is left; the new one is the next."""
+    """The committed version, which is left; the new one is the next."""
     checksum: _builtins.str
-    """The ledger's of version 0: other first weights are not taken."""
+    """Checksum of version 0, as committed: other first weights are not taken."""
     def __init__(
         self,
         *,

@@ -1,12 +1,14 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
 -- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed, but for those
--- of samples that may be used again, which move to the policy's next step. If no sample is used
+-- of samples that may be used again, which move to the policy's next step. The result of the step is
+-- added to the policy's versions. If no sample is used
 -- again no record is written: a sample CLAIMED in a committed step counts as TRAINED
 -- (records.Record.settled).
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
---       version (-1: unchanged), whether it must rise (0/1), commit,
+--       version, whether it is the next one (0/1), commit,
 --       whether the caller's digest is that of the claims' samples (0/1), most uses,
---       checksum of the version where it is on disk, micro-batches kept (-1: none), claim...
+--       checksum of the version, its entry in the list of versions, whether its training state is
+--       on disk (0/1), micro-batches kept (-1: none), claim...
 drains()
 local stored = redis.call('HGET', COMMITS, STEP_NUMBER)
 if stored then
@@ -16,8 +18,8 @@ if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 local claimant, to, reason, version = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 12
-local durable, keeps = ARGV[10], tonumber(ARGV[11])
+local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 14
+local checksum, durable, keeps = ARGV[10], ARGV[12] == '1', tonumber(ARGV[13])
 local keeping = key('keeping') .. ':' .. claimant
 expire()
 
@@ -54,9 +56,12 @@ end
 if (number == 0) ~= (to == '') then
   return finish({'mismatch', number})
 end
-local latest = tonumber(redis.call('HGET', BASE .. ':head', 'version') or -1)
-if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1')) then
-  return finish({'backwards', latest})
+if known_version(version, checksum) == 'conflict' then
+  return finish({'conflict'})
+end
+local done, newest = newest_version()
+if done ~= tonumber(STEP_NUMBER) or version ~= newest + tonumber(ARGV[6]) then
+  return finish({'gap', done or -1, newest or -1})
 end
 if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
   return finish({'unkept', redis.call('HLEN', keeping), keeps})
@@ -122,14 +127,12 @@ for rows, fields in pairs(kept) do
 end
 local commit = number .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
-if version >= 0 then
-  redis.call('HSET', BASE .. ':head', 'version', version, 'step', STEP_NUMBER)
-end
+add_version(done + 1, version, checksum, ARGV[11])
 free_keeping(keeps > 0 and keeping)
 if keeps > 0 then
   keep_for(keeping, version, commit)
-elseif durable ~= '' then
-  free_kept(version, durable)
+elseif durable then
+  free_kept(version, checksum)
 end
 local freed = {}
 local function free_rows(rows)

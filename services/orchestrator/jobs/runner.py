@@ -260,20 +260,12 @@ class JobRunner:
             max_uses=job.spec.pipeline.max_uses,
             drop_without_signal=job.spec.pipeline.dynamic_sampling,
         )
+        # First of all: a store that has lost the job's data must not get new tables.
+        versions = await shared.weight_versions.load(self._record, self._epoch)
         await shared.experience.CreateTables(tables)
-        # The store is the authority on commits, and some may not be recorded here yet.
-        step, found = self._record.step, store_pb.GetStepResponse(open=True)
-        while found.open:
-            request = store_pb.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
-            found = await shared.experience.GetStep(request)
-            for commit in found.commits:
-                await shared.weight_versions.commit(self._job_id, commit)
-            step += 1
         await shared.store.note_states(self._job_id)
         self._tables = TableWatch(shared.experience, self._job_id, shared.trainer_scheduler.touch)
-        self._trainers = Trainers(
-            job, await shared.weight_versions.entries(self._job_id), self._tables
-        )
+        self._trainers = Trainers(job, versions, self._tables)
         await bind_alone(
             job,
             self._trainers,
@@ -561,8 +553,8 @@ class JobProgress:
         step = self._record.step
         values: dict[str, float] = {}
         scores: dict[str, float] = {}
-        entries = await self._job.shared.weight_versions.entries(self._job.job_id)
-        versions = {policy: float(one.weights.version) for policy, one in entries.items()}
+        newest = await self._job.shared.weight_versions.newest(self._job.job_id)
+        versions = {policy: float(one.weights.version) for policy, one in newest.items()}
         for one in names:
             items = self._context.engines.evaluation_items.get(one)
             runner = EvaluationRunner(self._job, self._context.dispatch, step, one, items)
@@ -670,8 +662,8 @@ class JobProgress:
         job, step = self._job, self._record.step
         request = store_pb.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
         last = await job.shared.experience.GetStep(request)
-        entries = await job.shared.weight_versions.entries(job.job_id)
-        weights = {policy: entries[policy].weights for policy in saved}
+        newest = await job.shared.weight_versions.newest(job.job_id)
+        weights = {policy: newest[policy].weights for policy in saved}
         content = manifest(job.spec, job.directory, step, last, weights, saved)
         try:
             await asyncio.to_thread(

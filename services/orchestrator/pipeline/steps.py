@@ -10,7 +10,7 @@ The order of events in one step (`StepRunner`):
    (`pipeline.dynamic_sampling`) or leave (`pipeline.over_sampling`) the step;
 4. train, publish: `_train` has each policy's trainer worker run the optimizer step; the trainer
    publishes the new weights and commits the step in the store;
-5. commit: the policy's version moves in `WeightVersions`, for good;
+5. commit: the trainer moves the policy's version in the store, for good;
 6. admit: `Engines.update` has every rollout worker load the version. When the version is served,
    `StepWindow` may open a further step.
 
@@ -284,8 +284,8 @@ class StepRunner:
             commit = trainer.adopt(found)
         else:
             commit = await trainer.run_step(self.step, self._deadline)
-        # Commit: the version moves.
-        await self._job.shared.weight_versions.commit(self._job.job_id, commit)
+        # Commit: the version has moved.
+        await self._job.shared.weight_versions.adopt(self._job.job_id, self._job.epoch, commit)
         await warn_of(self._job, self._name, commit)
         self._commits[policy] = commit
         weights = trainer.weights

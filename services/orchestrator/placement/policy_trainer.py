@@ -17,7 +17,6 @@ from services.orchestrator.jobs.checkpoints import copy_to_job_directory
 from services.orchestrator.placement.trainer_lease import TrainerLease
 from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.placement.workers import WorkerHandle
-from services.orchestrator.state.weight_versions import VersionEntry
 from troupe.contracts import kinds
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as common_pb
@@ -40,13 +39,17 @@ class Trainers:
     """The trainers of all policies of a job except its population's slots."""
 
     def __init__(
-        self, job: JobContext, entries: Mapping[str, VersionEntry], tables: TableWatch | None = None
+        self,
+        job: JobContext,
+        versions: Mapping[str, store_pb.PolicyVersion],
+        tables: TableWatch | None = None,
     ) -> None:
-        """`tables` reports how much of a step is ready; without it no step can run."""
+        """`versions`: the newest version of each policy that has one. `tables` reports how much of
+        a step is ready; without it no step can run."""
         self._job = job
         self.tables = tables
         self.policies = {
-            name: PolicyTrainer(job, self, name, entries.get(name))
+            name: PolicyTrainer(job, self, name, versions.get(name))
             for name in job.spec.policies
             if name not in job.spec.slots
         }
@@ -103,14 +106,18 @@ class PolicyTrainer:
     time."""
 
     def __init__(
-        self, job: JobContext, team: Trainers, policy: str, entry: VersionEntry | None
+        self,
+        job: JobContext,
+        team: Trainers,
+        policy: str,
+        newest: store_pb.PolicyVersion | None,
     ) -> None:
         self._job = job
         self.policy = policy
         self._lease = TrainerLease(job, policy, team.tables)
         self._workers = self._lease.workers
-        self._workers.was_bound = entry is not None
-        self._weights = None if entry is None else entry.weights
+        self._workers.was_bound = newest is not None
+        self._weights = None if newest is None else newest.weights
         self._binding = asyncio.Lock()
         # The version of its latest restart (`population.restart`), if any.
         self.oldest = 0
@@ -261,10 +268,11 @@ class PolicyTrainer:
                     with self._lease.demand.in_use():
                         async with self._workers.while_alive(worker):
                             response = await worker.trainer.Restart(request, timeout=deadline.left)
-                done = (await weight_versions.entries(self._job.job_id))[self.policy].done
-                entry = await weight_versions.restart(self._job.job_id, done, response.weights)
-                self._weights = entry.weights
-                return entry.weights
+                job_id, epoch = self._job.job_id, self._job.epoch
+                steps_done = (await weight_versions.newest(job_id))[self.policy].step
+                newest = await weight_versions.restart(job_id, epoch, steps_done, response.weights)
+                self._weights = newest.weights
+                return newest.weights
             except TroupeError as error:
                 self.unbind_after(error)
                 await attempts.failed(error)
@@ -370,8 +378,10 @@ class PolicyTrainer:
         resolved = self._lease.demand.memory.resolved(response.resolved)
         await self._job.shared.store.note_resolved(self._job.job_id, resolved)
         if known is None:
-            entry = await self._job.shared.weight_versions.open(self._job.job_id, response.weights)
-            self._weights = entry.weights
+            newest = await self._job.shared.weight_versions.open(
+                self._job.job_id, self._job.epoch, response.weights
+            )
+            self._weights = newest.weights
         elif response.weights.checksum != known.checksum:
             raise FailedPrecondition(
                 f"{worker} loaded {self.policy}@{known.version} with checksum "

@@ -26,6 +26,7 @@ from services.orchestrator.state.records import (
     not_a_page,
     problem_field,
     timestamp,
+    version_field,
 )
 from services.orchestrator.state.redis import (
     INDEX,
@@ -34,7 +35,6 @@ from services.orchestrator.state.redis import (
     JobKeys,
     RedisAccess,
 )
-from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
 from troupe.contracts import kinds
 from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
@@ -65,10 +65,9 @@ class Superseded(Aborted):
 
 @dataclass(frozen=True)
 class StoredJob:
-    """A job with its policies' newest versions and the newest value of every metric."""
+    """A job with the newest value of every metric."""
 
     record: JobRecord
-    versions: Mapping[str, int]
     metrics: Mapping[str, float]
     # By field; several per field if workers differ.
     resolved: Sequence[common_pb.ResolvedSetting] = ()
@@ -191,31 +190,28 @@ class JobStore:
                 command
                 for one in keys
                 for command in (
-                    *(("HGETALL", key) for key in (one.record, one.ledger, one.latest)),
+                    ("HGETALL", one.record),
+                    ("HGETALL", one.latest),
                     ("SMEMBERS", one.resolved),
                 )
             ],
             keep_mistyped=True,
         )
         return [
-            self._view(job_id, *replies[4 * number : 4 * number + 4])
+            self._view(job_id, *replies[3 * number : 3 * number + 3])
             for number, job_id in enumerate(job_ids)
         ]
 
-    def _view(
-        self, job_id: str, record: Any, versions: Any, latest: Any, resolved: Any
-    ) -> StoredJob:
+    def _view(self, job_id: str, record: Any, latest: Any, resolved: Any) -> StoredJob:
         read = self._read(job_id, record)
         if read.broken:
-            return StoredJob(read, {}, {})
+            return StoredJob(read, {})
         try:
-            entries = entries_of(_checked(versions))
-            versions = {policy: one.weights.version for policy, one in entries.items()}
             settings = [common_pb.ResolvedSetting.FromString(one) for one in _checked(resolved)]
             settings.sort(key=lambda one: (one.field, one.value))
-            return StoredJob(read, versions, _numbers(_checked(latest)), settings)
+            return StoredJob(read, _numbers(_checked(latest)), settings)
         except (DecodeError, ValueError) as error:
-            return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
+            return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {})
 
     def _read(self, job_id: str, found: Any) -> JobRecord:
         """Return the record of a listed job, from Redis' reply."""
@@ -327,6 +323,7 @@ class JobStore:
         else:
             job = self.live.setdefault(job_id, LiveJob(target))
             job.state, job.step = target, record.step
+            job.note_versions(record.versions)
         return record
 
     async def adopt(self, job_id: str) -> int:
@@ -364,6 +361,13 @@ class JobStore:
         done = () if problem else ("checkpointed", str(step))
         fields = (*done, "checkpoint_problem", problem_field(problem))
         await self._redis.call("HSET", JobKeys(job_id).record, *fields)
+
+    async def note_version(self, job_id: str, epoch: int, policy: str, version: int) -> None:
+        """Note the newest version of a policy, as the experience store has it."""
+        await self.check_epoch(job_id, epoch)
+        await self._redis.call("HSET", JobKeys(job_id).record, version_field(policy), version)
+        if (job := self.live.get(job_id)) is not None:
+            job.note_versions({policy: version})
 
     async def check_epoch(self, job_id: str, epoch: int) -> None:
         """Raise `Superseded` unless `epoch` is the newest."""

@@ -54,6 +54,12 @@ def _parse_state(data: bytes) -> common_pb.JobState.ValueType:
     )
 
 
+def version_field(policy: str) -> str:
+    """Return the field of the hash that holds the newest version of a policy."""
+    return f"{_VERSION}{policy}"
+
+
+_VERSION: Final = "version:"
 # Functions that write a field to the hash and read it.
 _Codec = tuple[Callable[[Any], str | bytes], Callable[[bytes], Any]]
 _TEXT: Final[_Codec] = (str, bytes.decode)
@@ -107,6 +113,8 @@ class JobRecord:
     # intervals (`<score>/low`, `<score>/high`).
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
+    # Newest version of each policy that the orchestrator has seen in the experience store.
+    versions: Mapping[str, int] = field(default_factory=dict)
     # Whether the stored record is unreadable; `problem` says why.
     broken: bool = False
 
@@ -144,7 +152,10 @@ class JobRecord:
 
     def to_hash(self) -> dict[str, str | bytes]:
         """Return the fields of the Redis hash."""
-        return {name: write(getattr(self, name)) for name, (write, _) in _CODECS.items()}
+        return {
+            **{name: write(getattr(self, name)) for name, (write, _) in _CODECS.items()},
+            **{version_field(policy): str(number) for policy, number in self.versions.items()},
+        }
 
     @staticmethod
     def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
@@ -173,14 +184,19 @@ class JobRecord:
     @staticmethod
     def from_hash(fields: Mapping[bytes, bytes]) -> JobRecord:
         """Parse the record that `to_hash` wrote. Raises any error for other fields."""
+        prefix = _VERSION.encode()
         return JobRecord(
-            **{name: read(fields[name.encode()]) for name, (_, read) in _CODECS.items()}
+            **{name: read(fields[name.encode()]) for name, (_, read) in _CODECS.items()},
+            versions={
+                name.removeprefix(prefix).decode(): int(value)
+                for name, value in fields.items()
+                if name.startswith(prefix)
+            },
         )
 
     def to_message(
         self,
         *,
-        versions: Mapping[str, int],
         metrics: Mapping[str, float],
         activity: str,
         resolved: Sequence[common_pb.ResolvedSetting] = (),
@@ -188,7 +204,7 @@ class JobRecord:
         """Return the job as users see it. If it cannot be shown, a message that says so: one broken
         record must not prevent listing the other jobs."""
         try:
-            job = self._message(versions, metrics, activity)
+            job = self._message(metrics, activity)
             job.resolved.extend(resolved)
             return job
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -202,12 +218,10 @@ class JobRecord:
     def check_viewable(self) -> None:
         """Raise ValueError or a similar error unless the record can be shown. Call this before
         storing it."""
-        self._message({}, {}, "").SerializeToString()
+        self._message({}, "").SerializeToString()
         JobRecord.from_hash({key.encode(): _bytes(value) for key, value in self.to_hash().items()})
 
-    def _message(
-        self, versions: Mapping[str, int], metrics: Mapping[str, float], activity: str
-    ) -> orchestrator_pb.Job:
+    def _message(self, metrics: Mapping[str, float], activity: str) -> orchestrator_pb.Job:
         # Not validated: this may be a job of an older release.
         spec = json.loads(self.spec_json)
         pipeline = spec.get("pipeline", {})
@@ -218,7 +232,7 @@ class JobRecord:
             mode=MODES.get(pipeline.get("mode", ""), common_pb.PIPELINE_MODE_UNSPECIFIED),
             step=self.step,
             total_steps=pipeline.get("steps", 0),
-            versions=versions,
+            versions=self.versions,
             spec_json=self.spec_json,
             metrics=metrics,
             directory=str(self.directory),
@@ -266,6 +280,11 @@ class LiveJob:
     rows: dict[str, Mapping[str, float]] = field(default_factory=dict)
     # The newest committed weight version of each policy.
     versions: dict[str, int] = field(default_factory=dict)
+
+    def note_versions(self, versions: Mapping[str, int]) -> None:
+        """Note newer versions of policies; they may come out of order."""
+        for policy, version in versions.items():
+            self.versions[policy] = max(version, self.versions.get(policy, 0))
 
     def values(self) -> dict[str, float]:
         """The values of both rows, safe to read from another thread while rows arrive."""

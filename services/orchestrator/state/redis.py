@@ -62,12 +62,6 @@ class JobKeys:
     """Hash: the job record."""
     events = KeyName("events")
     """Stream: the event log."""
-    ledger = KeyName("ledger")
-    """Hash: `:done` steps and newest `:entry` of each policy, for lists of jobs."""
-    checksums = KeyName("checksums")
-    """Hash: the checksum of every version ever, by policy and `:v<version>`."""
-    versions = KeyName("versions")
-    """List: every recorded entry of the versions."""
     rows = KeyName("rows")
     """List: measured values, as `MetricsLogged` messages in the order they were logged."""
     latest = KeyName("latest")
@@ -92,9 +86,6 @@ class JobKeys:
         return [
             self.record,
             self.events,
-            self.ledger,
-            self.checksums,
-            self.versions,
             self.rows,
             self.latest,
             self.resolved,

@@ -1,158 +1,140 @@
-"""The record of weight versions: the present version of each policy of a job, and all earlier ones.
+"""The weight versions of jobs, which the experience store owns.
 
-A policy's version moves only here: by the commit of its next step (`commit`), or back to its first
-weights under the next number (`restart`). Each version has one checksum, so the same number with
-different content is refused.
+A policy's version moves only there: by the commit of its next step, which the trainer sends, or
+back to its first weights under the next number (`restart`). This module reads and moves versions by
+calls of the store. It keeps only the newest numbers, in the job's record: lists of jobs show them,
+and `load` compares the store with them, in case it has lost data.
 
-How a version is admitted: `pipeline.steps.StepRunner` commits it here, then
-`placement.engines.Engines.update` has the rollout workers load it. `Engines.ready` names the
-workers that serve it, and `pipeline.steps.StepWindow` opens a step only when every policy's served
-version is recent enough (`pipeline.alpha`).
+How a version is admitted: a trainer commits it to the store, `pipeline.steps.StepRunner` learns of
+it from the trainer, and `placement.engines.Engines.update` has the rollout workers load it.
+`Engines.ready` names the workers that serve it, and `pipeline.steps.StepWindow` opens a step only
+when every policy's served version is recent enough (`pipeline.alpha`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from services.orchestrator.state.records import LiveJob, timestamp
-from services.orchestrator.state.redis import JobKeys, RedisAccess
-from troupe.rpc import FailedPrecondition, NotFound
+from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.records import JobRecord
+from troupe.rpc import FailedPrecondition, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
+if TYPE_CHECKING:
+    from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
 
-@dataclass(frozen=True)
-class VersionEntry:
-    """The newest version of a policy: steps done, and the weights after them."""
-
-    done: int
-    weights: common_pb.WeightsRef
+# Versions read at once: the most that the store returns.
+_PAGE_SIZE: Final = 1000
 
 
 class WeightVersions:
-    """The weight versions of all jobs, in Redis."""
+    """The weight versions of all jobs."""
 
-    def __init__(self, redis: RedisAccess, live: Mapping[str, LiveJob]) -> None:
-        """`live`: jobs of this process by id, where their newest versions are kept for its
-        metrics."""
-        self._redis = redis
-        self._live = live
+    def __init__(self, experience: ExperienceStoreAsyncStub, jobs: JobStore) -> None:
+        self._experience = experience
+        self._jobs = jobs
 
-    async def entries(self, job_id: str) -> dict[str, VersionEntry]:
-        """Return the newest entry of every policy that has one."""
-        found = entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
-        for policy, entry in found.items():
-            self._show(job_id, policy, entry.weights.version)
+    async def load(self, record: JobRecord, epoch: int) -> dict[str, store_pb.PolicyVersion]:
+        """Return the newest version of every policy that has one, for a runner of the job.
+
+        Raises `FailedPrecondition` of kind `versions_lost` if the store has fewer versions or steps
+        than the job's record.
+        """
+        found = await self.newest(record.job_id)
+        check_kept(record, found)
+        for policy, one in found.items():
+            if record.versions.get(policy) != one.weights.version:
+                await self._jobs.note_version(record.job_id, epoch, policy, one.weights.version)
         return found
 
-    async def versions(self, job_id: str, policy: str = "") -> list[orchestrator_pb.PolicyVersion]:
-        """Return all versions so far, oldest first, of one policy or of all."""
-        rows = await self._redis.call("LRANGE", JobKeys(job_id).versions, 0, -1)
-        versions = [orchestrator_pb.PolicyVersion.FromString(row) for row in rows]
-        return [one for one in versions if policy in ("", one.weights.policy)]
+    async def newest(
+        self, job_id: str, *, timeout: float | None = None
+    ) -> dict[str, store_pb.PolicyVersion]:
+        """Return the newest version of every policy that has one."""
+        request = store_pb.GetNewestVersionsRequest(job_id=job_id)
+        found = await self._experience.GetNewestVersions(request, timeout=timeout)
+        return {one.weights.policy: one for one in found.versions}
 
-    async def open(self, job_id: str, weights: common_pb.WeightsRef) -> VersionEntry:
-        """Record a policy's weights before any step. Repeatable."""
-        return await self._move(job_id, 0, weights, store_pb.STEP_OUTCOME_UNSPECIFIED)
+    async def all(
+        self, job_id: str, policy: str, *, timeout: float | None = None
+    ) -> list[store_pb.PolicyVersion]:
+        """Return all versions of a policy, oldest first."""
+        found: list[store_pb.PolicyVersion] = []
+        token, more = "", True
+        while more:
+            request = store_pb.ListPolicyVersionsRequest(
+                job_id=job_id, policy=policy, page_size=_PAGE_SIZE, page_token=token
+            )
+            page = await self._experience.ListPolicyVersions(request, timeout=timeout)
+            found += page.versions
+            token = page.next_page_token
+            more = bool(token)
+        return found
 
-    async def commit(self, job_id: str, commit: store_pb.StepCommit) -> VersionEntry:
-        """Move a policy by the commit of its next step. Repeated and older commits change nothing.
+    async def adopt(self, job_id: str, epoch: int, commit: store_pb.StepCommit) -> None:
+        """Note the version of a commit, which is in the store."""
+        await self._jobs.note_version(job_id, epoch, commit.policy, commit.weights.version)
 
-        Raises `FailedPrecondition` if a step is skipped or the version has another checksum,
-        `NotFound` for an unknown job.
+    async def open(
+        self, job_id: str, epoch: int, weights: common_pb.WeightsRef
+    ) -> store_pb.PolicyVersion:
+        """Record a policy's first weights; return its newest version. Repeatable.
+
+        Raises `FailedPrecondition` if the version has another checksum.
         """
-        weights = commit.weights
-        if not weights.policy:  # the commit of a step without an update may omit them
-            known = (await self.entries(job_id)).get(commit.policy)
-            weights = common_pb.WeightsRef(policy=commit.policy) if known is None else known.weights
-        return await self._move(job_id, commit.step + 1, weights, commit.outcome)
+        request = store_pb.OpenVersionRequest(
+            request_id=new_id("open"), job_id=job_id, weights=weights
+        )
+        return await self._moved(
+            job_id, epoch, (await self._experience.OpenVersion(request)).newest
+        )
 
-    async def restart(self, job_id: str, done: int, weights: common_pb.WeightsRef) -> VersionEntry:
-        """Move a policy with `done` steps to its next version without a step: `weights`, its first
-        ones again. A repeated call, or one after a later step, changes nothing.
+    async def restart(
+        self, job_id: str, epoch: int, steps_done: int, weights: common_pb.WeightsRef
+    ) -> store_pb.PolicyVersion:
+        """Move a policy that has done `steps_done` steps to its next version without a step:
+        `weights`, its first ones again. Return its newest version. Repeatable.
 
-        Raises like `commit`.
+        Raises `FailedPrecondition` if it is not the next version, or has another checksum.
         """
-        return await self._move(
-            job_id, done, weights, store_pb.STEP_OUTCOME_UNSPECIFIED, restarted=True
+        request = store_pb.RestartVersionRequest(
+            request_id=new_id("restart"), job_id=job_id, steps_done=steps_done, weights=weights
+        )
+        return await self._moved(
+            job_id, epoch, (await self._experience.RestartVersion(request)).newest
         )
 
-    async def _move(
-        self,
-        job_id: str,
-        done: int,
-        weights: common_pb.WeightsRef,
-        outcome: store_pb.StepOutcome.ValueType,
-        *,
-        restarted: bool = False,
-    ) -> VersionEntry:
-        keys = JobKeys(job_id)
-        entry = orchestrator_pb.PolicyVersion(
-            weights=weights,
-            step=done,
-            published_at=timestamp(time.time()),
-            outcome=outcome,
-            restarted=restarted,
+    async def _moved(
+        self, job_id: str, epoch: int, newest: store_pb.PolicyVersion
+    ) -> store_pb.PolicyVersion:
+        weights = newest.weights
+        await self._jobs.note_version(job_id, epoch, weights.policy, weights.version)
+        return newest
+
+
+def check_kept(record: JobRecord, found: Mapping[str, store_pb.PolicyVersion]) -> None:
+    """Raise `FailedPrecondition` of kind `versions_lost` if the store has fewer versions than the
+    job's record has seen, or fewer steps of a trained policy than it counts."""
+    trained = record.spec().trained_policies if record.step else ()
+    for policy in sorted({*record.versions, *trained}):
+        seen, least = record.versions.get(policy, 0), record.step if policy in trained else 0
+        newest = found.get(policy)
+        if newest is not None and newest.weights.version >= seen and newest.step >= least:
+            continue
+        has = (
+            "no version"
+            if newest is None
+            else f"version {newest.weights.version} after {newest.step} steps"
         )
-        verdict, stored = await self._redis.run_script(
-            "ledger",
-            [keys.record, keys.ledger, keys.versions, keys.checksums],
-            [
-                weights.policy,
-                done,
-                str(weights.version),
-                weights.checksum,
-                entry.SerializeToString(),
-                int(restarted),
-            ],
+        raise FailedPrecondition(
+            f"the experience store has {has} of policy {policy}, but job {record.job_id} was at "
+            f"version {seen} after {record.step} steps: the store's Redis has lost data, or "
+            "another release of Troupe ran the job",
+            kind="versions_lost",
+            field=f"policies.{policy}",
+            value=seen,
+            remedy="Restore the newest copy of the store's Redis and resume the job, or submit a "
+            "new job whose policies start from this job's checkpoints.",
         )
-        if verdict == b"missing":
-            raise NotFound(f"there is no job {job_id}", field="job_id", value=job_id)
-        newest = orchestrator_pb.PolicyVersion.FromString(stored)
-        if verdict == b"conflict":
-            raise FailedPrecondition(
-                f"version {weights.version} of policy {weights.policy} is known with another "
-                f"checksum than {weights.checksum}",
-                kind="checksum_conflict",
-                field="weights.checksum",
-                value=weights.checksum,
-                remedy="The training state of that version was lost or changed; submit a new job.",
-            )
-        if verdict == b"gap" and restarted:
-            raise FailedPrecondition(
-                f"policy {weights.policy} has done {newest.step} steps and is at version "
-                f"{newest.weights.version}; after {done} steps it cannot begin again as version "
-                f"{weights.version}",
-                kind="ledger_gap",
-                field="weights.version",
-                value=weights.version,
-            )
-        if verdict == b"gap":
-            raise FailedPrecondition(
-                f"policy {weights.policy} has done {newest.step} steps; a commit for step "
-                f"{done - 1} cannot follow",
-                kind="ledger_gap",
-                field="commit.step",
-                value=done - 1,
-            )
-        self._show(job_id, weights.policy, newest.weights.version)
-        return VersionEntry(done=newest.step, weights=newest.weights)
-
-    def _show(self, job_id: str, policy: str, version: int) -> None:
-        """Show the version in the metrics; replies of Redis may arrive out of order."""
-        if (job := self._live.get(job_id)) is not None:
-            job.versions[policy] = max(version, job.versions.get(policy, 0))
-
-
-def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:
-    """Return the newest entry of every policy, from the Redis hash of a job's versions."""
-    found: dict[str, VersionEntry] = {}
-    for name, value in fields.items():
-        policy, _, kind = name.decode().rpartition(":")
-        if kind == "entry":
-            version = orchestrator_pb.PolicyVersion.FromString(value)
-            found[policy] = VersionEntry(done=version.step, weights=version.weights)
-    return found

@@ -4,7 +4,7 @@
 optimizer.safetensors, random.safetensors and state.json; a gang's has one shard of weights and
 optimizer per rank instead (gang/sharded_state.py). A directory is renamed to its final name only
 when it is complete. Two attempts at one version do not overwrite each other, since the checksum of
-the published weights is part of the name; the ledger records which attempt is valid.
+the published weights is part of the name; the experience store records which attempt is valid.
 
 The learning rate is a function of the version, so the scheduler has no state to keep. What a
 version was trained on is kept with it: `Frontier`, which must be what the commit says.
@@ -124,7 +124,7 @@ class TrainingState:
     """The training state of one version of a policy, to be written."""
 
     version: int
-    # Checksum of the published weights, as in the ledger.
+    # Checksum of the published weights, as committed.
     checksum: str
     snapshot: Snapshot
     # States of random generators (`Randomness`).
@@ -141,7 +141,7 @@ class KeptState:
     """
 
     version: int
-    # Checksum of the published weights, as in the ledger.
+    # Checksum of the published weights, as committed.
     checksum: str
     generators: Generators
     frontier: Frontier
@@ -170,7 +170,7 @@ class StoredWeights:
     have written them)."""
 
     tensors: StoredTensors
-    # Checksum of the published weights, as in the ledger.
+    # Checksum of the published weights, as committed.
     checksum: str
     frontier: Frontier
     # Whether the bytes are those that were written; one pass over them.
@@ -225,7 +225,7 @@ class StateStore:
         return target
 
     def load(self, version: int, checksum: str = "") -> KeptState:
-        """Verify the state of `version` (with `checksum`: the one in the ledger).
+        """Verify the state of `version` (with `checksum`: as committed).
 
         Raises FailedPrecondition of kind "state_not_found", or DataLoss of kind "state_corrupt".
         """

@@ -1,7 +1,6 @@
-"""What Redis holds of a job: its state machine, its log, its ledger; nothing twice."""
+"""What Redis holds of a job: its state machine, its log; nothing twice."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -11,21 +10,17 @@ from typing import Any
 import pytest
 
 from services.orchestrator.populations.state import PopulationStore
-from services.orchestrator.server import contradictions
 from services.orchestrator.state.event_log import EventLog
 from services.orchestrator.state.job_store import JobStore, Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import JobKeys, RedisAccess, StateUnavailable
-from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import job_yaml
-from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as common_pb
-from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 
 
@@ -36,7 +31,6 @@ class Desk:
     redis: RedisAccess
     log: EventLog
     store: JobStore
-    ledger: WeightVersions
 
     async def make(
         self, state: common_pb.JobState.ValueType = common_pb.JOB_STATE_SUBMITTED
@@ -58,7 +52,7 @@ async def desk(redis_url: str) -> AsyncIterator[Desk]:
     redis = RedisAccess(redis_url)
     log = EventLog(redis)
     store = JobStore(redis, log)
-    yield Desk(redis, log, store, WeightVersions(redis, store.live))
+    yield Desk(redis, log, store)
     await redis.close()
 
 
@@ -69,6 +63,7 @@ async def test_a_record_comes_back_as_it_was(desk: Desk) -> None:
         problem=common_pb.Problem(kind="k", message="m"),
         before={"reward/solver": 0.25},
         step=3,
+        versions={"solver": 2},
     )
     await desk.store.create(record)
     assert await desk.store.get(record.job_id) == record
@@ -124,6 +119,8 @@ async def test_only_the_newest_runner_writes(desk: Desk) -> None:
         await desk.store.finish_step(job_id, old, 0, {})
     with pytest.raises(Superseded):
         await desk.store.note_checkpoint(job_id, old, 1, None)
+    with pytest.raises(Superseded):
+        await desk.store.note_version(job_id, old, "solver", 1)
     await desk.store.move(job_id, common_pb.JOB_STATE_STARTING, epoch=new)
 
 
@@ -160,20 +157,17 @@ async def test_what_lists_read_of_a_job_does_not_grow_with_its_steps(desk: Desk)
     """Users poll lists of dozens of jobs, each of tens of thousands of steps."""
     record = await desk.make()
     job_id = record.job_id
-    await desk.ledger.open(job_id, weights_of("j", "solver", 0))
     sizes = []
     epoch = await desk.store.adopt(job_id)
     for step in range(200):
-        await desk.ledger.commit(job_id, commit(step, step + 1, store_pb.STEP_OUTCOME_APPLIED))
+        await desk.store.note_version(job_id, epoch, "solver", step + 1)
         await desk.store.finish_step(job_id, epoch, step, {"reward/mean": 0.5})
         keys = JobKeys(job_id)
-        read = [
-            await desk.redis.call("HLEN", key) for key in (keys.record, keys.ledger, keys.latest)
-        ]
+        read = [await desk.redis.call("HLEN", key) for key in (keys.record, keys.latest)]
         sizes.append(read)
     assert sizes[0] == sizes[-1]
     [view] = await desk.store.views([job_id])
-    assert view.versions == {"solver": 200}
+    assert view.record.versions == {"solver": 200}
     await desk.store.delete(job_id)
     assert await desk.redis.call("KEYS", f"*{job_id}*") == []
 
@@ -230,42 +224,6 @@ async def test_of_activities_a_slow_follower_gets_the_newest(desk: Desk) -> None
     assert not desk.log._waiting
 
 
-def commit(step: int, version: int, outcome: store_pb.StepOutcome.ValueType) -> store_pb.StepCommit:
-    return store_pb.StepCommit(
-        policy="solver", step=step, outcome=outcome, weights=weights_of("j", "solver", version)
-    )
-
-
-async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
-    job_id = (await desk.make()).job_id
-    applied, skipped = store_pb.STEP_OUTCOME_APPLIED, store_pb.STEP_OUTCOME_SKIPPED
-    with pytest.raises(FailedPrecondition, match="cannot follow"):
-        await desk.ledger.commit(job_id, commit(0, 1, applied))
-    for _ in range(2):
-        entry = await desk.ledger.open(job_id, weights_of("j", "solver", 0))
-        assert (entry.done, entry.weights.version) == (0, 0)
-    moves = itertools.chain.from_iterable(
-        itertools.repeat(one, 2)
-        for one in (commit(0, 1, applied), commit(1, 1, skipped), commit(2, 2, applied))
-    )
-    for one in moves:
-        entry = await desk.ledger.commit(job_id, one)
-        assert (entry.done, entry.weights.version) == (one.step + 1, one.weights.version)
-    late = await desk.ledger.commit(job_id, commit(0, 1, applied))
-    assert late.done == 3, "an old commit changes nothing"
-    other = commit(2, 2, applied)
-    other.weights.checksum = "0" * 32
-    with pytest.raises(FailedPrecondition, match="another checksum") as caught:
-        await desk.ledger.commit(job_id, other)
-    assert caught.value.kind == "checksum_conflict"
-    versions = await desk.ledger.versions(job_id, "solver")
-    assert [(one.step, one.weights.version) for one in versions] == [(0, 0), (1, 1), (2, 1), (3, 2)]
-    empty = store_pb.StepCommit(policy="solver", step=3, outcome=store_pb.STEP_OUTCOME_EMPTY)
-    assert (await desk.ledger.commit(job_id, empty)).weights.version == 2
-    with pytest.raises(NotFound):
-        await desk.ledger.commit("nobody", commit(0, 1, applied))
-
-
 async def test_a_redis_that_is_not_there_is_named_without_its_password() -> None:
     port = free_port()
     redis = RedisAccess(f"redis://:secret@127.0.0.1:{port}/0", patience=0.1)
@@ -276,34 +234,6 @@ async def test_a_redis_that_is_not_there_is_named_without_its_password() -> None
     assert "secret" not in text
     assert "TROUPE_REDIS_URL" in text
     await redis.close()
-
-
-async def test_the_ledger_begins_again_without_a_step(desk: Desk) -> None:
-    job_id = (await desk.make()).job_id
-    first = weights_of("j", "solver", 0)
-
-    def again(version: int) -> common_pb.WeightsRef:
-        ref = weights_of("j", "solver", version)
-        ref.checksum = first.checksum
-        return ref
-
-    await desk.ledger.open(job_id, first)
-    await desk.ledger.commit(job_id, commit(0, 1, store_pb.STEP_OUTCOME_APPLIED))
-    for _ in range(2):
-        entry = await desk.ledger.restart(job_id, 1, again(2))
-        assert (entry.done, entry.weights.version) == (1, 2)
-    for done, version in ((1, 4), (0, 3), (2, 3)):  # a gap; steps that are not those done
-        with pytest.raises(FailedPrecondition, match="cannot begin again"):
-            await desk.ledger.restart(job_id, done, again(version))
-    await desk.ledger.commit(job_id, commit(1, 3, store_pb.STEP_OUTCOME_APPLIED))
-    assert (await desk.ledger.restart(job_id, 1, again(2))).weights.version == 3, "late"
-    versions = await desk.ledger.versions(job_id, "solver")
-    assert [(one.step, one.weights.version, one.restarted) for one in versions] == [
-        (0, 0, False), (1, 1, False), (1, 2, True), (2, 3, False),
-    ]  # fmt: skip
-    assert contradictions([], versions) == []
-    versions[2].weights.checksum = "another"
-    assert "without the first weights" in contradictions([], versions)[0]
 
 
 async def test_directories_follow_the_data_directory(desk: Desk, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ async def test_no_rank_outlives_its_lead(
     try:
         port, *_ = await asyncio.to_thread(ports_of, lead, ports)
         async with connect(f"127.0.0.1:{port}") as channel:
-            trainer = Trainer(None, channel, stage.job_id)
+            trainer = Trainer(None, channel, stage)
             await trainer.bind(specs(stage)[0])
         children = gang_of(lead.pid)
         assert len(ranks(lead.pid)) == 2

@@ -70,8 +70,7 @@ async def test_two_policies_over_one_base_go_on_bitwise_after_a_restart(
     assert {n: r.checksum for n, r in (await train(job, before, spec, 0)).items()} == {
         name: ref.checksum for name, ref in first.items()
     }
-    started = await stage.trainer()
-    after = Trainer(started.server, started.channel, job.job_id)
+    after = await job.trainer()
     for name in BOTH:
         await after.bind(spec, name, version=1, checksum=first[name].checksum)
     again = await train(job, after, spec, 1)
@@ -98,7 +97,7 @@ async def test_a_base_that_changed_under_a_job_is_refused(
     with torch.no_grad():
         changed.model.norm.weight.add_(1)
     changed.save_pretrained(tmp_path / "base")
-    with pytest.raises(FailedPrecondition, match="ledger holds") as caught:
+    with pytest.raises(FailedPrecondition, match="is committed") as caught:
         await trainer.bind(spec, "a", checksum=ref.checksum)
     assert caught.value.kind == "weights_changed"
 

@@ -67,7 +67,7 @@ async def described(stage: TrainingStage) -> store_pb.DescribeKeptRowsResponse:
 
 
 async def newest(stage: TrainingStage, first: str) -> common_pb.WeightsRef:
-    """The committed version, as the ledger has it."""
+    """The committed version, as the store has it."""
     found = common_pb.WeightsRef(version=0, checksum=first)
     for number in range(STEPS):
         status = await stage.store.GetStep(
