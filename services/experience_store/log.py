@@ -70,11 +70,6 @@ class StepMembership:
         """Further trajectories per query, which are ended once `group_size` have completed."""
         return int(self.fields["redundant"])
 
-    @property
-    def versions(self) -> dict[str, int]:
-        """Version with which each policy generated."""
-        return {name: int(version) for name, version in json.loads(self.fields["versions"]).items()}
-
     def format(self) -> bytes:
         """Return the compressed text in Redis."""
         endings = {trajectory: ending.format() for trajectory, ending in self.endings.items()}
@@ -282,8 +277,8 @@ class _Policy:
     """The sums of one policy."""
 
     audit: store_pb.PolicyAudit
-    version: int | None = None
-    committed_until: int = -1
+    committed: dict[int, int] = field(default_factory=dict)
+    """Step -> version that its commit names."""
     uses: dict[int, int] = field(default_factory=dict)
     """Hash of a sample's name and origin -> applied steps that trained it."""
 
@@ -323,9 +318,9 @@ class StepAudit:
         """Return the audit. `versions`: all versions of each policy, oldest first."""
         for name, policy in self._policies.items():
             audit = policy.audit
-            audit.version = -1 if policy.version is None else policy.version
+            audit.version = next(reversed(policy.committed.values()), -1)
             audit.lost = max(0, audit.appended - audit.trained - audit.dropped - audit.live)
-            for fault in check_versions(audit, versions[name]):
+            for fault in check_versions(name, policy.committed, versions[name], live=self.live):
                 self._say(fault)
             self._report.policies.append(audit)
         if self._hidden:
@@ -387,7 +382,6 @@ class StepAudit:
     def _add_table(
         self, policy: _Policy, step: int, roster: StepMembership, table: store_pb.LoggedStep
     ) -> None:
-        name = policy.audit.policy
         own = [sample for sample in table.samples if not sample.HasField("origin_step")]
         self._compare_endings(policy, roster, own, table)
         committed = table.HasField("commit")
@@ -396,9 +390,7 @@ class StepAudit:
         for sample in table.samples:
             self._add_sample(policy, step, sample, committed=committed, over=over)
         if committed:
-            if policy.committed_until not in (-1, step - 1) and policy.audit.steps_applied:
-                self._say(f"{name}: step {step} is committed, but not the one before")
-            policy.committed_until = step
+            policy.committed[step] = table.commit.weights.version
             self._compare_commit(policy, roster, table)
 
     def _compare_endings(
@@ -486,14 +478,9 @@ class StepAudit:
         commit, audit = table.commit, policy.audit
         where = f"step {roster.step}, {audit.policy}"
         trained = [s.sample_id for s in table.samples if s.state == _TRAINED]
-        began = roster.versions.get(audit.policy)
-        before = began if policy.version is None else policy.version
-        if before is not None and began == before + 1:
-            before = began  # it began again between the two
-        rise = 0
         if commit.outcome == store_pb.STEP_OUTCOME_APPLIED:
             audit.steps_applied += 1
-            rise, expected = 1, len(trained)
+            expected = len(trained)
             named = commit.samples_digest if commit.HasField("samples_digest") else None
             if named not in (None, samples_digest(trained)):
                 self._say(f"{where}: the trainer accumulated other samples than the trained ones")
@@ -509,27 +496,25 @@ class StepAudit:
                 self._say(f"{where}: {len(trained)} samples are trained, but no step was applied")
         if commit.num_samples != expected:
             self._say(f"{where}: the commit counts {commit.num_samples} samples, not {expected}")
-        version = commit.weights.version if commit.HasField("weights") else before
-        if before is not None and version != before + rise:
-            self._say(f"{where}: the commit moves version {before} to {version}")
-        policy.version = version
 
 
 def check_versions(
-    audit: store_pb.PolicyAudit, versions: Sequence[store_pb.PolicyVersion]
+    policy: str,
+    committed: Mapping[int, int],
+    versions: Sequence[store_pb.PolicyVersion],
+    *,
+    live: bool,
 ) -> list[str]:
-    """Describe the faults in a policy's `versions` (oldest first), which its log must explain.
+    """Describe the faults in a policy's `versions` (oldest first).
 
-    A version follows from the previous one by one applied step, or has the first one's content
-    without a step (a restart). The newest one is the version of the last commit, apart from
-    restarts since then.
+    A version follows from the previous one by one step, whose commit names it, or has the first
+    one's content without a step (a restart). `committed`: the version of each step's commit; with
+    `live`, later steps may be committed too.
     """
-    policy, found, restarts = audit.policy, list[str](), 0
+    found: list[str] = []
     for before, one in pairwise(versions):
         step, version = one.step, one.weights.version
-        applied = one.outcome == store_pb.STEP_OUTCOME_APPLIED
-        restarts = restarts + 1 if one.restarted else 0
-        rise = int(applied or one.restarted)
+        rise = int(one.restarted or one.outcome == store_pb.STEP_OUTCOME_APPLIED)
         how = "a restart" if one.restarted else f"step {step - 1}"
         if version != before.weights.version + rise:
             found.append(f"{policy}: {how} moved version {before.weights.version} to {version}")
@@ -537,14 +522,21 @@ def check_versions(
             found.append(f"{policy}: {how} moved {before.step} steps done to {step}")
         if not rise and one.weights.checksum != before.weights.checksum:
             found.append(f"{policy}: version {version} has two checksums")
-        if one.restarted and one.weights.checksum != versions[0].weights.checksum:
-            found.append(f"{policy}: version {version} is a restart without the first weights")
-    steps = audit.steps_applied + audit.steps_skipped + audit.steps_empty
-    done = versions[-1].step if versions else 0
-    if done != steps:
-        found.append(f"{policy}: {steps} steps are committed, its versions count {done}")
-    elif steps and audit.version != (newest := versions[-1].weights.version - restarts):
-        found.append(f"{policy}: its versions are at {newest}, its commits at {audit.version}")
+        if one.restarted:
+            if one.weights.checksum != versions[0].weights.checksum:
+                found.append(f"{policy}: version {version} is a restart without the first weights")
+        elif (named := committed.get(step - 1, version)) != version:
+            found.append(f"{policy}: {how} is committed as version {named}, recorded as {version}")
+    recorded = {one.step - 1 for one in versions[1:] if not one.restarted}
+    found += (
+        f"{policy}: step {step} is committed, but has no version"
+        for step in sorted(committed.keys() - recorded)
+    )
+    found += (
+        f"{policy}: step {step} has a version, but is not committed"
+        for step in sorted(recorded - committed.keys())
+        if not live or step < max(committed, default=0)
+    )
     return found
 
 

@@ -1,1 +1,1 @@
-"""The orchestrator: jobs, versions, the pipeline of steps, the placement of work."""
+"""The orchestrator: jobs, the pipeline of steps, the placement of work."""

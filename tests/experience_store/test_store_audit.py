@@ -192,6 +192,11 @@ class Spoil:
 
         await self.versions(restarted)
 
+    async def lost_commit(self) -> None:
+        logged = unpack(await self.do("HGET", self.solver.log, 2))
+        logged.ClearField("commit")
+        await self.do("HSET", self.solver.log, 2, pack(logged))
+
     async def lost_ending(self) -> None:
         await self.do("HDEL", self.job.ended(3), "q0-s3-t0")
 
@@ -234,16 +239,17 @@ SPOILT: dict[str, Sequence[str]] = {
     "trained_in_two_steps": ["is trained 2 times, 1 allowed"],
     "other_number": ["step 3, solver: the commit counts 5 samples, not 4"],
     "other_digest": ["step 3, solver: the trainer accumulated other samples than the trained ones"],
-    "other_version": ["step 3, solver: the commit moves version 3 to 9"],
-    "lost_version": ["solver: 4 steps are committed, its versions count 3"],
+    "other_version": ["solver: step 3 is committed as version 9, recorded as 4"],
+    "lost_version": ["solver: step 3 is committed, but has no version"],
     "other_newest_version": [
         "solver: step 3 moved version 3 to 9",
-        "solver: its versions are at 9, its commits at 4",
+        "solver: step 3 is committed as version 4, recorded as 9",
     ],
     "other_steps_done": [
         "solver: step 6 moved 3 steps done to 7",
-        "solver: 4 steps are committed, its versions count 7",
+        "solver: step 3 is committed, but has no version",
     ],
+    "lost_commit": ["solver: step 2 has a version, but is not committed"],
     "other_content": ["solver: version 3 has two checksums"],
     "other_restart": ["solver: version 4 is a restart without the first weights"],
     "lost_ending": [

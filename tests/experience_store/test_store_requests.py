@@ -90,6 +90,26 @@ def gone(**fields: Any) -> Callable[[Client], object]:
     )
 
 
+def first(**fields: Any) -> Callable[[Client], object]:
+    values: dict[str, Any] = {"weights": common_pb.WeightsRef(policy="solver")}
+    return lambda client: store_pb.OpenVersionRequest(
+        **({"request_id": new_id(), "job_id": client.job} | values | fields)
+    )
+
+
+def restarted(**fields: Any) -> Callable[[Client], object]:
+    values: dict[str, Any] = {"weights": common_pb.WeightsRef(policy="solver", version=1)}
+    return lambda client: store_pb.RestartVersionRequest(
+        **({"request_id": new_id(), "job_id": client.job} | values | fields)
+    )
+
+
+def listed(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: store_pb.ListPolicyVersionsRequest(
+        **({"job_id": client.job, "policy": "solver"} | fields)
+    )
+
+
 def torn() -> store_pb.Column:
     """A tensor that has fewer bytes than its shape says."""
     tensor = floats(1, 2, 3)
@@ -225,6 +245,25 @@ BAD = [
     ("CommitStep", commit(outcome=7), "outcome"),
     ("CommitStep", commit(weights=None), "weights"),
     ("CommitStep", commit(weights=common_pb.WeightsRef(policy="other")), "weights.policy"),
+    (
+        "CommitStep",
+        commit(weights=common_pb.WeightsRef(policy="solver", job_id="o")),
+        "weights.job_id",
+    ),
+    ("OpenVersion", first(request_id=""), "request_id"),
+    ("OpenVersion", first(weights=None), "weights"),
+    ("OpenVersion", first(weights=common_pb.WeightsRef()), "weights.policy"),
+    ("OpenVersion", first(weights=common_pb.WeightsRef(policy="a/b")), "weights.policy"),
+    (
+        "OpenVersion",
+        first(weights=common_pb.WeightsRef(policy="solver", version=-1)),
+        "weights.version",
+    ),
+    ("RestartVersion", restarted(weights=None), "weights"),
+    ("RestartVersion", restarted(steps_done=-1), "steps_done"),
+    ("ListPolicyVersions", listed(policy=""), "policy"),
+    ("ListPolicyVersions", listed(page_size=-1), "page_size"),
+    ("ListPolicyVersions", listed(page_token="-1"), "page_token"),
     (
         "ListSamples",
         lambda client: store_pb.ListSamplesRequest(

@@ -9,8 +9,8 @@ The order of events in one step (`StepRunner`):
 3. wait for rewards: `StepRollout` waits until all trajectories have ended, while queries join
    (`pipeline.dynamic_sampling`) or leave (`pipeline.over_sampling`) the step;
 4. train, publish: `_train` has each policy's trainer worker run the optimizer step; the trainer
-   publishes the new weights and commits the step in the store;
-5. commit: the trainer moves the policy's version in the store, for good;
+   publishes the new weights;
+5. commit: the trainer commits the step in the store, which moves the policy's version, for good;
 6. admit: `Engines.update` has every rollout worker load the version. When the version is served,
    `StepWindow` may open a further step.
 

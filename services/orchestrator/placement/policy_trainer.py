@@ -455,7 +455,7 @@ class PolicyTrainer:
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
 
     async def _committed(self, step: int) -> store_pb.StepCommit | None:
-        """Return the step's commit from the store, the authority on commits."""
+        """Return the step's commit from the store."""
         request = store_pb.GetStepRequest(job_id=self._job.job_id, step=step, counts_only=True)
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
