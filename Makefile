@@ -56,7 +56,7 @@ test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
 NUMERIC := tests/algorithms tests/networks tests/trainer/learning tests/trainer/networks \
   $(addprefix tests/trainer/test_,compute.py exports.py) \
   $(addprefix tests/rollout/engines/test_engine_,adapters.py deterministic.py embedded.py \
-    models.py sampling.py scoring.py slots.py subprocess.py updates.py)
+    models.py sampling.py scoring.py slots.py updates.py)
 
 test-numeric: setup ## what computes, as a CPU with AVX2 and no more would
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \

@@ -38,7 +38,6 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
     """The work as a job; every model is a policy and an agent of its own.
 
     Engines draw a step's turns in so many `waves`: while they draw one, the last one is trained.
-    Each has a process of its own, as each of TRL's sides has.
     """
     names = [AGENT if not number else f"{AGENT}-{number}" for number in range(len(models))]
     return JobSpec.model_validate(
@@ -62,7 +61,6 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
                     "engine": {
                         "max_running": work.samples // waves,
                         "max_context": 64,
-                        "own_process": True,
                     },
                     # A micro-batch, 1,040 tokens with prompts shared, is one pass.
                     "trainer": {"forward_tokens": 2048},

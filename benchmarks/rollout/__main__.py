@@ -7,8 +7,7 @@ store is in the way. The last line is one JSON object:
 
 - `ratio_vs_engine`: tokens/s of the **real embedded engine** through the service over those of the
   same engine driven directly, in a process of its own, at the number of turns that suits it best;
-  in alternation, medians. `ratio_own_process`: with `engine.own_process`, so that the engine does
-  not share an interpreter with the service.
+  in alternation, medians.
 - `turn_p50_ms`, `turn_p99_ms`: what a workflow waits for a turn beyond its model time, with 256
   concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
@@ -70,37 +69,30 @@ def directly(directory: Path, concurrency: Sequence[int], trajectories: int) -> 
     return {int(c): rate for c, rate in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-async def throughput(
-    directory: Path, plan: Plan, console: Console
-) -> tuple[float, float, float, int]:
-    """Median tokens/s through the service, the same with the engine in a process of its own, and
-    directly; and the best number of turns at once."""
+async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[float, float, int]:
+    """Median tokens/s through the service and directly; and the best number of turns at once."""
     rates = await asyncio.to_thread(directly, directory, plan.concurrency, plan.trajectories)
     best = max(rates, key=lambda c: rates[c])
     console.print(
         "engine alone: " + ", ".join(f"{r:,.0f} tokens/s at {c}" for c, r in rates.items())
     )
-    alone, through = [rates[best]], dict[bool, list[float]]()
+    alone, through = [rates[best]], list[float]()
     for number in range(plan.repeats):
-        for own_process in (False, True):
-            with served.service(directory) as (address, process):
-                job = embedded(directory, plan.in_flight, own_process=own_process)
-                async with served.prepared(address, directory, job) as stub:
-                    await served.run(stub, process, 900_000, plan.in_flight)  # warm
-                    # Numbers of five digits as those of `directly`: prompts of one length.
-                    first = 10_000 + 1000 * number
-                    run = await served.run(stub, process, first, plan.trajectories)
-                    through.setdefault(own_process, []).append(run.tokens / run.seconds)
+        with served.service(directory) as (address, process):
+            job = embedded(directory, plan.in_flight)
+            async with served.prepared(address, directory, job) as stub:
+                await served.run(stub, process, 900_000, plan.in_flight)  # warm
+                # Numbers of five digits as those of `directly`: prompts of one length.
+                run = await served.run(stub, process, 10_000 + 1000 * number, plan.trajectories)
+                through.append(run.tokens / run.seconds)
         if number + 1 < plan.repeats:
             again = await asyncio.to_thread(directly, directory, [best], plan.trajectories)
             alone.append(again[best])
     console.print(
-        f"through the service: {', '.join(f'{r:,.0f}' for r in through[False])} tokens/s; "
-        f"in a process of its own: {', '.join(f'{r:,.0f}' for r in through[True])}; "
+        f"through the service: {', '.join(f'{r:,.0f}' for r in through)} tokens/s; "
         f"alone: {', '.join(f'{r:,.0f}' for r in alone)}"
     )
-    within, apart = (statistics.median(through[own]) for own in (False, True))
-    return within, apart, statistics.median(alone), best
+    return statistics.median(through), statistics.median(alone), best
 
 
 async def latency(directory: Path, plan: Plan) -> served.Run:
@@ -130,20 +122,14 @@ async def measure(
         table.add_column(heading)
     found: dict[str, float] = {}
     if only in (None, "engine"):
-        through, apart, alone, best = await throughput(directory, plan, console)
+        through, alone, best = await throughput(directory, plan, console)
         found["ratio_vs_engine"] = round(through / alone, 3)
-        found["ratio_own_process"] = round(apart / alone, 3)
         at_once = f"embedded, {best} turns at once"
         table.add_row("tokens/s, engine alone at its best", at_once, f"{alone:,.0f}")
         table.add_row(
             "tokens/s through runner, router, gRPC",
             f"embedded, {plan.in_flight} trajectories",
             f"{through:,.0f} ({through / alone:.2f} x)",
-        )
-        table.add_row(
-            "the same, the engine in a process of its own",
-            f"embedded, {plan.in_flight} trajectories",
-            f"{apart:,.0f} ({apart / alone:.2f} x)",
         )
     if only in (None, "latency"):
         run = await latency(directory, plan)

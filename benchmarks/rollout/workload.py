@@ -72,17 +72,13 @@ def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any
     )
 
 
-def embedded(directory: Path, in_flight: int, *, own_process: bool = False) -> JobSpec:
-    """Single turns of 32 to 96 tokens by the real model, in the service's process or its own."""
+def embedded(directory: Path, in_flight: int) -> JobSpec:
+    """Single turns of 32 to 96 tokens by the real model."""
     return spec(
         directory,
         "ask",
         {
-            "engine": {
-                "max_running": MAX_RUNNING,
-                "max_context": 512,
-                "own_process": own_process,
-            }
+            "engine": {"max_running": MAX_RUNNING, "max_context": 512},
         },
         args={"turns": TURNS, "words": WORDS, "response": RESPONSE},
         limits={"max_concurrent_trajectories": in_flight},

@@ -12,7 +12,6 @@ def test_a_quick_run_measures_what_lies_before_the_engine() -> None:
     found = quick_run("rollout", seconds=600)
     # A busy machine says little about speed; that all of it is there, it does.
     assert found["ratio_vs_engine"] > 0.3
-    assert found["ratio_own_process"] > 0.3
     assert 0 < found["turn_p50_ms"] <= found["turn_p99_ms"]
     assert found["in_flight"] == 100
     assert found["rss_mib_2000"] < 1536

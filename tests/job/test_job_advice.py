@@ -54,10 +54,6 @@ def told(**over: Any) -> list[str]:
             {"policies__solver__engine": {"launch": ["--api-key", "secret"]}},
             "policies.solver.engine.launch",
         ),
-        (
-            {"policies__solver__engine": {"kind": "sglang", "own_process": True}},
-            "policies.solver.engine.own_process = True",
-        ),
     ],
 )
 def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None:

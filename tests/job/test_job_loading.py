@@ -204,6 +204,15 @@ def test_what_depends_on_who_is_first_is_not_deterministic(field: str) -> None:
     assert "depends on time" in said
 
 
+def test_a_job_whose_engines_want_their_own_process_is_told_what_replaces_it() -> None:
+    said = fault(written(policies__solver__engine={"own_process": True}))
+    assert "policies.solver.engine: own_process = true: " in said
+    assert "start several rollout workers" in said
+    # As stored jobs of earlier releases say.
+    spec = parse_job(written(policies__solver__engine={"own_process": False}))
+    assert "own_process" not in spec.model_dump_json()
+
+
 def test_two_policies_cannot_share_a_server() -> None:
     spec = yaml.safe_load(written())
     spec["policies"]["other"] = yaml.safe_load(yaml.safe_dump(spec["policies"]["solver"]))

@@ -13,7 +13,8 @@ from transformers import AutoConfig, PretrainedConfig
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.servers.interface import Launch
 from services.rollout.engines.sglang.server import SglangServer
-from services.rollout.engines.slot_batcher import RaggedCache, default_room
+from services.rollout.engines.slot_attention import RaggedCache
+from services.rollout.engines.slot_batcher import default_room
 from services.rollout.engines.slot_cache import SPARE
 from services.rollout.engines.weights import skeleton
 from services.rollout.job_setup import with_defaults

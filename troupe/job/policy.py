@@ -305,12 +305,6 @@ class EngineSpec(Section):
     at once with the keys and values of the old weights; later turns read their prompts with the new
     ones. Only in mode `async`, whose correction accounts for the weights that the engine sampled
     with (docs/engines.md)."""
-    own_process: bool = False
-    """`embedded`: run each engine's model in a process of its own. Otherwise engines and the
-    rollout process compete for one interpreter lock. Pays for small models with many concurrent
-    turns, or several engines; costs the memory of an interpreter (0.4 GB) and seconds at the
-    start. Without effect in deterministic jobs, and where turns do not fit into memory at full
-    length."""
     start_timeout_seconds: Seconds = 600
     """Time limit of the start of an engine."""
 
@@ -323,6 +317,20 @@ class EngineSpec(Section):
     def running_limit(self) -> int:
         """`max_running`; a rollout worker fills in its default before engines start."""
         return self.max_running or CPU.max_running
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_the_worker(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "own_process" not in raw:
+            return raw
+        # Stored jobs of earlier releases say `false`.
+        if raw["own_process"] is not False:
+            raise ValueError(
+                f"own_process = {str(raw['own_process']).lower()}: embedded engines run in their "
+                "rollout worker only; leave it out, and start several rollout workers (`troupe up "
+                "--rollouts N`) to use more processes"
+            )
+        return {name: value for name, value in raw.items() if name != "own_process"}
 
     @field_validator("urls")
     @classmethod

@@ -1,7 +1,7 @@
-"""The engine whose model is computed by the rollout process's own torch, or by a child process.
+"""The engine whose model is computed by the rollout process's own torch.
 
-Small models on CPUs: one command and no installation. A batcher computes the passes in a thread or
-process of its own: over slots, over transformers' paged cache, or with fixed shapes.
+Small models on CPUs: one command and no installation. A batcher computes the passes in a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
 import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.base import ServingEngine, Tensors
-from services.rollout.engines.deterministic_batcher import FixedBatcher, check_architecture
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
-from services.rollout.engines.paged_batcher import ContinuousBatcher
 from services.rollout.engines.requests import EngineResponse, Memory, ScoreRequest
 from services.rollout.engines.server_process import EngineDevices
-from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
-from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
+from services.rollout.engines.slot_attention import check_attention
+from services.rollout.engines.slot_batcher import SlotBatcher, default_room
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import (
     Adapted,
@@ -33,7 +31,6 @@ from services.rollout.engines.weights import (
     arranged,
     check_base,
     check_published,
-    fill,
     load_config,
     served_beside,
     skeleton,
@@ -49,8 +46,6 @@ from troupe.workflow.languages import end_ids, positions_of
 
 log = logging.getLogger(__name__)
 
-Batcher: TypeAlias = ContinuousBatcher | SlotBatcher | SubprocessBatcher
-
 # A step takes milliseconds to seconds. One that takes this long is stuck.
 STALL_SECONDS: Final = 60.0
 # Missed probes after which a SUSPECT engine is declared dead.
@@ -62,10 +57,6 @@ PROBE_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 # Tokens of one scoring pass, during which no turn gets on.
 PASS_TOKENS: Final = 4096
-_TOO_LARGE: Final = (
-    "turns of full length do not fit into its memory (engine.max_context, max_running), or its "
-    "attention is not plain"
-)
 # Logits of one scoring pass, in numbers.
 _PASS_LOGITS: Final = 1 << 25
 
@@ -78,16 +69,13 @@ class EmbeddedEngine(ServingEngine):
     in this host's shared memory: the engines of a policy share one copy. `threads`: torch threads
     of the process; more than one hurts on shared cores, where they spin.
 
-    With `engine.own_process` a child process computes the passes (subprocess_batcher/).
-
     A LoRA adapter is merged into a copy of a float32 base, and computed beside a half-precision one
     (weights.py).
 
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
 
-    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to; its
-    passes are computed in this process then.
+    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to.
 
     `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
     has a copy of the weights per engine; another process never computes there.
@@ -115,7 +103,7 @@ class EmbeddedEngine(ServingEngine):
         self._routed_experts = routed_experts
         self._devices = devices or EngineDevices()
         self._model: torch.nn.Module | None = None
-        self._batcher: Batcher | None = None
+        self._batcher: SlotBatcher | None = None
         self._progress_at = time.monotonic()
         self._misses = 0
 
@@ -274,8 +262,7 @@ class EmbeddedEngine(ServingEngine):
         assert model is not None  # alive
         self._return_turns(ref)
         on_host = next(model.parameters()).device.type == "cpu"
-        own_memory = isinstance(batcher, SubprocessBatcher) or not on_host
-        self._way = "copied" if own_memory else "mapped"
+        self._way = "mapped" if on_host else "copied"
         try:
             async with asyncio.timeout(STALL_SECONDS):
                 return await asyncio.to_thread(_swap, batcher, model, tensors, ref)
@@ -330,25 +317,17 @@ class EmbeddedEngine(ServingEngine):
 
     def _build(
         self, loop: asyncio.AbstractEventLoop, device: torch.device
-    ) -> tuple[Batcher, torch.nn.Module]:
+    ) -> tuple[SlotBatcher, torch.nn.Module]:
         """A batcher that has not started, and its model. Blocking."""
         torch.set_num_threads(self._threads)
         spec = self._spec
         config = load_config(spec.language_model, self.policy)
         source = spec.language_model.resolved(config)
         text = config.get_text_config()
-        if getattr(text, "attn_logit_softcapping", None):
-            raise EngineStartFailed(
-                "transformers' continuous batching leaves out its capping of attention scores",
-                field=f"policies.{self.policy}.engine.kind",
-                value=self.kind,
-                remedy="Serve this model with `kind: sglang`.",
-            )
         model = skeleton(config, source.weight_dtype, self.policy)
         model.to(device)
         add_adapter(model, spec.lora)
-        if self._deterministic:
-            check_architecture(model.config, self.policy)
+        check_attention(model, self.policy, deterministic=self._deterministic)
         running = spec.engine.running_limit
         self.max_context = context_of(
             spec.engine.max_context, positions_of(text), default_room(model, running)
@@ -360,47 +339,36 @@ class EmbeddedEngine(ServingEngine):
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
-        kind: Callable[..., Batcher] = ContinuousBatcher
         routers = Routers.of(model) if self._routed_experts else None
-        if self._deterministic:
-            kind = FixedBatcher
-        elif fits_slots(model, running, self.max_context):
-            kept = spec.engine.cache == "keep"
-            kind = partial(SlotBatcher, routers=routers, keep_cache=kept)
-            # Another process would share weights in host memory.
-            if spec.engine.own_process and device.type == "cpu" and routers is None:
-                kind = partial(
-                    SubprocessBatcher,
-                    source=source,
-                    keep_cache=kept,
-                    lora=spec.lora,
-                    policy=self.policy,
-                    threads=self._threads,
-                    start_seconds=spec.engine.start_timeout_seconds,
-                )
-        if kind is ContinuousBatcher and spec.engine.cache == "keep":
+        if self._routed_experts and routers is None and is_mixture(config):
             raise EngineStartFailed(
-                "transformers' paged cache is recomputed when weights change",
-                field=f"policies.{self.policy}.engine.cache",
-                value="keep",
-                remedy="Use `recompute`, a smaller `max_running` or `max_context` so that all "
-                "turns fit into slots (docs/engines.md), or `kind: sglang`.",
-            )
-        unknown = self._routed_experts and routers is None and is_mixture(config)
-        if unknown or (routers is not None and kind is ContinuousBatcher):
-            raise EngineStartFailed(
-                "the embedded engine cannot say which experts its tokens were sent to: "
-                + ("its routers do not select by top-k" if unknown else _TOO_LARGE),
+                "the embedded engine cannot say which experts its tokens were sent to: its routers "
+                "do not select by top-k",
                 field="algorithm.router_replay",
                 value=True,
                 remedy="Turn it off, or serve this model with `kind: sglang`.",
             )
-        batcher = kind(
-            model, max_running=running, max_context=self.max_context, drew=self._drew, exited=exited
-        )
+        try:
+            batcher = SlotBatcher(
+                model,
+                max_running=running,
+                max_context=self.max_context,
+                drew=self._drew,
+                exited=exited,
+                routers=routers,
+                keep_cache=spec.engine.cache == "keep",
+                deterministic=self._deterministic,
+            )
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise EngineStartFailed(
+                f"no memory for keys and values of {running} turns: {error}",
+                field=f"policies.{self.policy}.engine.max_context",
+                value=self.max_context,
+                remedy="Lower it, or `max_running`.",
+            ) from error
         return batcher, model
 
-    def _require_batcher(self) -> Batcher:
+    def _require_batcher(self) -> SlotBatcher:
         if self._batcher is None or not self._batcher.alive:
             self._die("its thread ended")
             raise EngineDied(self.engine_id, self.message)
@@ -429,7 +397,7 @@ class EmbeddedEngine(ServingEngine):
                 )
             )
 
-    def _exited(self, batcher: Batcher, reason: str) -> None:
+    def _exited(self, batcher: SlotBatcher, reason: str) -> None:
         if batcher is self._batcher:
             log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
             self._die(reason)
@@ -455,16 +423,13 @@ def _give_back_memory() -> None:
 
 
 def _swap(
-    batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: common_pb.WeightsRef
+    batcher: SlotBatcher, model: torch.nn.Module, tensors: Tensors, ref: common_pb.WeightsRef
 ) -> float:
     """Serve `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
     former: list[torch.Tensor] = []
 
     def change() -> None:
-        if isinstance(batcher, SubprocessBatcher):  # its process sees only the shared memory
-            fill(tensors, model, ref)
-        else:
-            former.extend(adopt(tensors, model, ref))
+        former.extend(adopt(tensors, model, ref))
 
     # The former tensors are unmapped on return, when passes are computed again.
     return batcher.swap(change, ref.version)
@@ -515,11 +480,8 @@ def _row(one: ScoreRequest) -> tuple[int, ...]:
 def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
     """Have the model compute with transformers' attention: a batcher's needs a batcher's cache."""
     own = model.config._attn_implementation
-    # Batchers replace what `weights.skeleton` chose; a paged variant contains its name.
-    stock = own.removeprefix("paged|") if own.startswith("paged|") else "sdpa"
-    if own == "eager":
-        stock = own
-    model.set_attn_implementation(stock)
+    # As `weights.skeleton` chooses it.
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         yield
     finally:

@@ -1,7 +1,14 @@
-"""Continuous batching over slots: one tensor row per turn, passes of any shape.
+"""Continuous batching over slots: one tensor row per turn.
 
 Turns join and leave between any two passes of the model; a pass draws a token for every turn whose
 prompt has been read, and reads prompts with the rows that are left.
+
+A deterministic batcher makes a turn bitwise a function of (weights, prompt, seed): every pass has
+one shape, unused rows being padding, and every query attends by itself, over a number of keys that
+follows from its position alone. With fixed shapes a row of a matrix product depends neither on the
+other rows nor on its place among them, so prefixes may be shared and read in any pieces. The
+libraries behave so on the CPUs that we know; they do not promise it, so it is probed whenever
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -14,64 +21,58 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from services.rollout.engines import paged_batcher
-from services.rollout.engines.paged_batcher import PASS_SECONDS, STEP_TOKENS, Ended
 from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
+from services.rollout.engines.slot_attention import (
+    FIXED,
+    RAGGED,
+    FixedCache,
+    RaggedCache,
+    cache_dtype,
+)
 from services.rollout.engines.slot_cache import (
     LENGTHS,
-    MASKED,
     SPARE,
     KVSlot,
     SlotAllocator,
     SlotCache,
     SlotRun,
     cache_bytes,
+    counted,
     padded,
     slot_bytes,
 )
 from services.rollout.engines.turns import EngineTurn, PromptGate
 from troupe.mixtures import RecordedRoutes, Routers
+from troupe.rpc.errors import FailedPrecondition
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 
 log = logging.getLogger(__name__)
+
+# Called in the event loop when a turn has ended, with the error if it failed.
+Ended = Callable[[EngineTurn, str | None], None]
 T = TypeVar("T")
 
-NAME: Final = "troupe_slots"
-# Up to so many keys a drawing turn attends by two products, which cost three quarters of the fused
-# kernel at 20 keys; at 300 the kernel is the cheaper one.
-_FEW_KEYS: Final = 64
-# torch's softmax of shorter rows computes number by number: 1,024 rows of 15 take 282 microseconds,
-# of 16 take 20. No slot is shorter.
-_LEAST_KEYS: Final = 16
-# Turns for which a pass attends in place in the time that it takes for one whose keys and values
-# are copied before: slots between those of turns are computed too, where they are fewer.
-_COPIED: Final = 2.25
-# Numbers of keys and values read in the time that a further call of attention takes.
-_CALL: Final = 65_536
+# Tokens per pass. Larger passes read long prompts sooner, but on a CPU their matrices leave the
+# cache: measured best between 256 and 512 for models of 0.1 to 1.5 M parameters.
+STEP_TOKENS: Final = 512
+# Rows of a pass beyond one per turn, for prompts, if those are not read in larger parts.
+READING_ROWS: Final = 64
+# Turns that run at once in a deterministic batcher; more wait. A pass costs the same however many
+# rows are used.
+FIXED_RUNNING: Final = 64
+# A pass takes milliseconds. One that takes this long hangs.
+PASS_SECONDS: Final = 60.0
 # Turns whose end the event loop hears of at once, and its iterations before the next group: about
 # what a trajectory takes from its last token to the store's next call.
 NOTIFY_GROUP: Final = 64
 NOTIFY_ITERATIONS: Final = 12
-# Rows of a pass beyond one per turn, for prompts, if those are not read in larger parts.
-_READING_ROWS: Final = 64
-
-
-def fits_slots(model: PreTrainedModel, max_running: int, max_context: int) -> bool:
-    """Whether `SlotBatcher` can serve `model`: plain causal attention, and memory for `max_running`
-    turns at full length."""
-    if not paged_batcher.supports(model.config) or max_context > LENGTHS[-1]:
-        return False
-    dtype = cache_dtype(model.dtype, max_context)
-    return max_running * slot_bytes(model.config, dtype, max_context) <= cache_bytes(model.device)
+_NOTHING: Final = Draw(temperature=1.0, top_k=-1, top_p=1.0, seed=0, position=0)
 
 
 def default_room(model: PreTrainedModel, max_running: int) -> int:
@@ -86,8 +87,10 @@ def default_room(model: PreTrainedModel, max_running: int) -> int:
 
 
 class SlotBatcher:
-    """Serves one model in one thread; its methods are called from the threads that
-    `ContinuousBatcher` names."""
+    """Serves one model in one thread.
+
+    `submit` and `cancel` are called in the event loop's thread; `swap`, `run_between_passes` and
+    `stop` block and are called in worker threads."""
 
     def __init__(
         self,
@@ -99,16 +102,23 @@ class SlotBatcher:
         exited: Callable[[str], None],
         routers: Routers | None = None,
         keep_cache: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """`routers`: those of the model, whose selections are returned with each turn.
-        `keep_cache`: turns go on with keys and values of former weights."""
+        """`drew` is called with the number of tokens of each pass; `exited`, in some thread, when
+        the serving thread ends without `stop`. `routers`: those of the model, whose selections are
+        returned with each turn. `keep_cache`: turns go on with keys and values of former
+        weights; not with `deterministic`."""
         self._model = model
-        self._keep_cache = keep_cache
+        self._keep_cache = keep_cache and not deterministic
+        self._deterministic = deterministic
         self._routers = routers
-        self._running = max_running
+        self._running = min(FIXED_RUNNING, max_running) if deterministic else max_running
         self._cache = self._make_cache(max_context)
         self._slots = SlotAllocator(self._cache)
-        self._rows = max(STEP_TOKENS, self._running + _READING_ROWS)
+        # Tokens of a pass: so many if it is deterministic, else at most so many.
+        self._rows = self._running + READING_ROWS
+        if not deterministic:
+            self._rows = max(STEP_TOKENS, self._rows)
         self._version = -1
         # Whether weights computed NaN: keys and values are cleared before the next ones are used.
         self._tainted = False
@@ -130,8 +140,8 @@ class SlotBatcher:
     def _make_cache(self, max_context: int) -> SlotCache:
         """The cache of keys and values; sets the model's attention to the one that reads it."""
         model = self._model
-        model.set_attn_implementation(NAME)
-        return RaggedCache(
+        model.set_attn_implementation(FIXED if self._deterministic else RAGGED)
+        return (FixedCache if self._deterministic else RaggedCache)(
             model.config,
             model.dtype,
             running=self._running,
@@ -167,8 +177,10 @@ class SlotBatcher:
         """Run `change`, which loads weights, between two passes; later tokens carry `version`.
 
         Keys and values of the old weights are discarded and recomputed, or serve the turns that
-        have them to their end (`keep_cache`). Returns the seconds that
-        serving stood still. Raises RuntimeError when the thread has ended or hangs.
+        have them to their end (`keep_cache`). Returns the seconds that serving stood still. Raises
+        RuntimeError when the thread has ended or hangs, and `FailedPrecondition` (kind
+        `not_deterministic`) if this machine does not compute rows independently of each other and
+        the batcher is deterministic.
         """
         with self._paused():
             began = time.monotonic()
@@ -181,7 +193,9 @@ class SlotBatcher:
             for turn in self._slots.forget(keep=keep):
                 if not turn.versions:
                     turn.read_tokens = 0
-            self._weights_changed()
+            if self._deterministic:
+                self._cache.clear()
+                self._probe()
             return time.monotonic() - began
 
     def run_between_passes(self, call: Callable[[], T]) -> tuple[T, int]:
@@ -225,9 +239,6 @@ class SlotBatcher:
             return self._passes != passes or not work or not self.alive
 
         return passed
-
-    def _weights_changed(self) -> None:
-        """Called after new weights were loaded, while paused."""
 
     def stop(self, timeout: float) -> None:
         """End the serving thread. Turns in flight are dropped."""
@@ -279,14 +290,21 @@ class SlotBatcher:
         return True
 
     def _admitted(self) -> list[EngineTurn]:
-        """Turns that get a slot now, first in first out."""
-        self._slots.drop_closed()
-        free = self._running - len(self._slots.busy)
+        """Turns that get a slot now, first in first out, while there is memory for their tokens."""
+        slots = self._slots
+        slots.drop_closed()
+        self._inbox.extendleft(reversed(slots.retract()))
+        free = min(self._running, self._cache.count) - len(slots.busy)
+        room = slots.room
         turns: list[EngineTurn] = []
         while len(turns) < free and self._inbox:
-            turn = self._inbox.popleft()
+            turn = self._inbox[0]
             if not turn.closed:
+                room -= counted(len(turn.prompt_ids) + len(turn.token_ids))
+                if room < 0:
+                    break
                 turns.append(turn)
+            self._inbox.popleft()
         return turns
 
     def _pass(self) -> None:
@@ -326,7 +344,11 @@ class SlotBatcher:
     def _record(self, slots: Sequence[KVSlot], logits: torch.Tensor) -> None:
         """Draw the next token of each slot from its row of `logits`."""
         turns = [slot.turn for slot in slots if slot.turn is not None]
-        drawn = self._draw(logits, [turn.next_draw() for turn in turns])
+        rows = [turn.next_draw() for turn in turns]
+        if self._deterministic:
+            drawn = _draw_each(logits, rows)
+        else:
+            drawn = list(zip(*draw(logits, rows), strict=True))
         ended: list[EngineTurn] = []
         for slot, turn, (token, logprob) in zip(slots, turns, drawn, strict=True):
             if turn.closed:
@@ -346,11 +368,12 @@ class SlotBatcher:
         self._drew(len(slots))
         self._report(ended)
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[Draw]) -> list[tuple[int, float]]:
-        return list(zip(*draw(logits, rows), strict=True))
-
     def _forward(self, runs: Sequence[SlotRun], ids: list[int], wanted: list[int]) -> torch.Tensor:
-        """Logits of the `wanted` rows of a pass over `ids`, the tokens of `runs`."""
+        """Logits of the `wanted` rows of a pass over `ids`, the tokens of `runs`; in a
+        deterministic batcher [running, vocabulary], the others being padding."""
+        if self._deterministic:
+            ids = ids + [0] * (self._rows - len(ids))
+            wanted = wanted + [0] * (self._running - len(wanted))
         self._cache.plan(runs, len(ids))
         if self._routers is None or self._cache.routes is None:
             return self._logits(ids, wanted)
@@ -376,6 +399,30 @@ class SlotBatcher:
             )
         logits: torch.Tensor = out.logits[0]
         return logits
+
+    def _probe(self) -> None:
+        """Raise unless a token's logits are the same in every row, whatever the other rows are."""
+        count = self._running
+        singles = [SlotRun(slot, 0, 1) for slot in range(count)]
+        alike = self._forward(singles, [1] * count, list(range(count))).nan_to_num()
+        # NaN weights are reported by the first turn, whose log-probs are not finite.
+        same = torch.equal(alike, alike[:1].expand_as(alike))
+        if count > 1:
+            ids = [0, 1] * (READING_ROWS // 2) + [1, 0] * count
+            rows = list(range(READING_ROWS, READING_ROWS + count - 1))
+            runs = [SlotRun(0, 0, READING_ROWS), *singles[1:]]
+            mixed = self._forward(runs, ids[: len(rows) + READING_ROWS], rows).nan_to_num()
+            mixed = mixed[: count - 1 : 2]
+            same = same and torch.equal(mixed, alike[:1].expand_as(mixed))
+        self._cache.clear()
+        if not same:
+            raise FailedPrecondition(
+                "a token's logits depend on what else is in the batch on this machine",
+                kind="not_deterministic",
+                field="pipeline.deterministic",
+                value=True,
+                remedy="Turn it off, or run rollout on another kind of CPU.",
+            )
 
     def _report(self, turns: Sequence[EngineTurn]) -> None:
         """Notify each event loop of all its turns that have ended, at once."""
@@ -408,198 +455,18 @@ def _notify_after(iterations: int, ended: Sequence[tuple[Ended, EngineTurn]]) ->
         loop.call_soon(notify_ended, ended)
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedRuns:
-    """b runs that are padded to each other, right-aligned, to Q queries and K keys.
+def _draw_each(logits: torch.Tensor, rows: Sequence[Draw]) -> list[tuple[int, float]]:
+    """Token and log-prob of the first rows of `logits`, by operations of fixed shapes.
 
-    `rows`: their packed rows, which are consecutive. `gather` [b * Q]: the row of each query;
-    `real`: indices of those that are no padding; both None where there is none. `slots`: the slots
-    of their keys.
+    Rows that top-k or top-p truncate are drawn one by one; the others together.
     """
-
-    b: int
-    q: int
-    k: int
-    rows: slice
-    gather: torch.Tensor | None
-    real: torch.Tensor | None
-    slots: slice | torch.Tensor
-    # [b, 1, repeat * Q, K]
-    mask: torch.Tensor
-
-    def to(self, device: torch.device) -> PaddedRuns:
-        """The same with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device)
-            for name in ("gather", "real", "slots", "mask")
-            if isinstance(value := getattr(self, name), torch.Tensor)
-        }
-        return replace(self, **moved)
-
-
-class RaggedCache(SlotCache):
-    """Slots whose passes are computed run by run, padded to runs of like length."""
-
-    def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, *, max_context: int, **options: Any
-    ) -> None:
-        """`options`: those of `SlotCache`."""
-        kept = cache_dtype(dtype, max_context)
-        super().__init__(config, kept, max_context=max_context, **options)
-        self.padded_runs: list[PaddedRuns] = []
-        # [rows * kv_heads]: indices of the pass's keys in a layer's keys as [..., dim].
-        self.key_rows = torch.empty(0, dtype=torch.long)
-
-    def plan(self, runs: Sequence[SlotRun], size: int) -> None:
-        """Plan a pass whose `size` rows are the tokens of `runs`, in order."""
-        rows = [(slot, start + i) for slot, start, count in runs for i in range(count)]
-        slots, positions = zip(*rows, strict=True)
-        self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
-        heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
-        self.key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
-        groups: list[list[SlotRun]] = []
-        for _, some in groupby(runs, _like_lengths):
-            group = list(some)
-            joined = [*groups[-1], *group] if groups else group
-            if groups and self._cost(joined) < self._cost(groups[-1]) + self._cost(group):
-                groups[-1] = joined
-            else:
-                groups.append(group)
-        self.padded_runs = []
-        start = 0
-        for group in groups:
-            self.padded_runs.append(self._padded(group, start))
-            start = self.padded_runs[-1].rows.stop
-
-    def _cost(self, runs: Sequence[SlotRun]) -> float:
-        """Numbers of keys read in the time that runs take which are padded to each other."""
-        if max(run.tokens for run in runs) > 1:
-            return math.inf
-        numbers, ends = {run.slot for run in runs}, max(run.start for run in runs) + 1
-        computed = min(max(numbers) + 1 - min(numbers), _COPIED * len(numbers))
-        return _CALL + 2 * computed * ends * self.heads * self.keys[0].shape[3]
-
-    def to_device(self) -> None:
-        """Move the plan to where the model is."""
-        super().to_device()
-        self.key_rows = self.key_rows.to(self.device)
-        if self.device.type != "cpu":
-            self.padded_runs = [one.to(self.device) for one in self.padded_runs]
-
-    def _padded(self, runs: Sequence[SlotRun], start: int) -> PaddedRuns:
-        numbers, starts, lengths = zip(*runs, strict=True)
-        counts = torch.tensor(lengths)
-        ends = torch.tensor(starts) + counts
-        b, q, k = len(runs), max(lengths), max(int(ends.max()), _LEAST_KEYS)
-        first = min(numbers)
-        span = max(numbers) + 1 - first
-        beside = numbers == tuple(range(first, first + b))
-        if q == 1 and not beside and span <= _COPIED * b:
-            return self._covering(slice(first, first + span), numbers, ends, start, k)
-        rows = slice(start, start + sum(lengths))
-        # Distance of each query from its run's last token: padding is on the left.
-        back = torch.arange(q - 1, -1, -1)
-        hidden = torch.arange(k) > (ends.unsqueeze(1) - 1 - back).unsqueeze(2)
-        mask = torch.zeros(b, 1, q, k, dtype=self.dtype)
-        mask.masked_fill_(hidden.unsqueeze(1), MASKED)
-        mask = mask.expand(b, self.repeat, q, k).reshape(b, 1, self.repeat * q, k)
-        gather = real = None
-        if b * q != rows.stop - rows.start:
-            gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
-            real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
-            gather = gather.clamp_(min=start).view(-1)
-        where = slice(first, first + b) if beside else torch.tensor(numbers)
-        return PaddedRuns(b, q, k, rows, gather, real, where, mask)
-
-    def _covering(
-        self, slots: slice, numbers: Sequence[int], ends: torch.Tensor, start: int, k: int
-    ) -> PaddedRuns:
-        """Runs of one query in the slots `numbers`, computed for all `slots` between them."""
-        b = slots.stop - slots.start
-        real = torch.tensor(numbers) - slots.start
-        gather = torch.full((b,), start)
-        gather[real] = torch.arange(start, start + len(numbers))
-        seen = torch.ones(b, dtype=torch.long)
-        seen[real] = ends
-        mask = torch.zeros(b, 1, 1, k, dtype=self.dtype)
-        mask.masked_fill_((torch.arange(k) >= seen.unsqueeze(1)).view(b, 1, 1, k), MASKED)
-        mask = mask.expand(b, 1, self.repeat, k)
-        rows = slice(start, start + len(numbers))
-        return PaddedRuns(b, 1, k, rows, gather, real, slots, mask)
-
-
-def cache_dtype(dtype: torch.dtype, max_context: int) -> torch.dtype:
-    """The dtype of keys and values of a model of `dtype`.
-
-    float32 where all turns attend by two products: half precision would lose digits of the scores
-    between them, and the fused kernel takes twice as long. Longer contexts are faster, and smaller,
-    in half precision.
-    """
-    few = padded(max_context - 1) <= _FEW_KEYS
-    return torch.promote_types(dtype, torch.float32) if few else dtype
-
-
-def _like_lengths(run: SlotRun) -> tuple[int, int]:
-    """The grouping key of runs: equal neighbours are padded to each other."""
-    return run.tokens.bit_length(), padded(run.start + run.tokens - 1)
-
-
-def slot_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    cache: RaggedCache | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of `query` [1, heads, rows, dim], as `cache` is planned.
-
-    Called by the model in place of its stock attention. Returns [1, rows, heads, dim].
-    """
-    if cache is None:
-        raise ValueError(f"'{NAME}' attention serves the embedded engine only")
-    layer: Any = module.layer_idx
-    keys, values = cache.keys[layer], cache.values[layer]
-    _, heads, rows, dim = query.shape
-    for kept, new in ((keys, key), (values, value)):
-        fresh = new[0].transpose(0, 1).reshape(-1, dim).to(kept.dtype)
-        kept.view(-1, dim).index_copy_(0, cache.key_rows, fresh)
-    repeat = heads // cache.heads
-    packed = query[0].transpose(0, 1).reshape(rows, heads * dim).to(cache.dtype)
-    out = torch.empty_like(packed)
-    for some in cache.padded_runs:
-        b, q, k = some.b, some.q, some.k
-        chosen = packed[some.rows] if some.gather is None else packed[some.gather]
-        # Heads that share keys become further queries: [b, kv_heads, repeat * q, dim].
-        asked = chosen.view(b, q, cache.heads, repeat, dim).permute(0, 2, 3, 1, 4)
-        few = q == 1 and k <= _FEW_KEYS and cache.dtype == torch.float32
-        attend = _products if few else _fused
-        result = attend(
-            asked.reshape(b, cache.heads, repeat * q, dim),
-            keys[:, :, :k][some.slots],
-            values[:, :, :k][some.slots],
-            some.mask,
-            dim**-0.5 if scaling is None else scaling,
-        )
-        result = result.view(b, cache.heads, repeat, q, dim).permute(0, 3, 1, 2, 4)
-        result = result.reshape(b * q, heads * dim)
-        out[some.rows] = result if some.real is None else result[some.real]
-    return out.view(1, rows, heads, dim).to(query.dtype), None
-
-
-def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-
-
-def _products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale).add_(mask)
-    return torch.matmul(torch.softmax(scores, dim=-1), value)
-
-
-AttentionInterface.register(NAME, slot_attention)
+    plain = [r.top_k <= 0 and r.top_p >= 1.0 for r in rows]
+    filled = [r if p else _NOTHING for r, p in zip(rows, plain, strict=True)]
+    filled += [_NOTHING] * (logits.shape[0] - len(rows))
+    tokens, logprobs = draw(logits, filled)
+    drawn = list(zip(tokens, logprobs, strict=True))[: len(rows)]
+    for index, row in enumerate(rows):
+        if not plain[index]:
+            [token], [logprob] = draw(logits[index : index + 1], [row])
+            drawn[index] = (token, logprob)
+    return drawn

@@ -1,7 +1,9 @@
 """Memory of keys and values in slots, one row of tensors per turn, and which turn has which slot.
 
-Where all turns fit into memory at full length slots are cheaper than a paged cache: nothing is
-gathered, nothing preempted. Slots of ended turns serve as prefix cache.
+Keys lie side by side, so that passes attend to them in place. On a CPU a slot takes memory only for
+the tokens that it holds: there is a slot for every turn that may run, and where these do not all
+fit at full length, turns wait, or give up their slots and are computed again. Slots of ended turns
+serve as prefix cache.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +26,18 @@ from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
 
 # Keys that a query attends to are padded to one of these lengths, by its position.
-LENGTHS: Final = (64, 128, 192, *(base << k for k in range(16) for base in (256, 384)))
+LENGTHS: Final = (64, 128, 192, *(base << k for k in range(17) for base in (256, 384)))
 # Memory of keys and values, those of ended turns included: others may begin with the same tokens.
 CACHE_BYTES: Final = 512 << 20
 # Fraction of a GPU's free memory that the keys and values of one engine take instead.
 _GPU_SHARE: Final = 0.25
 # Slots per turn that may run.
 SPARE: Final = 4
+# Turns at full length for which there is memory, however much they take.
+LEAST_TURNS: Final = 4
+# Memory of a slot is counted in multiples of so many tokens: a head's keys of those are a few pages
+# of the operating system.
+_COUNTED: Final = 64
 # Slots from the first running turn's to the last one's, per running turn, that are not too many:
 # beyond it turns are moved together (`SlotAllocator._compact`).
 _LOOSE: Final = 1.125
@@ -41,12 +48,12 @@ _CPU: Final = torch.device("cpu")
 MASKED: Final = -1e30
 
 
-def cache_bytes(device: torch.device, least: int = CACHE_BYTES) -> int:
-    """Memory of keys and values on `device`: `least` on a CPU."""
+def cache_bytes(device: torch.device) -> int:
+    """Memory of keys and values on `device`."""
     if device.type == "cpu" or not torch.cuda.is_available():
-        return least
+        return CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return max(least, int(free * _GPU_SHARE))
+    return max(CACHE_BYTES, int(free * _GPU_SHARE))
 
 
 def padded(position: int) -> int:
@@ -81,10 +88,13 @@ def _shape(config: PretrainedConfig, max_context: int) -> tuple[int, int, int]:
 class SlotCache(ABC):
     """Keys and values in `count` slots, and one slot more that padding rows write to.
 
-    `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is committed where it
-    is written first. `slots`, `positions` [rows] describe the pass being computed. Subclasses plan
-    passes and have an attention function that reads the plan. Plans are made on the CPU,
-    which needs their numbers."""
+    `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; on a CPU memory is committed
+    where it is written first, for `room` tokens in all if the slots could hold more (`limited`).
+    `slots`, `positions` [rows] describe the pass being computed. Subclasses plan passes and have an
+    attention function that reads the plan. Plans are made on the CPU, which needs their numbers."""
+
+    one_per_turn: ClassVar[bool] = False
+    """Whether there is a slot for every turn that may run, whatever the memory."""
 
     def __init__(
         self,
@@ -96,8 +106,9 @@ class SlotCache(ABC):
         device: torch.device = _CPU,
         routing: RoutingShape | None = None,
     ) -> None:
-        """Slots for `running` turns of `max_context` tokens, and more if `cache_bytes` allow.
-        `routing`: also keep the experts that each token was sent to."""
+        """Slots for `running` turns of `max_context` tokens, and more if `cache_bytes` allow. On a
+        GPU, which commits all memory at once, there are fewer if `cache_bytes` do not allow so
+        many. `routing`: also keep the experts that each token was sent to."""
         text = config.get_text_config()
         self.heads, length, dim = _shape(config, max_context)
         self.repeat: int = text.num_attention_heads // self.heads
@@ -106,8 +117,14 @@ class SlotCache(ABC):
         self._layers = text.num_hidden_layers
         slot = (self.heads, length, dim)
         self._slot_bytes = math.prod(slot) * dtype.itemsize
-        affordable = cache_bytes(device) // slot_bytes(config, dtype, max_context)
-        self.count = max(running, min(affordable, SPARE * running))
+        memory, full = cache_bytes(device), slot_bytes(config, dtype, max_context)
+        one_per_turn = self.one_per_turn or device.type == "cpu"
+        least = running if one_per_turn else min(running, LEAST_TURNS)
+        self.count = max(least, min(memory // full, SPARE * running))
+        self.room = max(memory * length // full, LEAST_TURNS * length)
+        self.limited = device.type == "cpu" and self.count * length > self.room
+        # Tokens for which each slot has memory.
+        self._committed: list[int] = []
         self._shape = (self.count + 1, *slot)
         # [slots, tokens, layers, k], in host memory that is committed where it is written first.
         self.routes: Indices | None = None
@@ -120,6 +137,7 @@ class SlotCache(ABC):
             self.routes = np.frombuffer(pages, kind).reshape(shape)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self._pages: list[mmap.mmap] = []
         self.slots = torch.empty(0, dtype=torch.long)
         self.positions = torch.empty(0, dtype=torch.long)
         self.clear()
@@ -134,6 +152,8 @@ class SlotCache(ABC):
 
     def clear(self) -> None:
         """Fill all slots with zeros: masked values are still multiplied, by zero."""
+        self._pages.clear()
+        self._committed = [0] * (self.count + 1)
         self.keys = [self._zeros() for _ in range(self._layers)]
         self.values = [self._zeros() for _ in range(self._layers)]
 
@@ -142,24 +162,61 @@ class SlotCache(ABC):
             return torch.zeros(self._shape, dtype=self.dtype, device=self.device)
         size = self._slot_bytes * (self.count + 1)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pages.append(pages)
         return torch.frombuffer(pages, dtype=self.dtype).view(self._shape)
+
+    @property
+    def committed(self) -> int:
+        """Tokens for which slots have memory."""
+        return sum(self._committed)
+
+    def committed_of(self, slot: int) -> int:
+        """Tokens for which `slot` has memory."""
+        return self._committed[slot]
+
+    def commit(self, slot: int, tokens: int) -> None:
+        """Count memory for the first `tokens` of `slot`, which are about to be written."""
+        self._committed[slot] = max(self._committed[slot], counted(tokens))
+
+    def release(self, slot: int, kept: int = 0) -> None:
+        """Return the memory of `slot` behind its first `kept` tokens to the operating system; whole
+        pages hold zeros then."""
+        kept = counted(kept)
+        head_bytes = self._slot_bytes // self.heads
+        for head in range(self.heads):
+            first = slot * self._slot_bytes + head * head_bytes
+            start = first + kept * head_bytes // self._shape[2]
+            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = (first + head_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if stop > start:
+                for pages in self._pages:
+                    pages.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        self._committed[slot] = kept
 
     def move(self, moves: Mapping[int, tuple[int, int]]) -> None:
         """Write to every slot of `moves`, all at once, what its (source, tokens) says: the first
         tokens of the source as they were before. Sources and targets may be the same slots."""
         by_length: dict[int, list[tuple[int, int, int]]] = {}
         for target, (source, tokens) in moves.items():
-            by_length.setdefault(padded(tokens - 1), []).append((source, target, tokens))
+            by_length.setdefault(counted(tokens), []).append((source, target, tokens))
         parts = [tuple(zip(*some, strict=True)) for some in by_length.values()]
         indices = [(torch.tensor(s), torch.tensor(t), max(n)) for s, t, n in parts]
         for tensor in (*self.keys, *self.values):
             taken = [tensor[sources, :, :length] for sources, _, length in indices]
             for (_, targets, length), contents in zip(indices, taken, strict=True):
                 tensor[targets, :, :length] = contents
+        for _, t, n in parts:
+            for slot in t:
+                self.commit(slot, max(n))
         if self.routes is not None:
             experts = [self.routes[list(s), : max(n)] for s, _, n in parts]
             for (_, t, n), chosen in zip(parts, experts, strict=True):
                 self.routes[list(t), : max(n)] = chosen
+
+
+def counted(tokens: int) -> int:
+    """`tokens`, as the memory that they take is counted."""
+    return -(-tokens // _COUNTED) * _COUNTED
 
 
 @dataclass(slots=True, eq=False)
@@ -208,9 +265,53 @@ class SlotAllocator:
         moves: dict[int, tuple[int, int]] = {}
         for turn in turns:
             self._assign(turn, moves)
+        if self._cache.limited:
+            self._make_room()
         self._compact(moves)
         if moves:
             self._cache.move(moves)
+        if self._cache.limited:  # moved turns have memory at both places
+            self._make_room()
+
+    @property
+    def room(self) -> float:
+        """Tokens for which there is memory beyond what running turns need for those that they
+        have."""
+        if not self._cache.limited:
+            return math.inf
+        return self._cache.room - sum(counted(len(slot.ids)) for slot in self.busy.values())
+
+    def retract(self) -> list[EngineTurn]:
+        """Take the slots of the turns that began last, until the others have memory; returns these
+        turns, in the order in which they began. One turn always has memory."""
+        retracted: list[EngineTurn] = []
+        while self.room < 0:
+            last = max(self.busy.values(), key=lambda slot: slot.used_at)
+            assert last.turn is not None  # busy
+            if not last.turn.versions:
+                last.turn.read_tokens = 0
+            retracted.insert(0, last.turn)
+            self.end(last)
+        return retracted
+
+    def _make_room(self) -> None:
+        """Commit memory for the tokens of running turns, and release memory until this fits: what
+        running turns do not need, then of free slots, first of those that nobody finds, then of
+        the least recently used."""
+        for slot in self.busy.values():
+            self._cache.commit(slot.index, len(slot.ids))
+        if self._cache.committed <= self._cache.room:
+            return
+        for slot in self.busy.values():
+            if self._cache.committed_of(slot.index) > counted(len(slot.ids)):
+                self._cache.release(slot.index, len(slot.ids))
+        for slot in sorted(self._free, key=lambda slot: bool(slot.page_hashes)):
+            if self._cache.committed <= self._cache.room:
+                break
+            if self._cache.committed_of(slot.index):
+                self._unindex(slot, 0)
+                slot.read = 0
+                self._cache.release(slot.index)
 
     def _compact(self, moves: dict[int, tuple[int, int]]) -> None:
         """Let running turns that are far from the others change places with free slots."""
@@ -260,6 +361,13 @@ class SlotAllocator:
             slot.page_hashes.append(page)
             self._by_hash[page] = slot
 
+    def _unindex(self, slot: KVSlot, pages: int) -> None:
+        """Remove what follows the first `pages` of the slot from the prefix index."""
+        for page in slot.page_hashes[pages:]:
+            if self._by_hash.get(page) is slot:
+                del self._by_hash[page]
+        del slot.page_hashes[pages:]
+
     def forget(self, *, keep: bool = False) -> list[EngineTurn]:
         """Discard all keys and values, but with `keep` those of turns that have drawn tokens;
         returns the turns in slots."""
@@ -286,12 +394,8 @@ class SlotAllocator:
             target, _ = self._free.popitem(last=False)
             if source is not None and known:
                 moves[target.index] = (_origin(source, moves), known)
-        for page in target.page_hashes[known // _PAGE :]:
-            if self._by_hash.get(page) is target:
-                del self._by_hash[page]
-        if target is source:
-            del target.page_hashes[known // _PAGE :]
-        else:
+        self._unindex(target, known // _PAGE)
+        if target is not source:
             target.page_hashes.clear()
         self._clock += 1
         target.turn, target.ids, target.read, target.used_at = turn, ids, known, self._clock

@@ -219,8 +219,8 @@ def adopt(
 def fill(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: common_pb.WeightsRef
 ) -> None:
-    """Copy `published`, which is verified and `arranged`, into `model`, whose memory is shared or
-    on a device: in one pass, since nothing is served meanwhile.
+    """Copy `published`, which is verified and `arranged`, into `model` on its device: in one pass,
+    since nothing is served meanwhile.
 
     Raises `UpdateFailed` when it fails: the model then holds neither version.
     """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines import embedded
+from services.rollout.engines import slot_cache
 from services.rollout.engines.embedded import EmbeddedEngine
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import RealServer, running
@@ -44,7 +44,7 @@ def model() -> PreTrainedModel:
     return make_model(0)
 
 
-@pytest.fixture(params=["slots", "pages", "deterministic"])
+@pytest.fixture(params=["slots", "little memory", "deterministic"])
 async def engine(
     request: pytest.FixtureRequest,
     transfer: Transfer,
@@ -52,8 +52,8 @@ async def engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[EmbeddedEngine]:
     deterministic = request.param == "deterministic"
-    if request.param == "pages":
-        monkeypatch.setattr(embedded, "fits_slots", lambda *_: False)
+    if request.param == "little memory":  # four of 64 turns fit at full length
+        monkeypatch.setattr(slot_cache, "CACHE_BYTES", 0)
     engine = EmbeddedEngine("e0", "solver", policy_spec(), deterministic=deterministic)
     await engine.start()
     await engine.update_weights(publish(transfer, model, 0), transfer)

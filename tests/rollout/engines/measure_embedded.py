@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m tests.rollout.engines.measure_embedded [small|middle|large] ...
 
-Both the continuous and the deterministic engine, in turn.
+Without and with `deterministic`, in turn.
 Groups of 8 equal prompts of 40-100 tokens, answers of 1-16 tokens, 256 turns in flight.
 """
 

@@ -4,19 +4,17 @@ nothing. (Fake CUDA tensors cannot be indexed by a CPU build of torch.)"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from services.rollout.engines import embedded, paged_batcher
-from services.rollout.engines.deterministic_batcher import FixedBatcher
+from services.rollout.engines import embedded
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import Draw, ScoreRequest
 from services.rollout.engines.sampling import draw
-from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
-from services.rollout.engines.slot_cache import SlotRun
+from services.rollout.engines.slot_attention import RaggedCache
+from services.rollout.engines.slot_batcher import SlotBatcher, default_room
+from services.rollout.engines.slot_cache import LEAST_TURNS, SlotRun
 from services.rollout.engines.weights import add_adapter, adopt, skeleton
 from tests.rollout.engines.models import CONFIG, VOCABULARY, make_model
 from troupe.job import LoraSpec
@@ -42,16 +40,21 @@ def pass_of(batcher: SlotBatcher, size: int) -> torch.Tensor:
     return batcher._logits([1] * size, [0, 1, 2])
 
 
-def made(kind: type[SlotBatcher], model: PreTrainedModel, context: int) -> SlotBatcher:
-    return kind(
-        model, max_running=8, max_context=context, drew=lambda n: None, exited=lambda why: None
+def made(model: PreTrainedModel, context: int, *, deterministic: bool = False) -> SlotBatcher:
+    return SlotBatcher(
+        model,
+        max_running=8,
+        max_context=context,
+        drew=lambda n: None,
+        exited=lambda why: None,
+        deterministic=deterministic,
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("context", [128, 1024])
 def test_a_pass_over_slots_stays_on_the_gpu(dtype: str, context: int) -> None:
-    batcher = made(SlotBatcher, on_gpu(dtype), context)
+    batcher = made(on_gpu(dtype), context)
     logits = pass_of(batcher, TOKENS)
     assert logits.device.type == "meta"
     assert logits.shape == (3, VOCABULARY)
@@ -59,32 +62,9 @@ def test_a_pass_over_slots_stays_on_the_gpu(dtype: str, context: int) -> None:
 
 
 def test_a_pass_of_one_shape_stays_on_the_gpu() -> None:
-    batcher = made(FixedBatcher, on_gpu("float32"), 128)
+    batcher = made(on_gpu("float32"), 128, deterministic=True)
     logits = pass_of(batcher, TOKENS + 6)
     assert logits.device.type == "meta"
-
-
-def test_attention_over_pages_stays_on_the_gpu() -> None:
-    # Two requests that draw, one that reads five tokens behind a cached prefix of eight.
-    ends_q, ends_k = torch.tensor([0, 1, 2, 7]), torch.tensor([0, 9, 13, 26])
-    plan = paged_batcher.make_plan(ends_q, ends_k, torch.arange(26), 2)
-
-    class Cache:
-        def update(self, key: Any, value: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            assert how["kwargs"]["read_index"][0].device.type == "meta"
-            kept = torch.zeros(1, 2, len(plan.read_index), 8, device=GPU)  # type: ignore[arg-type]
-            return kept, kept
-
-    module: Any = torch.nn.Module()
-    module.layer_idx = 0
-    query = torch.zeros(1, 4, 7, 8, device=GPU)
-    new = torch.zeros(1, 2, 7, 8, device=GPU)
-    lengths = {paged_batcher.NAME: paged_batcher.moved(plan, GPU)}
-    out, _ = paged_batcher.packed_attention(
-        module, query, new, new, None, cache=Cache(), cu_seq_lens_k=lengths
-    )
-    assert out.device.type == "meta"
-    assert out.shape == (1, 7, 4, 8)
 
 
 def test_tokens_are_drawn_where_the_logits_are() -> None:
@@ -111,7 +91,7 @@ def test_published_weights_are_copied_to_the_gpu() -> None:
 def test_an_adapter_is_computed_beside_a_base_on_the_gpu() -> None:
     model = on_gpu("bfloat16")
     add_adapter(model, LoraSpec(rank=4))
-    batcher = made(SlotBatcher, model, 128)
+    batcher = made(model, 128)
     assert pass_of(batcher, TOKENS).device.type == "meta"
 
 
@@ -138,9 +118,11 @@ def test_a_gpu_has_room_for_more_keys_and_values() -> None:
     wide = {**CONFIG, "hidden_size": 512, "head_dim": 64, "num_hidden_layers": 16}
     small = skeleton(AutoConfig.for_model(**wide), "bfloat16", "solver")
     large = skeleton(AutoConfig.for_model(**wide), "bfloat16", "solver").to(GPU)
-    assert not fits_slots(small, 64, 4096)
-    assert fits_slots(large, 64, 4096)
     assert default_room(small, 64) == 2048
     assert default_room(large, 64) == 4096
-    pages = [paged_batcher.cache_pages(one, 64, 8192) for one in (small, large)]
-    assert pages[1] > 4 * pages[0]
+    # All memory is committed at once: turns wait where it has no slots for them.
+    counts = [
+        RaggedCache(large.config, torch.bfloat16, running=64, max_context=context, device=GPU).count
+        for context in (4096, 1 << 16, 1 << 20)
+    ]
+    assert counts == [4 * 64, 20, LEAST_TURNS]

@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from services.rollout.engines import deterministic_batcher
+from services.rollout.engines import slot_cache
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import EngineResponse
-from services.rollout.engines.slot_cache import LENGTHS, padded
+from services.rollout.engines.slot_batcher import SlotBatcher
+from services.rollout.engines.slot_cache import LENGTHS, SlotAllocator, padded
+from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import prompt
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.waiting import PATIENCE, until
@@ -124,6 +126,27 @@ async def test_a_turn_is_bitwise_the_same_alone_and_in_any_company(
 
             await asyncio.gather(*(one(number) for number in order))
         assert [got[number] for number in range(len(turns))] == expected
+
+
+async def test_a_turn_that_is_computed_again_for_lack_of_memory_is_bitwise_the_same(
+    transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(2)
+    turns = [Asked(prompt(rng, 90, 110), seed, {"max_new_tokens": 60}) for seed in range(12)]
+    expected = await alone(transfer, turns)
+    monkeypatch.setattr(slot_cache, "CACHE_BYTES", 0)  # four of 64 turns fit at full length
+    retracted: list[EngineTurn] = []
+    real = SlotAllocator.retract
+
+    def told(self: SlotAllocator) -> list[EngineTurn]:
+        retracted.extend(some := real(self))
+        return some
+
+    monkeypatch.setattr(SlotAllocator, "retract", told)
+    async with fresh(transfer) as engine:
+        asked = (answer(engine, f"r{number}", turn) for number, turn in enumerate(turns))
+        assert await asyncio.gather(*asked) == expected
+    assert retracted
 
 
 async def test_a_conversation_is_the_same_whether_its_beginning_was_cached(
@@ -253,13 +276,13 @@ async def test_models_without_fixed_shapes_are_refused(config: dict[str, Any]) -
 async def test_a_machine_that_mixes_rows_is_noticed_when_weights_are_loaded(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = deterministic_batcher.FixedBatcher._forward
+    real = SlotBatcher._forward
 
     def mixing(self: Any, runs: Any, ids: Any, wanted: Any) -> torch.Tensor:
         logits = real(self, runs, ids, wanted)
         return logits + 1e-6 * logits.mean()  # of all rows: as a kernel that splits them unevenly
 
-    monkeypatch.setattr(deterministic_batcher.FixedBatcher, "_forward", mixing)
+    monkeypatch.setattr(SlotBatcher, "_forward", mixing)
     with pytest.raises(FailedPrecondition, match=r"pipeline\.deterministic") as info:
         async with fresh(transfer):
             pass

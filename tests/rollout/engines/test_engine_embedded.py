@@ -18,7 +18,7 @@ from services.rollout.engines.errors import (
     TurnDeadline,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.paged_batcher import ContinuousBatcher
+from services.rollout.engines.slot_batcher import SlotBatcher
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -26,7 +26,7 @@ from tests.rollout.engines.models import (
     publish,
     reference_logprobs,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
 
@@ -278,11 +278,12 @@ def test_a_batcher_that_was_stopped_before_it_started_serves_nothing(
     model: PreTrainedModel,
 ) -> None:
     died: list[str] = []
-    batcher = ContinuousBatcher(
+    batcher = SlotBatcher(
         model, max_running=2, max_context=64, drew=lambda count: None, exited=died.append
     )
     batcher.stop(0.0)
     batcher.start()
+    batcher._thread.join(PATIENCE)
+    assert not batcher._thread.is_alive()
     assert not batcher.alive
-    assert not batcher._manager.is_running()
     assert not died

@@ -8,9 +8,13 @@ import pytest
 
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import TurnReturned
-from services.rollout.engines.paged_batcher import Ended
 from services.rollout.engines.requests import EngineResponse
-from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
+from services.rollout.engines.slot_batcher import (
+    NOTIFY_GROUP,
+    NOTIFY_ITERATIONS,
+    Ended,
+    notify_ended,
+)
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common_pb

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines import paged_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, NonFiniteLogits
 from tests.rollout.engines.asking import ask, prompt
@@ -23,6 +23,7 @@ from tests.rollout.engines.models import (
     reference_logprobs,
     transfer_in,
 )
+from tests.support.architectures import ARCHITECTURES
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -46,23 +47,30 @@ async def test_nan_weights_are_reported(transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "packed"),
+    "fields",
     [
-        ({"model_type": "llama"}, True),
-        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}, True),
-        ({"model_type": "mistral", "sliding_window": 16}, False),
+        {"model_type": "llama"},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4},
+        {"model_type": "mistral", "sliding_window": 16},
+        {"model_type": "gemma3_text", "sliding_window": 16,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "gpt_oss", "sliding_window": 16, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "tie_word_embeddings": False,
+         "layer_types": ["sliding_attention", "full_attention"]},
     ],
-)
-async def test_other_architectures(
-    fields: dict[str, object], packed: bool, transfer: Transfer
-) -> None:
+    ids=lambda fields: str(fields["model_type"]),
+)  # fmt: skip
+async def test_other_architectures(fields: dict[str, object], transfer: Transfer) -> None:
     config = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, **fields}
     if fields["model_type"] != "gpt2":
         config = {**CONFIG, **fields}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
-    assert paged_batcher.supports(model.config) == packed
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("sinks"):
+                tensor.normal_()
     model_spec = ModelSpec(config=config, tokenizer="unused")
     engine = EmbeddedEngine("e0", "solver", PolicySpec(model=model_spec))
     await engine.start()
@@ -76,10 +84,23 @@ async def test_other_architectures(
     await engine.stop()
 
 
-async def test_a_model_that_would_be_computed_wrongly_is_refused() -> None:
-    spec = PolicySpec(model=ModelSpec(config={"model_type": "gemma2"}, tokenizer="unused"))
-    with pytest.raises(EngineStartFailed, match="kind: sglang"):
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "gemma2"}, "caps attention scores"),
+        (ARCHITECTURES["qwen3_next"], "linear_attention"),
+        (ARCHITECTURES["llama4"], "chunked_attention"),
+    ],
+    ids=["capped", "linear", "chunked"],
+)
+async def test_a_model_that_would_be_computed_wrongly_is_refused(
+    config: dict[str, Any], why: str
+) -> None:
+    spec = PolicySpec(model=ModelSpec(config=config, tokenizer="unused"))
+    with pytest.raises(EngineStartFailed, match=why) as refused:
         await EmbeddedEngine("e0", "solver", spec).start()
+    assert refused.value.field == "policies.solver.engine.kind"
+    assert "kind: sglang" in (refused.value.remedy or "")
 
 
 async def test_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from services.rollout.engines.errors import (
     ScoreRefused,
 )
 from services.rollout.engines.requests import ScoreRequest
-from services.rollout.engines.slot_batcher import SlotBatcher
 from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -114,8 +113,7 @@ async def test_those_who_stop_an_engine_stop_it_one_after_the_other(
 
 async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -> None:
     batcher = engine._batcher
-    if not isinstance(batcher, SlotBatcher):
-        pytest.skip("transformers' manager decides itself when it goes on")
+    assert batcher is not None
     turn = asyncio.ensure_future(ask(engine, "t", [1, 2], max_new_tokens=200))
     async with asyncio.timeout(PATIENCE):
         while not batcher._passes:  # noqa: ASYNC110 - another thread's work

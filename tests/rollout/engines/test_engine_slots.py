@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import random
@@ -15,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import slot_batcher
+from services.rollout.engines import slot_attention, slot_batcher, slot_cache
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
-from services.rollout.engines.slot_cache import CACHE_BYTES, SlotAllocator, SlotRun, slot_bytes
+from services.rollout.engines.slot_batcher import SlotBatcher
+from services.rollout.engines.slot_cache import LEAST_TURNS, SlotAllocator, SlotRun
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -41,6 +42,7 @@ class Tokens:
     """Stands for a cache: which token each key in it is of."""
 
     count = COUNT
+    limited = False
 
     def __init__(self) -> None:
         self.held: list[list[int]] = [[] for _ in range(COUNT)]
@@ -148,7 +150,7 @@ def test_one_turn_stays_where_its_conversation_was() -> None:
 def test_contents_of_slots_move_all_at_once(routed: bool) -> None:
     model = make_model(0)
     routing = RoutingShape(layers=2, top_k=1, experts=4) if routed else None
-    cache = slot_batcher.RaggedCache(
+    cache = slot_attention.RaggedCache(
         model.config, torch.float32, running=8, max_context=128, routing=routing
     )
     held = [*cache.keys, *cache.values]
@@ -182,7 +184,7 @@ def test_keys_are_copied_only_of_turns_far_apart(
     slots: list[int], where: slice | torch.Tensor
 ) -> None:
     model = make_model(0)
-    cache = slot_batcher.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache = slot_attention.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     cache.plan([SlotRun(slot, 4, 1) for slot in slots], len(slots))
     [members] = cache.padded_runs
     assert type(members.slots) is type(where)
@@ -191,11 +193,69 @@ def test_keys_are_copied_only_of_turns_far_apart(
     assert members.k == 16
 
 
-def test_turns_that_do_not_fit_at_full_length_get_pages() -> None:
-    model = make_model(0)
-    assert fits_slots(model, 16, 512)
-    assert not fits_slots(model, 1 << 20, 512)
-    assert not fits_slots(model, 16, 1 << 24)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> slot_attention.RaggedCache:
+    """Slots for 16 turns of 256 tokens, and memory for four."""
+    monkeypatch.setattr(slot_cache, "CACHE_BYTES", 0)
+    config = make_model(0).config
+    cache = slot_attention.RaggedCache(config, torch.float32, running=16, max_context=256)
+    assert (cache.count, cache.room, cache.limited) == (16, LEAST_TURNS * 256, True)
+    return cache
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_take_no_more_memory_than_there_is(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    cache = little_memory(monkeypatch)
+    allocator = SlotAllocator(cache)
+    openings = [[rng.randrange(9) for _ in range(120)] for _ in range(3)]
+    longest = retracted = 0
+    for _ in range(300):
+        begun = {slot.turn: slot.used_at for slot in allocator.busy.values()}
+        taken = allocator.retract()
+        retracted += len(taken)
+        # Those that began last, first to last.
+        assert [begun[one] for one in taken] == sorted(begun.values())[len(begun) - len(taken) :]
+        room, some = allocator.room, list[EngineTurn]()
+        for one in [*taken, turn([*rng.choice(openings)[: rng.randrange(1, 120)], 9])]:
+            room -= slot_cache.counted(len(one.prompt_ids))
+            if room >= 0 and len(allocator.busy) + len(some) < cache.count:
+                some.append(one)
+        allocator.assign(some)
+        assert cache.committed <= cache.room
+        for slot in list(allocator.busy.values()):
+            assert cache.committed_of(slot.index) >= len(slot.ids)
+            slot.read = len(slot.ids)
+            allocator.index(slot)
+            slot.ids += [rng.randrange(9) for _ in range(rng.randrange(1, 8))]
+            longest = max(longest, len(slot.ids))
+            if len(slot.ids) > 240 or rng.random() < 0.02:
+                allocator.end(slot)
+    assert retracted
+    assert longest > 200
+
+
+def test_memory_of_a_released_slot_is_zero_and_others_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = little_memory(monkeypatch)
+    held = [*cache.keys, *cache.values]
+    for tensor in held:
+        tensor.fill_(1.0)
+    # A head's 256 tokens of 8 numbers are two pages of the operating system.
+    cache.commit(3, 256)
+    cache.release(3, 100)
+    assert cache.committed == 128
+    for tensor in held:
+        assert tensor[3, :, :128].all()
+        assert not tensor[3, :, 128:].any()
+    cache.release(3)
+    assert cache.committed == 0
+    for tensor in held:
+        assert not tensor[3].any()
+        assert tensor[:3].all()
+        assert tensor[4:].all()
 
 
 @pytest.mark.parametrize(
@@ -205,13 +265,8 @@ def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
     context: int, kept: torch.dtype
 ) -> None:
     model = make_model(0).bfloat16()
-    cache = slot_batcher.RaggedCache(model.config, model.dtype, running=8, max_context=context)
+    cache = slot_attention.RaggedCache(model.config, model.dtype, running=8, max_context=context)
     assert {t.dtype for t in (*cache.keys, *cache.values)} == {kept}
-    # Of one turn as much memory as is counted before.
-    counted = slot_bytes(model.config, kept, context)
-    turns = CACHE_BYTES // counted
-    assert fits_slots(model, turns, context)
-    assert not fits_slots(model, turns + 1, context)
 
 
 @contextlib.asynccontextmanager
@@ -266,7 +321,7 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     lengths: list[int], slots: list[int]
 ) -> None:
     model = make_model(0)
-    cache = slot_batcher.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache = slot_attention.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     heads, dim = cache.heads, cache.keys[0].shape[3]
     generator = torch.Generator().manual_seed(slots[0])
 
@@ -281,7 +336,7 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
     layer = torch.nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]
-    found, _ = slot_batcher.slot_attention(layer, query, key, value, None, 0.3, cache)
+    found, _ = slot_attention.slot_attention(layer, query, key, value, None, 0.3, cache)
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         assert torch.equal(cache.keys[0][slot, :, length - 1], key[0, :, row])
         assert torch.equal(cache.values[0][slot, :, length - 1], value[0, :, row])
@@ -293,3 +348,31 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
             enable_gqa=True,
         )
         torch.testing.assert_close(found[0, row], expected[0, :, 0], atol=1e-5, rtol=1e-5)
+
+
+async def test_turns_that_do_not_all_fit_into_memory_are_all_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_cache, "CACHE_BYTES", 0)
+    transfer, model = transfer_in(tmp_path), make_model(0)
+    retracted: list[EngineTurn] = []
+    real = SlotAllocator.retract
+
+    def told(self: SlotAllocator) -> list[EngineTurn]:
+        retracted.extend(some := real(self))
+        return some
+
+    monkeypatch.setattr(SlotAllocator, "retract", told)
+    rng = random.Random(6)
+    prompts = [prompt(rng, 30, 90) for _ in range(24)]
+    async with over_slots(policy_spec()) as engine:
+        await engine.update_weights(publish(transfer, model, 0), transfer)
+        answers = await asyncio.gather(
+            *(ask(engine, f"r{i}", p, seed=i, max_new_tokens=120) for i, p in enumerate(prompts))
+        )
+        assert engine.load().generated_tokens == 24 * 120
+    assert retracted
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert 0 <= answer.cached_tokens < len(ids)
+        expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-4)

@@ -15,7 +15,6 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from services.rollout.engines import embedded
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -53,13 +52,9 @@ def continued(
     return [float(table[at, token]) for at, token in enumerate(drawn)]
 
 
-@pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_turns_go_on_with_their_cache_and_new_ones_begin_afresh(
-    transfer: Transfer, own_process: bool
-) -> None:
+async def test_turns_go_on_with_their_cache_and_new_ones_begin_afresh(transfer: Transfer) -> None:
     old, new = make_model(0), make_model(1)
-    spec = policy_spec(cache="keep", own_process=own_process)
-    engine = EmbeddedEngine("e0", "solver", spec)
+    engine = EmbeddedEngine("e0", "solver", policy_spec(cache="keep"))
     await engine.start()
     await engine.update_weights(publish(transfer, old, 0), transfer)
     ids = prompt(random.Random(3), 40, 40)
@@ -90,10 +85,7 @@ async def test_turns_go_on_with_their_cache_and_new_ones_begin_afresh(
     await engine.stop()
 
 
-async def test_a_cache_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "fits_slots", lambda *_: False)
-    with pytest.raises(EngineStartFailed, match=r"engine\.cache = keep"):
-        await EmbeddedEngine("e0", "solver", policy_spec(cache="keep")).start()
+async def test_a_cache_that_cannot_be_kept_is_refused() -> None:
     async with serve(old := FakeSglang(CONFIG, old=True)) as url:
         spec = policy_spec(kind="sglang", urls=[url], cache="keep")
         with pytest.raises(EngineStartFailed, match=r"engine\.cache = keep"):

@@ -9,7 +9,6 @@ from troupe.job.engines.kind import EngineKind
 SGLANG: Final = EngineKind(
     "sglang",
     is_server=True,
-    without_effect=("own_process",),
     spread_arguments=frozenset({"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}),
     python_variable="TROUPE_SGLANG_PYTHON",
 )

@@ -251,14 +251,15 @@ class ManagedServer:
         return http_url("127.0.0.1", port)
 
     def _unlaunchable(self, reason: str) -> EngineStartFailed:
+        product = self._server_class.product
         variable = KINDS[self._spec.engine.kind].python_variable
         return EngineStartFailed(
             reason,
             field=f"policies.{self._policy}.engine.python",
             value=self._spec.engine.python,
-            remedy=f"Install {self._server_class.product} in an environment of its own (docs/gpus.md) and "
-            f"name its Python, here or in {variable} of the rollout workers; or give `urls`, or "
-            "use `kind: embedded`.",
+            remedy=f"Install {product} in an environment of its own (docs/gpus.md) and name its "
+            f"Python, here or in {variable} of the rollout workers; or give `urls`, or use "
+            "`kind: embedded`.",
         )
 
     async def _ready(self) -> None:
