@@ -86,7 +86,7 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
     check(
         run("job", "validate", str(path), "--imports", "--set", "tasks.held_out=again.json"),
         "tasks.held_out",
-        "all 1 of again.json are rows of rows.jsonl, too",
+        "all 1 of again.json are also rows of rows.jsonl",
     )
     status, _, err = run("job", "validate", str(path), "--imports", "--set", "tasks.dataset=no.csv")
     assert status == 2
@@ -100,7 +100,7 @@ def test_data_sets_are_read_and_what_is_dropped_is_noted(
         ("{ready: exact}", '{"q": "a", "answer": {"text": "1"}}\n', "not a single value"),
         ("{ready: exact}", '{"q": "a"}\n', "no field 'answer'"),
         (r"{ready: math, arguments: {answer_pattern: '#(.*)'}}", '{"answer": "7"}\n', "not found"),
-        ("{ready: math}", '{"answer": ["7", ""]}\n', "not mathematics"),
+        ("{ready: math}", '{"answer": ["7", ""]}\n', "not a mathematical expression"),
         (
             "{ready: json_schema, arguments: {field: s}}",
             '{"s": "{}"}\n{"s": "x"}\n',

@@ -242,7 +242,7 @@ def test_logs_are_what_calls_printed(client: Client, deployed: list[Function]) -
     ("text", "said"),
     [
         ("import no_such_module\n", "No module named"),
-        ("x = 1\n", "declares no function"),
+        ("x = 1\n", "does not declare a function"),
         ("def f(: pass\n", "SyntaxError"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_folder_has_splits_and_a_pattern_several_files(
         ({"max_characters": {"no": 3}}, "tasks.max_characters.no", "column_missing", "no column"),
         (
             {"columns": {"q": "problem"}, "max_characters": {"q": 1}},
-            *("tasks.dataset", "no_rows", "no row is left"),
+            *("tasks.dataset", "no_rows", "no rows are left"),
         ),
     ],
 )
@@ -327,7 +327,7 @@ def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
     ],
 )
 def test_a_mixture_is_of_sources_and_nothing_else(tasks: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"exactly one|`max_tokens` is of a `dataset`"):
+    with pytest.raises(ValueError, match=r"exactly one|`max_tokens` needs a `dataset`"):
         JobTasksSpec.model_validate(tasks)
 
 

@@ -291,7 +291,7 @@ def test_a_folder_of_several_kinds_of_files_is_refused_as_such(
 
 
 def test_a_file_with_another_ending_is_not_said_to_be_missing(write: Write) -> None:
-    with pytest.raises(DataError, match="the ending of its name") as caught:
+    with pytest.raises(DataError, match="with this extension cannot be read") as caught:
         load(write("rows.txt", "a"))
     assert (caught.value.kind, caught.value.field) == ("dataset_missing", "tasks.dataset")
 
@@ -435,7 +435,7 @@ def test_equal_rows_are_on_one_side_and_no_side_is_empty(
     ],
 )
 def test_training_rows_cannot_be_held_out(tasks: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"held_out: .* are the rows that are trained on"):
+    with pytest.raises(ValueError, match=r"held_out: .* names the training rows"):
         JobTasksSpec.model_validate(tasks)
 
 
@@ -478,7 +478,7 @@ async def test_held_out_rows_cannot_all_be_training_rows_in_a_file_of_another_ki
     spec = TasksSpec(dataset=path, held_out=write(name, content))
     queries = QuerySource(spec)
     assert await queries.load("train") == 9
-    with pytest.raises(DataError, match=r"are rows of .*rows\.jsonl, too") as caught:
+    with pytest.raises(DataError, match=r"are also rows of .*rows\.jsonl") as caught:
         await queries.load("held_out")
     assert (caught.value.kind, caught.value.field) == ("split_overlap", "tasks.held_out")
 
@@ -492,7 +492,7 @@ async def test_some_held_out_rows_that_are_training_rows_are_noted(write: Write)
     queries = QuerySource(spec)
     await queries.load("train")
     assert await queries.load("held_out") == 3
-    assert any("2 rows of " in note and "are training rows" in note for note in queries.notes)
+    assert any("2 rows of " in note and "are also training rows" in note for note in queries.notes)
 
 
 @pytest.mark.parametrize(

@@ -116,19 +116,19 @@ def test_long_samples_are_cut_and_long_prompts_left_out() -> None:
         ({"messages": HELLO, "prompt": "a", "completion": "b"}, "has the fields messages"),
         ({"messages": HELLO[:1]}, "nothing is learned"),
         ({"messages": HELLO[1:]}, "nothing is learned"),
-        ({"messages": HELLO, "agent": "nobody"}, "'nobody' learns nothing; there are checker"),
-        ({"messages": HELLO}, "names no `agent`"),
+        ({"messages": HELLO, "agent": "nobody"}, "'nobody' does not learn; there are checker"),
+        ({"messages": HELLO}, "does not name an `agent`"),
         ({"messages": [{"role": "user"}]}, "needs `role` and `content`"),
         ({"messages": "hi"}, "`messages` are a text"),
         ({"prompt": 5, "completion": "a"}, "`prompt` is 5, not a text or a list"),
         ({"prompt": "a", "completion": {"role": "assistant"}}, "`completion` is {'role'"),
-        ({"messages": HELLO, "agent": ["solver"]}, r"agent \['solver'\] learns nothing"),
+        ({"messages": HELLO, "agent": ["solver"]}, r"agent \['solver'\] does not learn"),
         ({"messages": HELLO, "tools": 5}, "`tools` are 5, not a list"),
         ({"messages": HELLO, "tools": "[{"}, r"`tools` are '\[{', not a list"),
     ],
 )
 def test_a_row_that_cannot_be_learned_says_why(row: dict[str, Any], why: str) -> None:
-    agent = None if why.startswith("names") else "solver"
+    agent = None if why.startswith("does not name") else "solver"
     with pytest.raises(WorkflowError, match=why):
         demonstrations_of(row, roles("solver", "checker"), agent=agent)
 
@@ -157,7 +157,7 @@ def test_a_bad_first_row_is_found_when_the_job_is_validated(tmp_path: Path) -> N
     path = tmp_path / "rows.jsonl"
     for row, why in (
         ({"messages": HELLO, "agent": "solver"}, None),
-        ({"messages": HELLO}, "names no `agent`"),
+        ({"messages": HELLO}, "does not name an `agent`"),
         ({"messages": HELLO[:1], "agent": "solver"}, "nothing is learned"),
     ):
         path.write_text(json.dumps(row) + "\n")
@@ -426,7 +426,10 @@ def test_a_pair_is_cut_off_or_left_out_as_a_whole() -> None:
         ({"prompt": "hi", "chosen": "a"}, "has the fields prompt, chosen"),
         ({"chosen": "a", "rejected": "b"}, "without a `prompt`, `chosen` must be a list"),
         ({"prompt": HELLO[:1], "chosen": HELLO[1:], "rejected": HELLO[:1]}, "of `rejected`, "),
-        ({"prompt": "hi", "chosen": "a", "rejected": "b", "agent": "nobody"}, "'nobody' learns"),
+        (
+            {"prompt": "hi", "chosen": "a", "rejected": "b", "agent": "nobody"},
+            "'nobody' does not learn",
+        ),
         ({"prompt": "hi", "chosen": 1, "rejected": 2}, "of `chosen`, .*`completion` is 1"),
         ({"chosen": HELLO, "rejected": [MORE[2], HELLO[1]]}, "sides differ before the first"),
     ],

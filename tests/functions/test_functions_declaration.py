@@ -83,7 +83,7 @@ def test_a_reward_that_returns_no_number_is_refused() -> None:
     def untold(query, turns, rewards): ...  # type: ignore[no-untyped-def]
 
     for refused in (words, verdict, nothing):
-        with pytest.raises(DeclarationError, match="is no reward"):
+        with pytest.raises(DeclarationError, match="is not a reward"):
             troupe.reward(refused)  # type: ignore[type-var]
     assert troupe.reward(each) is each
     assert troupe.reward(untold) is untold
@@ -112,7 +112,7 @@ def test_what_declares_nothing_can_be_described_by_name(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("def score(query, turns, rewards):\n    return 1.0\n")
     (one,) = described("alone:score", str(tmp_path))
     assert (one.kind, one.name, one.costs) == ("", "score", {})
-    with pytest.raises(DescribeError, match="declares no function"):
+    with pytest.raises(DescribeError, match="does not declare a function"):
         described("alone", str(tmp_path))
 
 
@@ -135,7 +135,7 @@ def test_a_module_that_ends_its_interpreter_is_told_from_one_that_describes(
 ) -> None:
     (tmp_path / "leaves.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "raises.py").write_text("raise SystemExit('no')\n")
-    with pytest.raises(DescribeError, match="ended the interpreter"):
+    with pytest.raises(DescribeError, match="terminated the interpreter"):
         described("leaves", str(tmp_path))
     with pytest.raises(DescribeError, match="SystemExit: no"):
         described("raises", str(tmp_path))

@@ -127,11 +127,11 @@ def test_a_reply_without_a_score_is_asked_for_again(endpoint: Endpoint) -> None:
     ("endpoint", "kind", "text", "asked"),
     [
         (("no idea",), "bad_score", "not one JSON object", 3),
-        ((score(3),), "bad_score", "not within 0 .. 1", 3),
+        ((score(3),), "bad_score", "outside 0 .. 1", 3),
         (((401, {}, b"who are you"),), "refused", "answered 401: who are you", 1),
         ((BROKEN,), "unavailable", "answered 503", 3),
-        (((200, {}, b"<html>"),), "bad_reply", "no completion", 3),
-        (((200, {}, b'{"choices": []}'),), "bad_reply", "no completion", 3),
+        (((200, {}, b"<html>"),), "bad_reply", "not a completion", 3),
+        (((200, {}, b'{"choices": []}'),), "bad_reply", "not a completion", 3),
     ],
     indirect=["endpoint"],
 )
@@ -158,7 +158,7 @@ def test_the_key_comes_from_the_environment_by_name(
     monkeypatch.setenv("MY_JUDGE_KEY", "s3cret")
     ask(endpoint, api_key_env="MY_JUDGE_KEY")
     assert endpoint.keys == ["Bearer s3cret"]
-    with pytest.raises(JudgeError, match="no environment variable NO_SUCH_KEY") as failed:
+    with pytest.raises(JudgeError, match="environment variable NO_SUCH_KEY is missing") as failed:
         ask(endpoint, api_key_env="NO_SUCH_KEY")
     assert failed.value.kind == "no_key"
 
@@ -167,7 +167,7 @@ def test_the_key_comes_from_the_environment_by_name(
     ("settings", "text"),
     [
         ({"prompt": "$what"}, "known: .task"),
-        ({"agent": "nobody"}, "agent 'nobody' said nothing"),
+        ({"agent": "nobody"}, "agent 'nobody' has no reply"),
         ({"lowest": 1.0, "highest": 1.0}, "are none"),
         ({"base_url": "nowhere"}, "bad_url"),
         ({"base_url": "http://127.0.0.1:9/v1", "attempts": 1}, "unavailable"),

@@ -218,7 +218,7 @@ async def test_a_worker_of_the_reward_service_keeps_its_server_from_call_to_call
         ("error for the user", {"error": "tool_failed", "message": "quota spent"}),
         (
             "error without a reason",
-            {"error": "tool_failed", "message": "the tool failed and gives no reason"},
+            {"error": "tool_failed", "message": "the tool failed without giving a reason"},
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_result_that_is_not_as_the_tool_says_fails_the_call_and_keeps_the_serv
         ({"error": {"code": -32602, "message": "x is no int"}}, "bad_arguments", "x is no int"),
         ({"error": {"code": -32602, "message": ""}}, "bad_arguments", "no reason"),
         ({"error": {"code": 7, "message": "m", "data": {"a": 1}}}, "tool_failed", "m"),
-        ({"result": {}}, "tool_failed", "no result of a tool: content: Field required"),
+        ({"result": {}}, "tool_failed", "not the result of a tool: content: Field required"),
         ({"result": {"content": [], "structuredContent": [1]}}, "tool_failed", "structuredContent"),
         ({"result": {"content": [{"type": "text"}]}}, "tool_failed", "content.0"),
     ],

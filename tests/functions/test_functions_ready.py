@@ -263,7 +263,7 @@ def test_a_reference_with_parts_is_an_error_that_says_how_to_name_one(reference:
 
 @pytest.mark.parametrize("reference", [True, "", " ", ["3", ""], ["3", True]])
 def test_a_reference_that_is_not_mathematics_is_an_error(reference: object) -> None:
-    with pytest.raises(answers.BadReferenceError, match="not mathematics"):
+    with pytest.raises(answers.BadReferenceError, match="not a mathematical expression"):
         math(query(answer=reference), said("1"), {})
 
 
@@ -308,11 +308,11 @@ BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"type": "whole"}, "type: 'whole'"),
     ({"properties": {"a": {"type": "whole"}}}, "properties.a.type: 'whole'"),
     # Nothing is fetched from the network.
-    ({"$ref": "http://127.0.0.1:9/schema.json"}, "refers to no part"),
-    ({"$ref": "#/$defs/none"}, "refers to no part"),
-    ({"$ref": "#anchor"}, "refers to no part"),
-    ({"items": {"anyOf": [{"$ref": "#/definitions/none"}]}}, "refers to no part"),
-    ({"$schema": "https://json-schema.org/draft-07/schema"}, "is no draft of JSON Schema"),
+    ({"$ref": "http://127.0.0.1:9/schema.json"}, "does not refer to a part"),
+    ({"$ref": "#/$defs/none"}, "does not refer to a part"),
+    ({"$ref": "#anchor"}, "does not refer to a part"),
+    ({"items": {"anyOf": [{"$ref": "#/definitions/none"}]}}, "does not refer to a part"),
+    ({"$schema": "https://json-schema.org/draft-07/schema"}, "is not a draft of JSON Schema"),
 ]
 
 
@@ -536,18 +536,18 @@ JUDGED = {"base_url": "http://127.0.0.1:9/v1"}
         ({"ready": "maths"}, "math"),
         ({"ready": "math", "entrypoint": "a:b"}, "exactly one of"),
         ({"ready": "math", "arguments": {"anser": "x"}}, "`anser` there is no such"),
-        ({"ready": "math", "arguments": {"answer_pattern": "("}}, "no regular expression"),
+        ({"ready": "math", "arguments": {"answer_pattern": "("}}, "not a regular expression"),
         ({"ready": "math", "arguments": {"digits": 99}}, "`digits`"),
         ({"ready": "math", "arguments": {"agent": "nobody"}}, "'nobody' is not an agent"),
         ({"ready": "regex"}, "`pattern` is missing"),
-        ({"ready": "regex", "arguments": {"pattern": "[a"}}, "no regular expression"),
+        ({"ready": "regex", "arguments": {"pattern": "[a"}}, "not a regular expression"),
         ({"ready": "json_schema"}, "exactly one of `json_schema` and `field`"),
         (
             {"ready": "json_schema", "arguments": {"json_schema": {"type": "whole"}}},
             "json_schema: type: 'whole'",
         ),
         ({"ready": "format", "arguments": {"tags": []}}, "`tags`"),
-        ({"ready": "format", "arguments": {"tags": ["<think>"]}}, "no name of a tag"),
+        ({"ready": "format", "arguments": {"tags": ["<think>"]}}, "not a tag name"),
         ({"ready": "length", "arguments": {"most": 3, "least": 4}}, "more than `most`"),
         ({"ready": "tests", "arguments": {"seconds": 0}}, "`seconds`"),
         ({"ready": "judge", "arguments": {"model": "m"}}, "`base_url` is missing"),
@@ -556,8 +556,8 @@ JUDGED = {"base_url": "http://127.0.0.1:9/v1"}
             for own, said in (
                 ({"base_url": "api.example.com/v1"}, "`base_url`"),
                 ({"base_url": "ftp://a/v1"}, "`base_url`"),
-                (JUDGED | {"prompt": "Judge $reply"}, "no template of .task"),
-                (JUDGED | {"prompt": "It costs $5: $answer"}, "no template of .task"),
+                (JUDGED | {"prompt": "Judge $reply"}, "not a template of .task"),
+                (JUDGED | {"prompt": "It costs $5: $answer"}, "not a template of .task"),
                 (JUDGED | {"prompt": "Judge $task"}, "neither .answer nor"),
             )
         ),

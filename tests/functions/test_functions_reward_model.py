@@ -82,7 +82,7 @@ def test_what_gives_no_score_says_why(model: str, tmp_path: Path) -> None:
 
     assert "nowhere" in refused("no_model", str(tmp_path / "nowhere"))
     assert "has 3 outputs" in refused("wrong_head", str(save(tmp_path / "three", 3)))
-    assert "'judge' said nothing" in refused("no_reply", model, "judge")
+    assert "'judge' has no reply" in refused("no_reply", model, "judge")
     bare = save(tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     assert "chat template" in refused("no_template", str(bare))

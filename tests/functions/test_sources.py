@@ -88,9 +88,9 @@ def test_a_link_that_leads_nowhere_is_refused_by_name(project: Path) -> None:
         link.unlink()
     root = project / "root"
     root.symlink_to("root")
-    with pytest.raises(InvalidArgument, match="no folder"):
+    with pytest.raises(InvalidArgument, match="not a folder"):
         collect(root, ["team"])
-    with pytest.raises(InvalidArgument, match="no folder"):
+    with pytest.raises(InvalidArgument, match="not a folder"):
         collect(Path("~nobody-by-that-name"), ["team"])
 
 
@@ -124,7 +124,7 @@ def test_a_file_or_folder_that_cannot_be_read_is_refused_by_name() -> None:
 
 
 def test_what_is_refused(project: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no folder") as error:
+    with pytest.raises(InvalidArgument, match="not a folder") as error:
         collect(tmp_path / "none", ["team"])
     assert error.value.field == "code.root"
     with pytest.raises(InvalidArgument, match="no such file"):

@@ -167,7 +167,7 @@ async def test_fixtures_and_settings_are_those_of_the_files(mine: Trajectory) ->
     assert (report["passed"], report["failed"]) == (0, 1), report
     await tool(mine, "write_files", files={"x/conftest.py": ""})
     error = await tool(mine, "run_pytest", paths=["test_solution.py"], files=own)
-    assert "x/conftest.py is none of `files`" in error.message
+    assert "x/conftest.py is not one of `files`" in error.message
 
 
 async def test_what_a_function_starts_cannot_answer_for_it(mine: Trajectory) -> None:

@@ -250,7 +250,7 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
         (["a", "a/b.py"], "inside a file"),
         (["a" * 256], "too long"),
         (["a/" * 600 + "b.py"], "too long"),
-        (["a/__pycache__/b.pyc"], "an interpreter made"),
+        (["a/__pycache__/b.pyc"], "is byte code"),
         (["troupe/__init__.py"], "Troupe's own package"),
         (["a.py", "troupe.py"], "Troupe's own package"),
         (["troupe.cpython-311-x86_64-linux-gnu.so"], "Troupe's own package"),

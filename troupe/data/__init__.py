@@ -1,1 +1,2 @@
-"""Rows of data sets: loaded, checked, in a reproducible order. `datasets` is imported on demand."""
+"""Rows of data sets, loaded, checked and in a reproducible order. `datasets` is imported on
+demand."""

@@ -1,16 +1,16 @@
-"""Demonstrations: rows of conversations or texts as prompts and responses that are learned.
+"""Demonstrations: rows of conversations or texts, converted to prompts and responses for learning.
 
-A row is a mapping: `messages`, a conversation as in OpenAI's chat, of which every message of the
-assistant is learned, or the last one; or `prompt` and `completion`, two texts or two lists of
-messages. Messages with `weight: 0` are not learned. A completion may be the whole conversation,
-which begins with the prompt. `tools` (JSON schemas) are shown by the chat template. `agent` names
-who learns the row.
+A row is a mapping. It has `messages`, a conversation as in OpenAI's chat, of which every assistant
+message is learned, or only the last one; or it has `prompt` and `completion`, two texts or two
+lists of messages. Messages with `weight: 0` are not learned. A completion may be the whole
+conversation, which begins with the prompt. The chat template shows `tools` (JSON schemas). `agent`
+names the agent that learns the row.
 
 A preference is a row with two of these: `prompt`, `chosen` and `rejected`; or `chosen` and
 `rejected`, conversations whose last messages are compared.
 
-A response is what the agent's policy should generate after the prompt: the text that the chat
-template shows for the message up to the end of the turn, and the end-of-sequence token.
+A response is the text that the agent's policy should generate after the prompt: the chat template's
+rendering of the message up to the end of the turn, and the end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One reply that is learned; `truncated`: its end was cut off. `chosen`: whether it is of the
-    side of a pair that was preferred; None: of no pair."""
+    """One reply to learn; `truncated`: its end was cut off. `chosen`: whether it belongs to the
+    preferred side of a pair; None: not part of a pair."""
 
     agent: str
     turn: int
@@ -56,16 +56,16 @@ class Demonstration:
 
 
 Render = Callable[[Mapping[str, Any]], list[Demonstration]]
-"""Makes the samples of a row."""
+"""A function that makes the samples of a row."""
 TRIED_ROWS: Final = 20
-"""Rows that are rendered before a job starts, since most faults are in every row."""
+"""Number of rows that are rendered before a job starts, since most faults occur in every row."""
 
 
 def renderer_of(
     spec: OfflineSpec, roles: Mapping[str, Role], positions: Iterable[int] = ()
 ) -> Render:
-    """The renderer of a job's rows. `roles`: of the agents that learn, by name. `positions`: of
-    their models, 0 where unknown."""
+    """Return the renderer of a job's rows. `roles`: the learning agents by name. `positions`: of
+    their models, 0 if unknown."""
     bounds = [one for one in (spec.max_tokens, *positions) if one]
     render = preferences_of
     if isinstance(spec, SupervisedSpec):
@@ -88,11 +88,11 @@ def demonstrations_of(
     template: bool = True,
     max_tokens: int = 0,
 ) -> list[Demonstration]:
-    """The replies that a row demonstrates; none if its prompts alone have `max_tokens` tokens.
+    """Return the replies that a row demonstrates; none if its prompts alone reach `max_tokens`.
 
-    `roles`: of the agents that learn, by name. `agent`: who learns rows that name nobody.
+    `roles`: the learning agents by name. `agent`: the agent that learns rows without `agent`.
     `template`: whether texts are messages. Raises `WorkflowError` of kind "bad_demonstration", or
-    for what the chat template refuses.
+    the error of the chat template.
     """
     role = _role(row, roles, agent)
     chat = role.tokenizer
@@ -133,10 +133,10 @@ def preferences_of(
     template: bool = True,
     max_tokens: int = 0,
 ) -> list[Demonstration]:
-    """The replies of a pair, those that were preferred first; none if a side's prompt alone has
-    `max_tokens` tokens.
+    """Return the replies of a pair, preferred ones first; none if a side's prompt alone reaches
+    `max_tokens`.
 
-    Arguments and errors as `demonstrations_of`, the kind is "bad_preference".
+    Arguments and errors are as in `demonstrations_of`; the kind is "bad_preference".
     """
     shared = {name: row[name] for name in ("agent", "tools") if row.get(name) is not None}
     prompt, found = row.get("prompt"), list[Demonstration]()
@@ -169,7 +169,7 @@ def preferences_of(
 
 
 def _question(given: Sequence[Any]) -> list[AnyMessage]:
-    """The messages before the first reply."""
+    """Return the messages before the first reply."""
     return list(takewhile(lambda one: one[0] != "assistant", parse_messages(given, None)))
 
 
@@ -177,8 +177,8 @@ _Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
-    """Prompt and response of each message of the assistant that is learned: from message `known`
-    on, unless its `weight` is 0."""
+    """Return prompt and response of each assistant message to learn: all from message `known` on
+    whose `weight` is not 0."""
     chat = role.tokenizer
     options = parse_template_options(None, role.template_options)
     rendering = Rendering(parse_tools(_tools(tools)).text, options)
@@ -195,15 +195,15 @@ def _replies(role: Role, given: Any, known: int, tools: Any) -> list[_Pair]:
     ]
     if not found:
         raise _bad(
-            "no message of the assistant follows another message (and has no `weight` of 0), so "
+            "no assistant message (with a `weight` other than 0) follows another message, so "
             "nothing is learned"
         )
     return found
 
 
 def _tools(given: Any) -> Sequence[Any] | None:
-    """The `tools` of a row. Many data sets hold them as JSON text: tables cannot hold schemas of
-    different shapes."""
+    """Return the `tools` of a row. Many data sets store them as JSON text, since tables cannot
+    store schemas of different shapes."""
     found = read_json(given, given) if isinstance(given, str) and given.strip() else given or None
     if found is not None and not isinstance(found, list | tuple):
         raise _bad(f"its `tools` are {shown(given)}, not a list of tools")
@@ -211,31 +211,30 @@ def _tools(given: Any) -> Sequence[Any] | None:
 
 
 def _weight(number: int, message: Any) -> int:
-    """The `weight` of a message, as in OpenAI's format for fine-tuning; 1 where it has none."""
+    """Return the `weight` of a message, as in OpenAI's format for fine-tuning; 1 by default."""
     weight = message.get("weight") if isinstance(message, Mapping) else None
     if weight not in (None, 0, 1):
         raise _bad(
-            f"message {number} has the `weight` {shown(weight)}, and there are 0 (it is not "
-            "learned) and 1"
+            f"message {number} has the `weight` {shown(weight)}; it must be 0 (not learned) or 1"
         )
     return 1 if weight is None else int(weight)
 
 
 def _joined(prompt: list[Any], completion: list[Any]) -> tuple[list[Any], int]:
-    """A conversation, and how many of its messages are known: the prompt and the completion, or
-    the completion alone where it repeats the prompt, as many sets of preferences do."""
+    """Return a conversation, and the number of its known messages: the prompt and the completion,
+    or the completion alone if it repeats the prompt, as in many data sets of preferences."""
     if not prompt or not completion:
         return [*prompt, *completion], len(prompt)
     before, after = (
         [(role, content.strip(), *more) for role, content, *more in parse_messages(part, None)]
         for part in (prompt, completion)
     )
-    # A system message may stand before the prompt that is repeated.
+    # A system message may precede the repeated prompt.
     for skipped in (0, 1) if after[0][0] == "system" else (0,):
         known = skipped + len(before)
         if after[skipped:known] == before:
             return completion, known
-    # Or the prompt alone has it.
+    # Or only the prompt has it.
     if before[0][0] == "system" and len(before) > 1 and after[: len(before) - 1] == before[1:]:
         return [prompt[0], *completion], len(before)
     if before[-1][0] == "user" and after[0][0] in ("system", "user"):
@@ -247,7 +246,7 @@ def _joined(prompt: list[Any], completion: list[Any]) -> tuple[list[Any], int]:
 
 
 def _plain(chat: ChatTokenizer, prompt: str, completion: str) -> _Pair:
-    """Two texts as they are; the first token of a row without a prompt is not learned."""
+    """Return two texts unchanged; the first token of a row without a prompt is not learned."""
     end = () if chat.end_id is None else (chat.end_id,)
     response = chat.encode(utf8_text(completion)) + end
     ids = chat.encode_first(utf8_text(prompt))
@@ -259,7 +258,7 @@ def _plain(chat: ChatTokenizer, prompt: str, completion: str) -> _Pair:
 
 
 def _listed(row: Mapping[str, Any], field: str, role: str) -> list[Any]:
-    """The messages of a field, which may be the text of one message of `role`."""
+    """Return the messages of a field, which may be the text of one message of `role`."""
     given = row[field]
     if isinstance(given, str):
         return [{"role": role, "content": given}]
@@ -274,7 +273,9 @@ def _role(row: Mapping[str, Any], roles: Mapping[str, Role], agent: str | None) 
         return next(iter(roles.values()))
     if not isinstance(named, str) or named not in roles:
         what = (
-            "it names no `agent`" if named is None else f"its agent {shown(named)} learns nothing"
+            "it does not name an `agent`"
+            if named is None
+            else f"its agent {shown(named)} does not learn"
         )
         raise _bad(f"{what}; there are {', '.join(sorted(roles))}")
     return roles[named]

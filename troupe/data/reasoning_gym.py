@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym by name: procedural puzzles, each with a scorer of its own.
+"""Tasks of reasoning_gym by name: procedural puzzles, each with its own scorer.
 
 tasks:
   source: troupe.data.reasoning_gym:PuzzleTasks
@@ -6,8 +6,8 @@ tasks:
 rewards:
   right: {ready: reasoning_gym}
 
-Needs `pip install "troupe-rl[reasoning-gym]"` where rollout workers and the reward service run;
-one of its packages is compiled there.
+The hosts of rollout workers and of the reward service need `pip install
+"troupe-rl[reasoning-gym]"`, which compiles one package.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, Final
 from troupe.outcomes import described, shown
 from troupe.workflow.errors import EntrypointError
 
-# Of 256 digests of questions: those of the held-out ones.
+# Of 256 digests of questions, the number that are held out.
 _HELD_OUT: Final = 32
 _HELD_OUT_SEED: Final = 12345
-# How often a question is drawn anew that belongs to the other split.
+# Maximum number of draws for a question that does not belong to the other split.
 _DRAWS: Final = 1000
 _SIZE: Final = 2**31
-# Sets that make all their puzzles at once, or allow only few: their sizes, unless `size` is given.
+# Default sizes of sets that make all their puzzles at once, or allow only few.
 _SMALL_SETS: Final = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 5000)
-# Keys of objects that stand for what JSON lacks: tuples, and dicts with other keys than texts.
+# Keys of objects that represent values missing in JSON: tuples, and dicts whose keys are not texts.
 _TUPLE: Final = "$tuple"
 _DICT: Final = "$dict"
 
 
 class PuzzleTasks:
-    """Puzzles of one split; puzzle i is drawn from (split, seed, i) alone.
+    """Puzzles of one split; puzzle i depends only on (split, seed, i).
 
-    Each is {"question", "answer", "dataset", "entry"}; `entry_of(entry)` is what the scorer takes.
-    Seeds may well draw the same question, so a hash of the question decides its split: none is in
-    both.
+    Each is {"question", "answer", "dataset", "entry"}; `entry_of(entry)` is the scorer's input.
+    Different seeds may draw the same question, so a hash of the question decides its split: no
+    question is in both.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PuzzleTasks:
         seed: int = 0,
         size: int = 1_000_000,
     ) -> None:
-        """`sets`: by the name of a data set of reasoning_gym its configuration, with `weight` (1):
-        how often it is drawn. Raises `EntrypointError` for an unknown name or configuration, or
-        if reasoning_gym is not installed."""
+        """Check `sets`: configurations by name of a data set of reasoning_gym, with `weight`
+        (default 1), the relative frequency of its puzzles. Raises `EntrypointError` for an unknown
+        name or configuration, or if reasoning_gym is not installed."""
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -66,7 +66,7 @@ class PuzzleTasks:
             ) from error
 
         if not isinstance(sets, Mapping) or not sets:
-            raise _refused(sets, "`sets` are data sets by name", "")
+            raise _refused(sets, "`sets` must map names of data sets to configurations", "")
         self._split = split
         self._seed = _HELD_OUT_SEED if split == "held_out" else seed
         self._size = size
@@ -76,22 +76,26 @@ class PuzzleTasks:
         for name, config in sets.items():
             if name not in DATASETS:
                 close = difflib.get_close_matches(str(name), DATASETS)
-                raise _refused(name, f"there is none of {len(DATASETS)}", ", ".join(close))
+                raise _refused(
+                    name, f"none of the {len(DATASETS)} data sets has this name", ", ".join(close)
+                )
             if not isinstance(config, Mapping | None):
                 raise _refused(name, f"its configuration is {shown(config)}, not a mapping", "")
             own = {"seed": 0, "size": _SMALL_SETS.get(name, _SIZE), "weight": 1, **(config or {})}
             weight = own.pop("weight")
             if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-                raise _refused(name, f"its `weight` is {shown(weight)}, not a number from 0 on", "")
+                raise _refused(
+                    name, f"its `weight` is {shown(weight)}, not a number of at least 0", ""
+                )
             self._weights.append(weight)
             try:
                 self._sets[name] = reasoning_gym.create_dataset(name, **own)
-                # Several look at their configuration only when they make a puzzle.
+                # Some data sets check their configuration only when they make a puzzle.
                 self._draw(name, random.Random(0))
             except Exception as error:
                 raise _refused(name, described(error), "its configuration") from error
         if not sum(self._weights):
-            raise _refused(self._names, "the `weight` of all is 0", "")
+            raise _refused(self._names, "every `weight` is 0", "")
 
     def __len__(self) -> int:
         return self._size
@@ -110,13 +114,13 @@ class PuzzleTasks:
                     "question": entry["question"],
                     "answer": entry["answer"],
                     "dataset": name,
-                    "entry": _as_json(entry),  # scorers are called elsewhere
+                    "entry": _as_json(entry),  # scorers run in another process
                 }
-        raise LookupError(f"{name} has no question of the split {self._split}: too few of them")
+        raise LookupError(f"{name} has too few questions: none belongs to the split {self._split}")
 
 
 def entry_of(value: Any) -> Any:
-    """An entry as its data set made it, from the JSON in a query."""
+    """Restore an entry of a data set from the JSON in a query."""
     if isinstance(value, list):
         return [entry_of(one) for one in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Rows of a data set as dicts of JSON values, checked once.
 
-`load_rows` drops rows that are empty, too long or duplicates, and says which. It keeps 12 bytes of
-a row; the rows themselves stay on the disk (`troupe.data.tables`).
+`load_rows` drops rows that are empty, too long or duplicates, and reports them. It keeps 12 bytes
+per row; the rows themselves stay on disk (`troupe.data.tables`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from troupe.outcomes import JSON_DEPTH, NotJsonError, json_text
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Tokens of each text.
+# Returns the number of tokens of each text.
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
-# How many numbers of dropped rows are named.
+# How many dropped rows are listed by number.
 _NAMED: Final = 5
 _EMPTY: Final = "empty"
-# Fields that ready workflows, ready rewards and demonstrations read: without `columns`, too, they
-# count as used.
+# Fields that predefined workflows, predefined rewards and demonstrations read: they count as used
+# even without `columns`.
 _READY: Final = frozenset(
     ("messages", "prompt", "question", "answer", "completion", "chosen", "rejected", "tools")
 )
@@ -44,13 +44,13 @@ class RowsReport:
     """The data set and its split."""
     total: int
     dropped: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """By reason: how many rows, and the numbers of the first ones, counted from 0."""
+    """By reason: the number of rows, and the indices of the first ones, counted from 0."""
     left_out: tuple[str, ...] = ()
-    """Columns that have values without a JSON form, which `columns` does not name."""
+    """Columns with values without a JSON form, which `columns` does not name."""
 
     @property
     def kept(self) -> int:
-        """How many rows are left."""
+        """Number of rows that are left."""
         return self.total - sum(count for count, _ in self.dropped.values())
 
     def __str__(self) -> str:
@@ -60,7 +60,8 @@ class RowsReport:
         ]
         of = f", dropped: {'; '.join(parts)}" if parts else ""
         if self.left_out:
-            of += f"; without the columns {', '.join(self.left_out)}, whose values JSON cannot hold"
+            left_out = ", ".join(self.left_out)
+            of += f"; without the columns {left_out}, whose values cannot be written as JSON"
         return f"{self.source}: {self.kept:,} of {self.total:,} rows{of}"
 
 
@@ -71,15 +72,15 @@ def _numbers(count: int, rows: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Makes a query of a row of a table."""
+    """The conversion of a table's row to a query."""
 
     paths: Mapping[str, Sequence[str]]
-    """By field the column and what leads into it; empty: every column is a field."""
+    """By field, the column and the path into it; empty: every column is a field."""
     left_out: Collection[str] = ()
-    """Columns that are no fields."""
+    """Columns that are not fields."""
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a row. NaN, by which tables say that a number is missing, becomes None."""
+        """Return the fields of a row. NaN, which marks a missing number in tables, becomes None."""
         given = (
             {name: _inside(row, path) for name, path in self.paths.items()}
             if self.paths
@@ -92,8 +93,7 @@ class _Fields:
 
 
 class DataRows:
-    """Rows of a data set that were kept: `rows[i]` is a dict of fields. Read from the disk when
-    asked for."""
+    """The kept rows of a data set: `rows[i]` is a dict of fields, read from disk on access."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class DataRows:
         report: RowsReport,
         digests: NDArray[np.uint64],
     ) -> None:
-        """`kept`: row numbers; None: all. `digests`: a hash of each kept row's fields."""
+        """Select rows. `kept`: row numbers; None: all. `digests`: a hash of each kept row's
+        fields."""
         self._table = table
         self._fields = fields
         self._kept = kept
@@ -121,7 +122,7 @@ class DataRows:
         return self._fields.of(row)
 
     def where(self, mask: NDArray[np.bool_]) -> DataRows:
-        """The rows for which `mask` is true."""
+        """Return the rows for which `mask` is true."""
         found = np.flatnonzero(mask).astype(np.int32)
         kept = found if self._kept is None else self._kept[found]
         return DataRows(self._table, self._fields, kept, self.report, self.digests[found])
@@ -130,10 +131,11 @@ class DataRows:
 def load_rows(
     spec: RowsSpec, field: str, *, split: str | None = None, count_tokens: CountTokens | None = None
 ) -> DataRows:
-    """The rows of a data set, in its own order. Blocking: downloads and converts at first use.
+    """Return the rows of a data set, in its own order. Blocking; downloads and converts at first
+    use.
 
-    `field`: the section of the job, for errors. `split`: instead of `spec.split`; a file instead of
-    `spec.dataset`. `count_tokens`: needed by `max_tokens`. Raises `DataError`.
+    `field`: the section of the job, for errors. `split`: replaces `spec.split`, or, if it is a
+    file, `spec.dataset`. `count_tokens`: required for `max_tokens`. Raises `DataError`.
     """
     table = open_table(spec, field, split)
     source = split if split and reader_of(split) else spec.dataset
@@ -150,18 +152,18 @@ def load_rows(
         except _NoJsonError as error:
             if error.name in {*spec.columns, *spec.max_characters, *spec.max_tokens, *_READY}:
                 raise _not_json(error, spec, f"{field}.columns.{error.name}", name) from error
-            # Nobody said that it is used: the rows are looked at again, without it.
+            # The job does not name this column: check the rows again without it.
             fields = _Fields(paths, {*fields.left_out, error.name})
             begin, checked = 0, _RowCheck(spec, count_tokens)
     dropped, kept, digests = checked.result()
     report = RowsReport(name, len(table), dropped, tuple(sorted(fields.left_out)))
     if not report.kept:
         raise DataError(
-            f"no row is left. {report}",
+            f"no rows are left. {report}",
             kind="no_rows",
             field=f"{field}.dataset",
             value=source,
-            remedy="Look at its rows, at `columns`, `max_characters` and `max_tokens`.",
+            remedy="Check its rows, `columns`, `max_characters` and `max_tokens`.",
         )
     return DataRows(table, fields, None if len(kept) == len(table) else kept, report, digests)
 
@@ -177,7 +179,8 @@ class _NoJsonError(Exception):
 def _not_json(error: _NoJsonError, spec: RowsSpec, field: str, source: str) -> DataError:
     column = spec.columns.get(error.name, error.name)
     return DataError(
-        f"column '{column}' of {source} has a value in row {error.row} that JSON cannot hold: "
+        f"column '{column}' of {source} has a value in row {error.row} that cannot be written as "
+        "JSON: "
         f"{error}",
         kind="not_json",
         field=field,
@@ -187,7 +190,7 @@ def _not_json(error: _NoJsonError, spec: RowsSpec, field: str, source: str) -> D
 
 
 class _RowCheck:
-    """Looks at all rows, batch by batch: which are empty, too long, or duplicates."""
+    """A check of all rows, batch by batch, for rows that are empty, too long, or duplicates."""
 
     def __init__(
         self,
@@ -203,13 +206,13 @@ class _RowCheck:
         self._digests: list[NDArray[np.uint64]] = []
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Looks at the next rows, by their fields. Raises `_NoJsonError`."""
+        """Check the next rows by their fields. Raises `_NoJsonError`."""
         digests = np.fromiter(
             (self._digest(row, number) for number, row in enumerate(rows, self._rows)),
             np.uint64,
             len(rows),
         )
-        # Of `columns` a row has to have all; without these, one.
+        # A row must have all fields of `columns`; without `columns`, one field.
         lacks = any if self._spec.columns else all
         empty = [lacks(map(_is_empty, row.values())) for row in rows]
         good = np.ones(len(rows), dtype=bool)
@@ -231,7 +234,7 @@ class _RowCheck:
         self._rows += len(rows)
 
     def _digest(self, row: Mapping[str, Any], number: int) -> int:
-        """A hash of the row's JSON, which tells 1 from "1" and null from a missing key."""
+        """Return a hash of the row's JSON, which tells 1 from "1" and null from a missing key."""
         try:
             text = _json(row)
             if text.count("[") + text.count("{") > JSON_DEPTH:
@@ -243,7 +246,7 @@ class _RowCheck:
     def result(
         self,
     ) -> tuple[dict[str, tuple[int, tuple[int, ...]]], NDArray[np.int32], NDArray[np.uint64]]:
-        """Dropped rows by reason, the numbers of the kept ones, a hash of each of these."""
+        """Return the dropped rows by reason, and the numbers and hashes of the kept rows."""
         kept = np.concatenate([np.empty(0, np.int32), *self._good])
         digests = np.concatenate([np.empty(0, np.uint64), *self._digests])
         if self._spec.duplicates == "drop":
@@ -258,7 +261,7 @@ class _RowCheck:
         return dropped, kept, digests
 
     def _drop(self, why: str, good: NDArray[np.bool_], bad: NDArray[np.bool_]) -> None:
-        """Marks rows of the batch as dropped; a row is counted under the first reason."""
+        """Mark rows of the batch as dropped; a row counts under its first reason."""
         found = np.flatnonzero(good & bad)
         good[found] = False
         if len(found):
@@ -268,7 +271,8 @@ class _RowCheck:
 
 
 def content_of(value: Any) -> str:
-    """The text of a value whose length counts: itself, the contents of messages, else JSON."""
+    """Return the text that determines a value's length: the value itself, the contents of messages,
+    else JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
@@ -276,7 +280,7 @@ def content_of(value: Any) -> str:
     return "" if value is None else _json(value)
 
 
-# Made once: `json.dumps` makes an encoder per call, which takes longer than a row.
+# Made once: `json.dumps` makes an encoder per call, which takes longer than encoding a row.
 _json: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 
 
@@ -286,7 +290,7 @@ def _no_json(row: Mapping[str, Any], number: int) -> _NoJsonError:
             json_text(value)
         except NotJsonError as error:
             return _NoJsonError(name, number, f"{error}")
-    raise AssertionError("JSON holds a row whose fields it holds")
+    raise AssertionError("a row has a JSON form if its fields have")
 
 
 def _is_empty(value: Any) -> bool:
@@ -296,17 +300,17 @@ def _is_empty(value: Any) -> bool:
 
 
 def _inside(value: Any, path: Sequence[str]) -> Any:
-    """What `path` leads to inside of `value`; None where a part is missing."""
+    """Return the value at `path` inside `value`; None if a part is missing."""
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
 def _paths(table: Table, spec: RowsSpec, field: str) -> dict[str, list[str]]:
-    """By field of `spec.columns` the column and what leads into it. Raises `DataError`."""
+    """Return, by field of `spec.columns`, the column and the path into it. Raises `DataError`."""
     try:
         return _found(spec, field, table.names(BATCH))
-    except DataError:  # rows of JSON may lack a key that later ones have
+    except DataError:  # JSON rows may lack a key that later rows have
         return _found(spec, field, table.names(len(table)))
 
 
@@ -330,7 +334,7 @@ def _found(spec: RowsSpec, field: str, names: Names) -> dict[str, list[str]]:
 
 def _no_column(field: str, column: str, there: Collection[str]) -> DataError:
     return DataError(
-        f"'{column}' is no column of the data set",
+        f"'{column}' is not a column of the data set",
         kind="column_missing",
         field=field,
         value=column,

@@ -1,8 +1,8 @@
-"""Opens the rows of a data set as written: local files, or a data set of the Hugging Face hub.
+"""Access to the unconverted rows of a data set: local files, or a data set of the Hugging Face hub.
 
-The `datasets` library finds, downloads, decompresses and memory-maps the files. It also infers
-types: a text that looks like a date becomes a timestamp, 007 becomes 7. Troupe lets it infer none.
-JSON is read line by line as text and parsed by Python, and every CSV cell is text.
+The `datasets` library finds, downloads, decompresses and memory-maps the files. It would also infer
+types: a text that looks like a date would become a timestamp, and 007 would become 7. Troupe
+prevents that: JSON is read line by line as text and parsed by Python, and every CSV cell is text.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from troupe.workflow.errors import WorkflowError
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-# The names that a data set has, each with the names of its parts.
+# The names in a data set, each with the names of its parts.
 Names = Mapping[str, "Names"]
 
 _HUB_REMEDY: Final = (
-    "Check the id; a private or gated one needs HF_TOKEN where it is read. Without the hub: "
+    "Check the id; a private or gated data set needs HF_TOKEN where it is read. Without the hub: "
     "`hf download --repo-type dataset ID` beforehand, or name local files."
 )
 _TEXT: Final = "text"
-# What the library, pandas and pyarrow say of a file without rows.
+# Messages of the library, pandas and pyarrow about a file without rows.
 _WITHOUT_ROWS: Final = (
     "corresponds to no data",
     "No columns to parse from file",
     "BatchSize must be greater than 0",
 )
 _JSON_REMEDY: Final = "Write one JSON object per line, or the whole file as one array of objects."
-# Rows that are read together.
+# Number of rows that are read together.
 BATCH: Final = 4096
 _SHORT_FLOATS: Final[Mapping[str, Callable[[float], object]]] = {
     "float16": np.float16,
@@ -54,18 +54,18 @@ _SHORT_FLOATS: Final[Mapping[str, Callable[[float], object]]] = {
 
 
 class DataError(WorkflowError):
-    """Rows cannot be had: `kind` is `data_library_missing`, `dataset_missing`, `hub_unreachable`,
-    `split_missing`, `split_overlap`, `column_missing`, `dataset_unreadable`, `not_json` or
-    `no_rows`."""
+    """Rows are not available: `kind` is `data_library_missing`, `dataset_missing`,
+    `hub_unreachable`, `split_missing`, `split_overlap`, `column_missing`, `dataset_unreadable`,
+    `not_json` or `no_rows`."""
 
     kind = "dataset_unreadable"
 
 
 class Table(ABC):
-    """The rows of a data set by number. They stay on the disk until they are read."""
+    """The rows of a data set by number. They stay on disk until they are read."""
 
     def __init__(self, table: Dataset, lengths: Mapping[str, int] | None = None) -> None:
-        """`lengths`: how many rows each split has; None: as the library says."""
+        """Wrap `table`. `lengths`: number of rows of each split; None: as the library reports."""
         self._table = table
         splits = table.info.splits or {}
         self.lengths = lengths or {name: one.num_examples for name, one in splits.items()}
@@ -75,14 +75,14 @@ class Table(ABC):
 
     @abstractmethod
     def names(self, rows: int) -> Names:
-        """The columns and their parts; JSON has those of the first `rows` rows."""
+        """Return the columns and their parts; for JSON, those of the first `rows` rows."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Rows `begin` to `end`. A row has the keys that it was written with."""
+        """Return rows `begin` to `end`, with their original keys."""
 
     def only(self, columns: Sequence[str]) -> Table:
-        """The same rows; columns other than `columns` need not be read."""
+        """Return the same rows; columns other than `columns` need not be read."""
         return self
 
 
@@ -98,11 +98,11 @@ class ArrowTable(Table):
         }
 
     def names(self, rows: int) -> Names:
-        """The columns and their parts."""
+        """Return the columns and their parts."""
         return _parts(self._table.features)
 
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Rows `begin` to `end`."""
+        """Return rows `begin` to `end`."""
         rows: list[dict[str, Any]] = self._table[begin:end].to_pylist()
         for name, convert in self._as_written.items():
             for row in rows:
@@ -110,7 +110,7 @@ class ArrowTable(Table):
         return rows
 
     def only(self, columns: Sequence[str]) -> Table:
-        """The same rows without the other columns."""
+        """Return the same rows without the other columns."""
         return ArrowTable(self._table.select_columns(list(columns)))
 
 
@@ -119,13 +119,12 @@ def _parts(kind: Any) -> Names:
 
 
 def _as_written(kind: Any, *, listed: bool = False) -> Callable[[Any], Any] | None:
-    """A function that undoes what Arrow did to values of a type; None: nothing to undo.
+    """Return a function that undoes Arrow's changes to values of a type; None: nothing to undo.
 
-    All items of a list have the same keys in Arrow, which fills those that an item was written
-    without: tools of two shapes would each show the parameters of the other, as nulls. So nulls
-    within items of lists are left out. The `Json` type keeps values as JSON text. A number with
-    fewer bits than Python's becomes the shortest decimal that means it: 0.1, where its exact value
-    is 0.10000000149.
+    All items of a list have the same keys in Arrow, which fills missing keys with nulls: tools of
+    two shapes would each show the other's parameters as nulls. So nulls within items of lists are
+    left out. The `Json` type keeps values as JSON text. A number with fewer bits than Python's
+    becomes the shortest decimal that represents it: 0.1, although its exact value is 0.10000000149.
     """
     import datasets
 
@@ -162,12 +161,12 @@ class JsonTable(Table):
     def __init__(
         self, texts: Dataset, field: str, lengths: Mapping[str, int] | None = None
     ) -> None:
-        """`field`: of the job, for errors."""
+        """Wrap `texts`. `field`: the job's field, for errors."""
         super().__init__(texts, lengths)
         self._field = field
 
     def names(self, rows: int) -> Names:
-        """The keys of the first `rows` rows and of the objects in them."""
+        """Return the keys of the first `rows` rows and of the objects in them."""
         found: dict[str, Any] = {}
         for begin in range(0, rows, BATCH):
             for row in self.read(begin, min(rows, begin + BATCH)):
@@ -175,7 +174,7 @@ class JsonTable(Table):
         return found
 
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Rows `begin` to `end`; a blank line is a row without keys. Raises `DataError`."""
+        """Return rows `begin` to `end`; a blank line is a row without keys. Raises `DataError`."""
         lines = self._table[begin:end][_TEXT]
         return [self._parsed(number, line) for number, line in enumerate(lines, begin)]
 
@@ -208,7 +207,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Python's decoder, but that it does not take the last one of two values of one key.
+# Python's decoder, except that it refuses two values of one key instead of taking the last.
 _decode: Final = json.JSONDecoder(object_pairs_hook=_object).decode
 
 
@@ -220,10 +219,10 @@ def _collect(row: Mapping[str, Any], names: dict[str, Any]) -> None:
 
 
 def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
-    """The rows of `spec` as written. Blocking: downloads and converts at first use.
+    """Return the unconverted rows of `spec`. Blocking; downloads and converts at first use.
 
-    `field`: the section of the job, for errors. `split`: held-out rows, which are a split instead
-    of `spec.split`, or a file instead of `spec.dataset`; they must not be among the training rows.
+    `field`: the section of the job, for errors. `split`: held-out rows, a split that replaces
+    `spec.split` or a file that replaces `spec.dataset`; they must not be among the training rows.
     Raises `DataError`.
     """
     try:
@@ -237,7 +236,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             remedy='`pip install "troupe-rl[data]"` where rollout workers (and trainers) run.',
         ) from error
     datasets.disable_progress_bars()
-    # Otherwise each call asks the hub, also for local files.
+    # Otherwise each call contacts the hub, even for local files.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     source = split if split and reader_of(split) else spec.dataset
     reader = reader_of(source)
@@ -245,11 +244,12 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
     wanted = "train" if reader else split or spec.split or "train"
     if not reader and os.path.isfile(source):
         raise DataError(
-            "the ending of its name is none of a file that can be read",
+            "files with this extension cannot be read",
             kind="dataset_missing",
             field=where,
             value=source,
-            remedy=f"Endings are {', '.join(READERS)}, also followed by one of a compressed file.",
+            remedy=f"Supported: {', '.join(READERS)}, also followed by the extension of a "
+            "compressed file.",
         )
     if (reader and not files_of(source)) or (not reader and no_directory(source)):
         raise DataError(
@@ -257,7 +257,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
             kind="dataset_missing",
             field=where,
             value=source,
-            remedy="The path is that of the host that reads it, relative to the directory in which "
+            remedy="The path is on the host that reads it, relative to the directory in which "
             "its service was started.",
         )
     if source != spec.dataset:
@@ -265,7 +265,7 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
     try:
         if reader:
             more = {"sep": "\t"} if ".tsv" in Path(source.lower()).suffixes else {}
-            # The library takes brackets and stars of a path for a pattern.
+            # The library treats a path with brackets or stars as a pattern.
             files = glob.escape(source) if os.path.isfile(source) else source
             builder = datasets.load_dataset_builder(reader, data_files=files, **more)
         else:
@@ -280,13 +280,13 @@ def open_table(spec: RowsSpec, field: str, split: str | None = None) -> Table:
         of_split = f"{field}.{'held_out' if split else 'split'}", wanted
         raise _explained(error, spec, field, (where, source), of_split) from error
     if split and shared:
-        raise _overlap(field, split, f"{shared:,} of its rows are rows of the training split, too")
+        raise _overlap(field, split, f"{shared:,} of its rows are also in the training split")
     return table
 
 
 def _hub_builder(source: str, spec: RowsSpec) -> DatasetBuilder:
-    """The builder of a folder or of a data set of the hub. Without the hub the files count that it
-    gave earlier, rather than rows that the library made of them, whose types it inferred."""
+    """Return the builder of a folder or of a data set of the hub. Without the hub, use the files
+    downloaded earlier, rather than the library's rows, whose types it inferred."""
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import snapshot_download
@@ -312,7 +312,7 @@ def _hub_builder(source: str, spec: RowsSpec) -> DatasetBuilder:
 
 
 def _open(builder: DatasetBuilder, split: str, field: str) -> Table:
-    """The rows of a split. JSON is opened as text, CSV with cells that are text."""
+    """Return the rows of a split. JSON is opened as text, CSV with text cells."""
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
 
@@ -338,7 +338,7 @@ def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
     first = next((line for line in lines[_TEXT] if line.strip()), "{}")
     if not _begins_document(first):
         return JsonTable(lines, field)
-    # Each file is one value: an array of rows, or a single row. All have to fit into memory.
+    # Each file is one value: an array of rows, or a single row. All must fit into memory.
     rows: dict[str, list[Any]] = {}
     for name, documents in read(sample_by="document").items():
         values = [_decoded(document, field) for document in documents[_TEXT]]
@@ -351,8 +351,8 @@ def _open_json(files: Mapping[Any, Any], split: str, field: str) -> JsonTable:
 
 
 def _begins_document(line: str) -> bool:
-    """Whether a file whose first line is `line` is one JSON value, not an object per line: the line
-    is an array, or a value goes on after it."""
+    """Return whether a file whose first line is `line` is one JSON value, not an object per line:
+    the line begins an array, or its value continues on the next line."""
     try:
         return isinstance(json.loads(line), list)
     except json.JSONDecodeError as error:
@@ -374,7 +374,7 @@ def _decoded(document: str, field: str) -> Any:
 
 
 def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
-    """CSV whose cells are all text."""
+    """Open CSV with all cells as text."""
     import datasets
     import pandas  # type: ignore[import-untyped]
 
@@ -400,19 +400,20 @@ def _open_csv(builder: DatasetBuilder, split: str) -> ArrowTable:
 
 
 def files_of(source: str) -> list[str]:
-    """The local files that a data set is: the one of this name, else those that it matches."""
+    """Return the local files of a data set: the file of this name, else the files that match the
+    pattern."""
     return [source] if os.path.isfile(source) else sorted(glob.glob(source))
 
 
 def check_files_apart(field: str, held_out: str, training: str) -> None:
-    """Raises `DataError` if a file of `held_out` is one of `training`, or a copy of one."""
+    """Raise `DataError` if a file of `held_out` is a file of `training`, or a copy of one."""
     if not reader_of(held_out) or not reader_of(training):
         return
     known: dict[int, list[str]] = {}
     for path in files_of(training):
         known.setdefault(os.path.getsize(path), []).append(path)
     for path in files_of(held_out):
-        # Most files differ in size, so that few are read.
+        # Most files differ in size, so few are read.
         for other in known.get(os.path.getsize(path), ()):
             if os.path.samefile(path, other):
                 raise _overlap(field, held_out, f"{path} is one of the files `{training}`")
@@ -421,7 +422,7 @@ def check_files_apart(field: str, held_out: str, training: str) -> None:
 
 
 def _shared_rows(lengths: Mapping[str, int], training: str, held_out: str) -> int:
-    """How many rows two splits, or parts of splits, have in common."""
+    """Return how many rows two splits, or parts of splits, have in common."""
     from datasets import ReadInstruction
 
     ours, theirs = (
@@ -453,8 +454,8 @@ def _explained(
     of_source: tuple[str, str],
     of_split: tuple[str, str],
 ) -> DataError:
-    """The `DataError` for what the `datasets` library raised. `of_source`, `of_split`: field and
-    value of these."""
+    """Return the `DataError` for an error of the `datasets` library. `of_source`, `of_split`: field
+    and value of source and split."""
     from datasets.exceptions import DatasetNotFoundError
 
     kinds: list[tuple[bool, str, tuple[str, object], str]] = [
@@ -462,7 +463,7 @@ def _explained(
             any(one in str(error.__cause__ or error) for one in _WITHOUT_ROWS),
             "no_rows",
             of_source,
-            "Give it rows.",
+            "Add rows.",
         ),
         (isinstance(error, ConnectionError), "hub_unreachable", of_source, _HUB_REMEDY),
         (
@@ -476,7 +477,7 @@ def _explained(
             isinstance(error, ValueError) and "data file format" in str(error),
             "dataset_unreadable",
             of_source,
-            "Name files of one kind, as `FOLDER/*.jsonl` does.",
+            "Name files of one kind, as in `FOLDER/*.jsonl`.",
         ),
         (
             isinstance(error, ValueError) and "split" in str(error).lower(),
@@ -499,6 +500,7 @@ def _explained(
         f"it cannot be read: {described(cause)}",
         field=of_source[0],
         value=of_source[1],
-        remedy="Check its contents (text is UTF-8). The `datasets` library, which reads it, writes "
+        remedy="Check its contents (text must be UTF-8). The `datasets` library, which reads it, "
+        "writes "
         "its cache below HF_HOME.",
     )

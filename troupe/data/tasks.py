@@ -1,4 +1,4 @@
-"""One split of a job's tasks: which item a query is, however often the split is gone through."""
+"""One split of a job's tasks: maps queries to items over any number of passes through the split."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRAIN: Final = "train"
-# Queries in which the sources of a mixture have their shares.
+# Number of queries in which each source of a mixture has its exact share.
 _BLOCK: Final = 1000
 
 
 class TaskSplit:
-    """One split of a job's tasks, of a class of the user's or of a data set.
+    """One split of a job's tasks, from a user's class or a data set.
 
-    Queries are counted without end; `position` says which item of the split one is. It depends on
-    the seed and the query's number alone, so that a resumed job goes on with the same queries.
+    The number of queries is unlimited; `position` maps a query to an item of the split. It depends
+    only on the seed and the query's number, so that a resumed job continues with the same queries.
     """
 
     def __init__(self, items: Tasks, length: int, source: str, shuffled: str | None = None) -> None:
-        """`length`: that of `items` now; code of users may report another one later. `shuffled`:
-        what the order is drawn from; None: that of the items."""
+        """Create the split. `length`: current length of `items`; user code may report another
+        later. `shuffled`: the key from which the order is drawn; None: the order of the items."""
         self._items = items
         self._length = length
         self._shuffled = shuffled
@@ -55,7 +55,7 @@ class TaskSplit:
         return self._items.digests if isinstance(self._items, DataRows | _Chain) else None
 
     def position(self, index: int) -> int:
-        """Which item query `index` is. Each pass over the items takes every one of them once."""
+        """Return the item of query `index`. Each pass over the items takes every item once."""
         if self._shuffled is None:
             return index % self._length
         turn, at = divmod(index, self._length)
@@ -67,15 +67,16 @@ class TaskSplit:
         return (self._length,)
 
     def position_in(self, source: int, item: int) -> int:
-        """Which item of the split is item `item` of a source, in the order of its first pass."""
+        """Return the item of the split that is item `item` of a source, in the order of its first
+        pass."""
         return self.position(item)
 
 
 @lru_cache(maxsize=8)
 def _permutation(key: str, length: int) -> NDArray[np.int32]:
-    """A permutation of 0 .. length - 1 that is drawn from `key`."""
+    """Return a permutation of 0 .. length - 1, drawn from `key`."""
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=32).digest(), np.uint32)
-    # The legacy generator: its streams are the same in every release of numpy.
+    # The legacy generator, whose streams are the same in every release of numpy.
     drawn = np.random.RandomState(seed).permutation(length)  # type: ignore[arg-type]
     return drawn.astype(np.int32)
 
@@ -89,10 +90,10 @@ def open_tasks(
     count_tokens: CountTokens | None = None,
     whole: bool = False,
 ) -> TaskSplit:
-    """One split ("train" or "held_out") of `spec`. Blocking.
+    """Return one split ("train" or "held_out") of `spec`. Blocking.
 
-    `seed`: the job's; held-out queries are the same, in the same order, for every seed. `whole`:
-    all rows are held out, as those of a named evaluation are. Raises `EntrypointError` and
+    `seed`: the job's seed; held-out queries are the same, in the same order, for every seed.
+    `whole`: all rows are held out, as for a named evaluation. Raises `EntrypointError` and
     `DataError`, naming a field below `field`.
     """
     if spec.mixed:
@@ -118,7 +119,7 @@ def open_tasks(
         notes.append(f"{len(rows):,} of them are for {'training' if training else 'evaluations'}")
     elif not training and own is None and not whole:
         raise DataError(
-            "it is not said which rows evaluations ask",
+            "the job does not say which rows evaluations use",
             kind="split_missing",
             field=f"{field}.held_out",
             remedy="Name a split or a file, or a fraction (0.05) of the rows.",
@@ -130,40 +131,40 @@ def open_tasks(
 
 
 def compare_splits(training: TaskSplit, held_out: TaskSplit, field: str) -> None:
-    """Adds a note to `held_out` if it shares rows with `training`: the same ones may be in files of
-    other names and kinds. Raises `DataError` if all of them are shared."""
+    """Add a note to `held_out` if it shares rows with `training`: files with different names and
+    formats may contain the same rows. Raises `DataError` if all rows are shared."""
     if training.digests is None or held_out.digests is None:
         return
     shared = int(np.isin(held_out.digests, training.digests).sum())
     if shared == len(held_out):
         raise DataError(
             f"held-out rows must not be training rows: all {shared:,} of {held_out.source} are "
-            f"rows of {training.source}, too",
+            f"also rows of {training.source}",
             kind="split_overlap",
             field=f"{field}.held_out",
             value=held_out.source,
             remedy="Name another split or file, or give a fraction (0.05) of the rows.",
         )
     if shared:
-        held_out.notes.append(f"{shared:,} rows of {held_out.source} are training rows, too")
+        held_out.notes.append(f"{shared:,} rows of {held_out.source} are also training rows")
 
 
 class TaskMix(TaskSplit):
-    """Several sources, asked in proportion to their weights.
+    """Several sources, queried in proportion to their weights.
 
-    In each block of `_BLOCK` queries every source has its share, in an order drawn from the seed;
-    how many queries of a source came before one follows from the query's number alone.
+    In each block of `_BLOCK` queries every source has its share, in an order drawn from the seed.
+    The query's number alone determines how many queries of its source came before.
     """
 
     def __init__(
         self, parts: Sequence[TaskSplit], weights: Sequence[float], drawn_from: str
     ) -> None:
-        """`weights`: of the parts, positive."""
+        """Mix `parts` by `weights`, which are positive."""
         chain = _Chain(parts)
         super().__init__(chain, len(chain), ", ".join(part.source for part in parts))
         self._parts, self._starts, self._drawn_from = parts, chain.starts, drawn_from
         shares = np.array(weights) / sum(weights) * _BLOCK
-        # Largest remainders; a source that is hardly ever asked is asked once.
+        # Largest remainders; a source with a tiny weight gets one query.
         self._shares = np.maximum(1, np.floor(shares).astype(int))
         while (left := _BLOCK - int(self._shares.sum())) != 0:
             at = np.argmax(shares - self._shares) if left > 0 else np.argmax(self._shares)
@@ -171,7 +172,7 @@ class TaskMix(TaskSplit):
         self._part_of = np.repeat(np.arange(len(parts)), self._shares)
 
     def position(self, index: int) -> int:
-        """Which item query `index` is."""
+        """Return the item of query `index`."""
         block, at = divmod(index, _BLOCK)
         order = self._part_of[_permutation(f"{self._drawn_from}/{block}", _BLOCK)]
         part = int(order[at])
@@ -184,7 +185,8 @@ class TaskMix(TaskSplit):
         return [len(part) for part in self._parts]
 
     def position_in(self, source: int, item: int) -> int:
-        """Which item of the mixture is item `item` of a source, in the order of its first pass."""
+        """Return the item of the mixture that is item `item` of a source, in the order of its first
+        pass."""
         return self._starts[source] + self._parts[source].position(item)
 
 
@@ -197,7 +199,7 @@ class _Chain:
 
     @property
     def digests(self) -> NDArray[np.uint64] | None:
-        """As `TaskSplit.digests`."""
+        """See `TaskSplit.digests`."""
         each = [part.digests for part in self._parts]
         found = [one for one in each if one is not None]
         return np.concatenate(found) if len(found) == len(each) else None
@@ -217,7 +219,7 @@ def _open_mix(
     chosen = {name: one for name, one in spec.mixed.items() if training or one.evaluated}
     if not chosen:
         raise DataError(
-            "none of them holds out queries for evaluations",
+            "none of the sources holds out queries for evaluations",
             kind="split_missing",
             field=f"{field}.mix",
             remedy="Give one of them `held_out`: a split, a file, or a fraction (0.05).",
@@ -242,15 +244,15 @@ def _open_mix(
 
 
 def _part(rows: DataRows, fraction: float, *, training: bool, field: str) -> DataRows:
-    """The rows that are set aside for evaluations, or the others.
+    """Return the rows reserved for evaluations, or the others.
 
-    A hash of a row decides, so that the order of the rows does not matter. Equal rows are on one
+    A hash of each row decides, so the order of the rows does not matter. Equal rows are on one
     side, and each side has at least one row.
     """
     digests, counts = np.unique(rows.digests, return_counts=True)
     if len(digests) < 2:
         raise DataError(
-            f"evaluations and training need different rows, and all {len(rows):,} are equal",
+            f"evaluations and training need different rows, but all {len(rows):,} rows are equal",
             kind="no_rows",
             field=f"{field}.held_out",
             value=fraction,
@@ -263,7 +265,7 @@ def _part(rows: DataRows, fraction: float, *, training: bool, field: str) -> Dat
             fits[at], taken = True, taken + count
         if taken == wanted:
             break
-    if not taken:  # every row is there more often than `wanted`
+    if not taken:  # every row has more copies than `wanted`
         fits[counts.argmin()] = True
     aside = np.isin(rows.digests, digests[fits])
     return rows.where(~aside if training else aside)

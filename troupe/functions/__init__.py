@@ -1,6 +1,6 @@
-"""Rewards and tools as users write them: plain functions that declare what their calls cost.
+"""Rewards and tools of users: plain functions that declare the costs of their calls.
 
-Importing this package is cheap: every sandbox does when it starts.
+Importing this package must be cheap: every sandbox does so when it starts.
 """
 
 from troupe.functions.declaration import Declaration, DeclarationError, declaration_of, reward, tool

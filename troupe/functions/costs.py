@@ -21,7 +21,8 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "disk_mib": 256,
     }
 )
-"""Costs without a default here are absent on the wire: none, or the reward service's setting."""
+"""Costs without a default here are absent on the wire, which means none or the reward service's
+setting."""
 
 
 def to_spec(
@@ -35,7 +36,7 @@ def to_spec(
     description: str = "",
     parameters: Mapping[str, Any] | None = None,
 ) -> reward_pb.FunctionSpec:
-    """The message that registers a function; `costs` override what it `declared`."""
+    """Return the message that registers a function; `costs` override what it `declared`."""
     return reward_pb.FunctionSpec(
         name=name,
         version=version,
@@ -59,7 +60,8 @@ def _schema(parameters: Mapping[str, Any]) -> str:
 
 
 def schema_of(spec: reward_pb.FunctionSpec) -> dict[str, Any]:
-    """The JSON schema of a function's arguments; empty where the registered text is none."""
+    """Return the JSON schema of a function's arguments; empty if the registered text is not a
+    schema."""
     try:
         found = parse_json(spec.parameters_json or "{}")
     except NotJsonError:
@@ -68,7 +70,7 @@ def schema_of(spec: reward_pb.FunctionSpec) -> dict[str, Any]:
 
 
 def costs_of(spec: reward_pb.FunctionSpec) -> dict[str, Any]:
-    """The costs that are set in a message, by name."""
+    """Return the costs that are set in a message, by name."""
     own = ("name", "version", "entrypoint", "kind", "description", "parameters_json")
     return {
         field.name: _plain(field, value)

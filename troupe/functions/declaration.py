@@ -1,7 +1,7 @@
-"""The decorators `@troupe.reward` and `@troupe.tool`: they attach a `Declaration` to a function,
-which says what its calls cost and what its arguments are. The function itself stays as it was.
+"""The decorators `@troupe.reward` and `@troupe.tool`: they attach a `Declaration`, with the costs
+of calls and the arguments, to a function. The function itself is unchanged.
 
-Jobs and deployments read the declaration; `definition` gives it to models as a tool.
+Jobs and deployments read the declaration; `definition` presents it to models as a tool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATTRIBUTE: Final = "__troupe__"
 
 
 class DeclarationError(TypeError):
-    """A declaration that cannot work: its `field` is `value`."""
+    """A declaration is invalid: its `field` is `value`."""
 
     def __init__(self, function: str, field: str, value: object, message: str, remedy: str) -> None:
         super().__init__(f"{function}: {field} = {value!r} {message}. {remedy}")
@@ -34,8 +34,8 @@ class DeclarationError(TypeError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A function's declaration. `costs` holds what was given to the decorator and nothing else, by
-    the names of a job's `rewards` and `tools`."""
+    """A function's declaration. `costs` contains only the arguments of the decorator, by the names
+    of a job's `rewards` and `tools`."""
 
     kind: Kind
     name: str
@@ -50,7 +50,7 @@ class Declaration:
         return schema(self.function)
 
     def check(self) -> None:
-        """Raises `DeclarationError` for a signature that cannot be called with JSON."""
+        """Raise `DeclarationError` for a signature that cannot be called with JSON."""
         try:
             check_parameters(self.function)
             if self.kind == "reward":
@@ -62,14 +62,14 @@ class Declaration:
 
 
 def declaration_of(function: Any) -> Declaration | None:
-    """The declaration of a decorated function; None for any other object."""
+    """Return the declaration of a decorated function; None for any other object."""
     found = getattr(function, _ATTRIBUTE, None)
     return found if isinstance(found, Declaration) else None
 
 
 class Costs(TypedDict, total=False):
-    """What a call takes, by the names of a job's `rewards` and `tools` (docs/job-reference.md); a
-    job that names another value overrides it."""
+    """The costs of a call, by the names of a job's `rewards` and `tools` (docs/job-reference.md);
+    values in the job override them."""
 
     timeout_seconds: float
     memory_mib: int
@@ -102,11 +102,11 @@ def reward(
 def reward(
     function: Any = None, /, *, name: str | None = None, version: str = "1", **costs: Any
 ) -> Any:
-    """Declares a reward: a function that returns a finite number, or a dict of them by agent.
+    """Declare a reward: a function that returns a finite number, or a dict of numbers by agent.
 
-    Used bare, or with what its calls take (`Costs`). In a job it is called with the keywords
-    `query`, `turns` and `rewards`. `name` (default: the function's) and `version` are those under
-    which it is deployed. Raises `DeclarationError`.
+    Use it bare, or with the costs of calls (`Costs`). A job calls the function with the keywords
+    `query`, `turns` and `rewards`. `name` (default: the function's) and `version` are used for
+    deployment. Raises `DeclarationError`.
     """
     return _decorator("reward", Costs, function, name, version, costs)
 
@@ -120,10 +120,10 @@ def tool(
 def tool(
     function: Any = None, /, *, name: str | None = None, version: str = "1", **costs: Any
 ) -> Any:
-    """Declares a tool: a function of JSON arguments that agents may call.
+    """Declare a tool: a function with JSON arguments that agents may call.
 
-    Used bare, or with what its calls take (`ToolCosts`). The parameters' type hints and the
-    docstring are what a model is shown of it (`Tools.definitions`). Raises `DeclarationError`.
+    Use it bare, or with the costs of calls (`ToolCosts`). A model sees the parameters' type hints
+    and the docstring (`Tools.definitions`). Raises `DeclarationError`.
     """
     return _decorator("tool", ToolCosts, function, name, version, costs)
 
@@ -143,7 +143,7 @@ def _decorator(
                 called,
                 unknown,
                 costs[unknown],
-                f"is nothing that a {kind} declares",
+                f"is not a field of a {kind}'s declaration",
                 f"Known: {', '.join(sorted(names))}.",
             )
         chosen = called if name is None else name
@@ -152,9 +152,9 @@ def _decorator(
             raise DeclarationError(called, field, value, message, remedy)
 
         if not isinstance(chosen, str) or not NAME.fullmatch(chosen):
-            refuse("name", chosen, "is no name", "Use letters, digits, '_', '-' and '.'.")
+            refuse("name", chosen, "is not a name", "Use letters, digits, '_', '-' and '.'.")
         if not isinstance(version, str) or not VERSION.fullmatch(version):
-            refuse("version", version, "is no version", 'Write a short text, for example "1".')
+            refuse("version", version, "is not a version", 'Write a short text, for example "1".')
         check_costs(costs, refuse)
         text = inspect.cleandoc(target.__doc__ or "")
         made = Declaration(kind, chosen, version, text, dict(costs), target)
@@ -166,7 +166,7 @@ def _decorator(
 
 
 class SignatureError(Exception):
-    """A signature has `what` at `where`, which cannot be passed as JSON by keyword."""
+    """A signature has `what` at `where`, which cannot be passed by keyword as JSON."""
 
     def __init__(self, where: str, what: object, message: str, remedy: str) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class SignatureError(Exception):
 
 
 def check_parameters(function: Callable[..., Any]) -> None:
-    """Raises `SignatureError` unless every parameter can be given by keyword, as a JSON value."""
+    """Raise `SignatureError` unless every parameter can be given by keyword, as a JSON value."""
     hints = _hints(function)
     for parameter in inspect.signature(function).parameters.values():
         optional = parameter.default is not parameter.empty
@@ -182,33 +182,34 @@ def check_parameters(function: Callable[..., Any]) -> None:
             raise SignatureError(
                 parameter.name,
                 str(parameter),
-                "can only be given by position",
-                "Arguments come by name: remove the `/`.",
+                "can only be passed by position",
+                "Arguments are passed by name: remove the `/`.",
             )
         hint = hints.get(parameter.name, Any)
         if not _json(hint):
             raise SignatureError(
                 parameter.name,
                 _shown(hint),
-                "is nothing that JSON has",
+                "is not a JSON type",
                 "Use str, int, float, bool, None, list, dict, Literal or TypedDict.",
             )
 
 
 def check_reward(function: Callable[..., Any]) -> None:
-    """Raises `SignatureError` for a return annotation other than a number or a dict of numbers."""
+    """Raise `SignatureError` for a return annotation other than a number or a dict of numbers."""
     returned = _hints(function).get("return", Any)
     if not _scores(returned):
         raise SignatureError(
             "return",
             _shown(returned),
-            "is no reward",
-            "Return a finite float, or a dict of them by agent: `-> dict[str, float]`.",
+            "is not a reward",
+            "Return a finite float, or a dict of floats by agent: `-> dict[str, float]`.",
         )
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of an object of the function's arguments, which `check_parameters` accepts."""
+    """Return the JSON schema of an object with the arguments of a function that passes
+    `check_parameters`."""
     # The import takes a tenth of a second, and sandboxes do not need it.
     from pydantic import ConfigDict, Field, create_model
 
@@ -220,7 +221,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         default = ... if parameter.default is parameter.empty else parameter.default
-        # An alias: models have no fields that begin with an underscore or shadow a method.
+        # An alias, since fields of models must not begin with an underscore or shadow a method.
         fields[f"argument_{len(fields)}"] = (hints.get(name, Any), Field(default, alias=name))
     model = create_model(
         "Arguments", __config__=ConfigDict(extra="allow" if more else "forbid"), **fields
@@ -229,7 +230,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _json(hint: Any) -> bool:
-    """Whether values of this type survive JSON unchanged: nothing converts arguments."""
+    """Return whether values of this type survive JSON unchanged: nothing converts arguments."""
     if hint in (Any, object, None, type(None), str, int, float, bool, list, dict):
         return True
     origin, of = typing.get_origin(hint), typing.get_args(hint)
@@ -251,7 +252,7 @@ def _json(hint: Any) -> bool:
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:
-    """`found` without titles, which repeat the names."""
+    """Return `found` without titles, which only repeat the names."""
     found.pop("title", None)
     for entry in found.get("properties", {}).values():
         entry.pop("title", None)
@@ -260,8 +261,8 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The function's type hints, resolved; none where one cannot be (a `TYPE_CHECKING` import),
-    for that says nothing about JSON."""
+    """Return the function's resolved type hints; none if one cannot be resolved (a `TYPE_CHECKING`
+    import), which does not prove that JSON fails."""
     target = function if inspect.isroutine(function) else type(function).__call__
     try:
         return typing.get_type_hints(target, include_extras=True)
@@ -276,7 +277,7 @@ def _scores(hint: Any) -> bool:
     if origin is typing.Annotated:
         return _scores(typing.get_args(hint)[0])
     if origin in (typing.Union, types.UnionType):
-        # None is allowed among others: no reward for this trajectory.
+        # None is allowed in a union: no reward for this trajectory.
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         return bool(parts) and all(map(_scores, parts))
     if isinstance(origin or hint, type):
@@ -285,7 +286,7 @@ def _scores(hint: Any) -> bool:
             of = typing.get_args(hint)
             return not of or (of[0] is str and _scores(of[1]))
         return hasattr(kind, "__float__") and not issubclass(kind, bool)
-    return True  # a type variable and the like: the call shows it
+    return True  # a type variable or similar: decided by the call
 
 
 def _shown(hint: Any) -> str:
@@ -295,8 +296,9 @@ def _shown(hint: Any) -> str:
 def definition(
     name: str, description: str, parameters: Mapping[str, Any], *, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A tool as models are shown it: an item of `tools` of OpenAI's API. `parameters` is the JSON
-    schema of the arguments; those in `without` are given by the job and left out."""
+    """Return a tool in the form shown to models: an item of `tools` of OpenAI's API. `parameters`
+    is the JSON schema of the arguments; arguments in `without`, which the job sets, are left
+    out."""
     schema = dict(parameters) or {"type": "object", "properties": {}}
     if without:
         kept = {k: v for k, v in schema.get("properties", {}).items() if k not in without}
@@ -307,7 +309,8 @@ def definition(
 
 
 def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """`definition` of a function in this process; of a `partial`, without the given arguments."""
+    """Return the `definition` of a function in this process; for a `partial`, without the bound
+    arguments."""
     given: Collection[str] = ()
     if isinstance(function, partial):
         given, function = function.keywords, function.func

@@ -1,6 +1,7 @@
-"""Finds what the functions of a module declare, by importing it in an interpreter of its own.
+"""Finds the declarations of a module's functions, by importing the module in a separate
+interpreter.
 
-So the import cannot harm the caller, and a module that is edited later is read anew. `describe` is
+So the import cannot harm the caller, and a module that is edited later is read again. `describe` is
 itself a function that the reward service runs: a job's entrypoint is described where it can be
 imported.
 """
@@ -26,7 +27,7 @@ IMPORT_SECONDS: Final = 60.0
 
 
 class DescribeError(Exception):
-    """A module cannot be imported, or has no such function; the text says why."""
+    """A module cannot be imported, or lacks the function; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,21 @@ class Described:
 
 
 def describe(entrypoint: str) -> dict[str, Any]:
-    """The declaration of "package.module:attribute" as a dict of the fields of `Described`. Raises
-    `DescribeError`."""
+    """Return the declaration of "package.module:attribute" as a dict of the fields of `Described`.
+    Raises `DescribeError`."""
     return asdict(described(entrypoint)[0])
 
 
 def described(target: str, path: str | None = None) -> list[Described]:
-    """The declaration of "package.module:attribute", or those of all functions of a module.
+    """Return the declaration of "package.module:attribute", or the declarations of all functions of
+    a module.
 
-    `path` is a directory to import from before all others. Raises `DescribeError`.
+    `path`: directory that comes first on the import path. Raises `DescribeError`.
     """
     command = [sys.executable, "-P", "-m", __name__, target]
     folders = [folder for folder in (path, *sys.path) if folder]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    # The answer has a file of its own: the module may print while it is imported.
+    # A separate file for the answer: the module may print during the import.
     with tempfile.TemporaryFile() as answer:
         try:
             ended = subprocess.run(
@@ -76,7 +78,7 @@ def described(target: str, path: str | None = None) -> list[Described]:
         text = answer.read()
     if not text:
         last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise DescribeError(f"importing {target} ended the interpreter: {' '.join(last)}")
+        raise DescribeError(f"importing {target} terminated the interpreter: {' '.join(last)}")
     found = json.loads(text)
     if "error" in found:
         raise DescribeError(found["error"])
@@ -86,7 +88,7 @@ def described(target: str, path: str | None = None) -> list[Described]:
 def _answer(target: str) -> dict[str, Any]:
     try:
         return {"functions": [asdict(one) for one in _functions(target)]}
-    except BaseException as error:  # an import may raise anything, SystemExit included
+    except BaseException as error:  # an import may raise anything, including SystemExit
         text = safe_text(error) if isinstance(error, DescribeError) else error_text(error)
         return {"error": f"{target}: {text}"}
 
@@ -105,13 +107,13 @@ def _functions(target: str) -> Iterator[Described]:
     nothing = True
     for name, value in vars(module).items():
         declared = declaration_of(value)
-        # A function imported from another module belongs to that one.
+        # A function imported from another module belongs to that module.
         if declared is not None and getattr(value, "__module__", module_name) == module_name:
             nothing = False
             yield _describe(f"{module_name}:{name}", value)
     if nothing:
         raise DescribeError(
-            "declares no function; decorate one with @troupe.reward or @troupe.tool"
+            "does not declare a function; decorate one with @troupe.reward or @troupe.tool"
         )
 
 

@@ -1,4 +1,4 @@
-"""Calls of the model that a function declares as `model_service`, from inside the function."""
+"""Calls from inside a function to the model that it declares as `model_service`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLE: Final = "TROUPE_MODEL_URL"
 
 
 def model_url() -> str:
-    """The URL of the model. A model of SGLang has OpenAI's API below `/v1`, one of a torch
+    """Return the URL of the model. An SGLang model serves OpenAI's API below `/v1`, a torch
     entrypoint its methods at `/call` (`ask_model`). Raises RuntimeError without `model_service`."""
     url = os.environ.get(_VARIABLE)
     if not url:
@@ -23,9 +23,9 @@ def model_url() -> str:
 
 
 def ask_model(method: str, timeout: float = 60.0, **arguments: Any) -> Any:
-    """The result of a method of the model's object. Raises RuntimeError with the model's error, and
-    errors of httpx where it does not answer within `timeout` seconds."""
-    # Models are local: no proxy.
+    """Call a method of the model's object and return the result. Raises RuntimeError with the
+    model's error, and errors of httpx if it does not answer within `timeout` seconds."""
+    # Models are local, so no proxy is used.
     with httpx.Client(trust_env=False, timeout=timeout) as http:
         reply = http.post(f"{model_url()}/call", json={"method": method, "arguments": arguments})
     body = reply.json()

@@ -1,9 +1,10 @@
-"""Code that jobs ship (`code:`), imported so that different versions of a package share a process.
+"""Code that jobs ship (`code:`), imported so that different versions of a package can share a
+process.
 
 Module `team.flow` of the files with hash H is `troupe_code_H.team.flow` in `sys.modules`. An
-`import team` in one of these files means the other files of H first: their builtins have an
-`__import__` of their own, so that this also holds for imports inside of functions, in any thread.
-Code that the job names by text is found by `qualified` while its job is `current`.
+`import team` in one of these files first searches the files of H: their builtins have their own
+`__import__`, so this also holds for imports inside functions, in any thread. `qualified` finds code
+that the job refers to by name while its job is `current`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any, Final
 
 PREFIX: Final = "troupe_code_"
-# Characters of the hash in names of modules.
+# Number of characters of the hash in module names.
 _HASH_CHARS: Final = 16
 
 _lock = threading.Lock()
@@ -36,11 +37,12 @@ class ShippedCode:
     def __init__(self, sha256: str, folder: Path) -> None:
         self.folder = folder
         self.package = f"{PREFIX}{sha256[:_HASH_CHARS]}"
-        """Name of the package in this process that holds all its modules."""
+        """Name of the package in this process that contains all its modules."""
         self._names = frozenset(_top_level(folder))
 
     def qualified(self, module: str) -> str:
-        """The name in this process of a module; its own name if the files do not have it."""
+        """Return the name of a module in this process; its own name if the files do not contain
+        it."""
         ours = module.partition(".")[0] in self._names
         return f"{self.package}.{module}" if ours else module
 
@@ -52,20 +54,20 @@ class ShippedCode:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """`__import__` of its modules."""
+        """Implement `__import__` for its modules."""
         top = name.partition(".")[0]
         if level or top not in self._names:
             return builtins.__import__(name, globals, locals, fromlist, level)
         found = builtins.__import__(f"{self.package}.{name}", globals, locals, fromlist or (), 0)
-        # `import a.b` binds `a`, not the package that holds it here.
+        # `import a.b` binds `a`, not the package that contains it here.
         return found if fromlist else sys.modules[f"{self.package}.{top}"]
 
 
 def open_shipped(sha256: str, folder: Path) -> ShippedCode:
-    """The code with this hash, whose files are in `folder` for good. Repeatable."""
+    """Return the code with this hash, whose files stay in `folder`. Repeatable."""
     with _lock:
         if not _by_hash:
-            # Before the one of paths, which finds modules of a package by its `__path__`, too.
+            # Before the path finder, which also finds modules of a package by its `__path__`.
             sys.meta_path.insert(0, _Finder())
         if sha256 not in _by_hash:
             code = ShippedCode(sha256, folder)
@@ -74,18 +76,19 @@ def open_shipped(sha256: str, folder: Path) -> ShippedCode:
 
 
 def opened(sha256: str | None) -> ShippedCode | None:
-    """The code that `open_shipped` has opened here; None if it has not."""
+    """Return the code that `open_shipped` has opened here; None if it has not."""
     return _by_hash.get(sha256 or "")
 
 
 def current() -> ShippedCode | None:
-    """The code of the job that the calling task or thread works for, if the job ships any."""
+    """Return the code of the job for which the calling task or thread works, if the job ships
+    code."""
     return _current.get()
 
 
 @contextmanager
 def using(code: ShippedCode | None) -> Iterator[None]:
-    """Make `code` the current one, also in tasks and threads that are started inside."""
+    """Make `code` current, also in tasks and threads that are started inside."""
     token = _current.set(code)
     try:
         yield
@@ -94,7 +97,7 @@ def using(code: ShippedCode | None) -> Iterator[None]:
 
 
 def _top_level(folder: Path) -> Iterator[str]:
-    """Names of the modules and packages in a folder."""
+    """Yield the names of the modules and packages in a folder."""
     for path in folder.iterdir():
         if path.is_dir():
             if any(path.rglob("*.py")):
@@ -104,7 +107,7 @@ def _top_level(folder: Path) -> Iterator[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of shipped code by their names in this process."""
+    """A finder of modules of shipped code by their names in this process."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -123,7 +126,7 @@ class _Finder(MetaPathFinder):
 
 
 class _ShippedLoader(SourceFileLoader):
-    """Loads a module of shipped code, whose `import` statements it answers."""
+    """A loader for a module of shipped code, which handles its `import` statements."""
 
     def __init__(self, fullname: str, path: str, code: ShippedCode) -> None:
         super().__init__(fullname, path)

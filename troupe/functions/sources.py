@@ -1,7 +1,7 @@
-"""Files of users' code that travel between hosts: which of a folder are taken, their hash, and the
-folder in which a process keeps them.
+"""Transfer of user code between hosts: the selection of files, their hash, and the folder in which
+a process keeps them.
 
-Code travels as paths and contents, known by a SHA-256 over both; it is never pickled. Deployed
+Code is sent as paths and contents, identified by a SHA-256 over both; it is never pickled. Deployed
 functions and jobs (`code:`) ship it in the same way.
 """
 
@@ -27,22 +27,22 @@ from troupe.v1 import reward_pb2 as reward_pb
 if TYPE_CHECKING:
     from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
-# Of one source: the files of a function or of a job.
+# Limits of one source, the files of a function or of a job.
 MAX_FILES: Final = 1000
 MAX_BYTES: Final = 16 * 2**20
-# Of the name of one file or folder, as file systems have it, and of a whole path.
+# Limits of the name of one file or folder, as in file systems, and of a whole path.
 _NAME_BYTES: Final = 255
 _PATH_BYTES: Final = 1024
-# Packages that every service has, of one release for all.
+# Packages that every service has, in one release for all.
 _OWN: Final = frozenset({"troupe", "services", "testbed"})
-_OWN_REMEDY: Final = "Leave it out: every service has it, of its own release."
-# Files that an error about a source that is too large names.
+_OWN_REMEDY: Final = "Leave it out: every service has it in its own release."
+# Number of files that the error about an oversized source names.
 _NAMED: Final = 3
 _READ_SECONDS: Final = 120.0
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """The files below a folder by path, without hidden ones, links and byte code."""
+    """Yield the files below a folder by path, without hidden ones, links and byte code."""
     for path in sorted(folder.iterdir()):
         if _ignored(path) or path.is_symlink():
             continue
@@ -55,12 +55,13 @@ def walk(folder: Path) -> Iterator[Path]:
 def collect(
     root: Path, include: Sequence[str], exclude: Sequence[str] = ()
 ) -> list[reward_pb.SourceFile]:
-    """The files of a job's `code:`: those below `root` that `include` names and `exclude` does not.
+    """Return the files of a job's `code:`: the files below `root` that match `include` but not
+    `exclude`.
 
-    A name of `include` is that of a file, a folder or a pattern (`conf/*.yaml`). Hidden files and
-    byte code are taken only where they are named. Raises `InvalidArgument` with the field at fault:
-    a name without a file, a link that leads nowhere or out of `root`, a file that cannot be read,
-    too many files, too large ones.
+    An entry of `include` is a file, a folder or a pattern (`conf/*.yaml`). Hidden files and byte
+    code are included only if named. Raises `InvalidArgument` with the field at fault: an entry
+    without a file, a link that leads nowhere or out of `root`, an unreadable file, too many files,
+    or too large ones.
     """
     try:
         top = root.expanduser().resolve()
@@ -68,7 +69,9 @@ def collect(
     except (OSError, RuntimeError):  # RuntimeError: a circle of links, a user without a home
         usable = False
     if not usable:
-        raise _refused("root", root, "is no folder", "Name the folder that modules are found in.")
+        raise _refused(
+            "root", root, "is not a folder", "Name the folder that contains the modules."
+        )
     found: dict[str, Path] = {}
     for name in include:
         with _scanning(name):
@@ -81,7 +84,7 @@ def collect(
                 for path in _below(match, top, exclude):
                     found[path.relative_to(top).as_posix()] = path
     if own := next(filter(_is_own, sorted(found)), None):
-        raise _refused("include", own, "is of Troupe's own package", _OWN_REMEDY)
+        raise _refused("include", own, "belongs to Troupe's own package", _OWN_REMEDY)
     if not found:
         raise _refused("include", list(include), "names no file", "Include the job's modules.")
     _check_size({name: path.stat().st_size for name, path in found.items()})
@@ -94,7 +97,7 @@ def collect(
 
 @contextmanager
 def _scanning(name: str) -> Iterator[None]:
-    """Turn what file systems and patterns raise about `name` into `InvalidArgument`."""
+    """Turn errors of file systems and patterns about `name` into `InvalidArgument`."""
     try:
         yield
     except OSError as error:
@@ -102,11 +105,12 @@ def _scanning(name: str) -> Iterator[None]:
         raise _refused("include", name, what, "Exclude it, or make it readable.") from error
     except (ValueError, NotImplementedError) as error:
         remedy = 'Write a pattern like "conf/*.yaml", or "**/*.yaml" for all folders.'
-        raise _refused("include", name, f"is no pattern: {error}", remedy) from error
+        raise _refused("include", name, f"is not a pattern: {error}", remedy) from error
 
 
 def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    """The files at or below `path`. Raises `InvalidArgument` for a link that cannot be followed."""
+    """Yield the files at or below `path`. Raises `InvalidArgument` for a link that cannot be
+    followed."""
     own = PurePosixPath(path.relative_to(top).as_posix())
     if any(fnmatchcase(str(one), pattern) for one in (own, *own.parents) for pattern in exclude):
         return
@@ -119,7 +123,7 @@ def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
     except (FileNotFoundError, RuntimeError):  # RuntimeError: a circle
         bad = "is a link that leads nowhere"
     if bad:
-        remedy = "Exclude it, or put what it leads to in its place."
+        remedy = "Exclude it, or replace it with its target."
         raise _refused("include", str(own), bad, remedy)
     if path.is_dir():
         for one in sorted(path.iterdir()):
@@ -134,7 +138,8 @@ def _ignored(path: Path) -> bool:
 
 
 def _is_own(path: str) -> bool:
-    """Whether an import of Troupe would find the file (`troupe/x.py`, `troupe.py`, `troupe.so`)."""
+    """Return whether an import of Troupe's packages would find the file (`troupe/x.py`,
+    `troupe.py`, `troupe.so`)."""
     return path.partition("/")[0].partition(".")[0] in _OWN
 
 
@@ -148,7 +153,7 @@ def _check_size(sizes: Mapping[str, int]) -> None:
         "include",
         f"{len(sizes):,} files of {total:,} bytes",
         f"is more than {MAX_FILES:,} files or {MAX_BYTES:,} bytes; the largest are {named}",
-        "Exclude what is no code: data belong where every host finds them, or into a package.",
+        "Exclude files that are not code: put data where every host finds them, or into a package.",
     )
 
 
@@ -157,15 +162,16 @@ def _refused(field: str, value: object, message: str, remedy: str) -> InvalidArg
 
 
 class SourceStore:
-    """Sources by hash: a private folder with one folder for each, never changed."""
+    """Sources by hash: a private folder with one unchanging folder per source."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """`root` is made when it is needed; by default a temporary one, removed by `close`."""
+        """Open the store. `root` is created when it is needed; by default it is temporary, and
+        `close` removes it."""
         self._root = root
         self._own: Scratch | None = None
 
     def put(self, files: Sequence[reward_pb.SourceFile]) -> str:
-        """Keep `files`; returns their hash. Raises `InvalidArgument`."""
+        """Keep `files`, and return their hash. Raises `InvalidArgument`."""
         check_files(files)
         name = digest(files)
         target = self._folder() / name
@@ -176,32 +182,33 @@ class SourceStore:
                     path = draft / file.path
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(file.content)
-                # The folder around it is private; a sandbox, of another user, is shown this one.
+                # The folder around it is private; a sandbox, which runs as another user, sees this
+                # one.
                 for path in (draft, *draft.rglob("*")):
                     path.chmod(0o755 if path.is_dir() else 0o644)
                 draft.rename(target)
             except OSError:
-                if not target.is_dir():  # else another upload of it was quicker
+                if not target.is_dir():  # else another upload of it was faster
                     raise
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
         return name
 
     def find(self, sha256: str) -> Path:
-        """The folder of a source. Raises `NotFound` (kind "source_not_found")."""
+        """Return the folder of a source. Raises `NotFound` (kind "source_not_found")."""
         path = self._folder() / sha256
         if not path.is_dir():
             raise NotFound(
-                "no such source was uploaded here",
+                "this source was not uploaded here",
                 kind=kinds.SOURCE_NOT_FOUND,
                 field="function.source_sha256",
                 value=sha256,
-                remedy="Upload it (again: this service forgets sources in a restart).",
+                remedy="Upload it (again: this service forgets sources when it restarts).",
             )
         return path
 
     def files(self, sha256: str) -> list[reward_pb.SourceFile]:
-        """The files of a source, to be sent to other hosts. Raises `NotFound`."""
+        """Return the files of a source, to send them to other hosts. Raises `NotFound`."""
         root = self.find(sha256)
         return [
             reward_pb.SourceFile(path=path.relative_to(root).as_posix(), content=path.read_bytes())
@@ -210,9 +217,11 @@ class SourceStore:
         ]
 
     async def fetch(self, sha256: str, orchestrator: OrchestratorAsyncStub) -> Path:
-        """The folder of a job's source, which is read from the orchestrator if it is not here.
+        """Return the folder of a job's source, which is fetched from the orchestrator if it is not
+        here.
 
-        Raises `NotFound` for one that it does not have, `DataLoss` for one that arrives damaged.
+        Raises `NotFound` if the orchestrator does not have it, and `DataLoss` if it arrives
+        damaged.
         """
         with suppress(NotFound):
             return self.find(sha256)
@@ -243,7 +252,8 @@ class SourceStore:
 
 
 def digest(files: Sequence[reward_pb.SourceFile]) -> str:
-    """SHA-256 over path and content of each file by path; each preceded by its length (8 bytes)."""
+    """Return the SHA-256 over path and content of each file, sorted by path; each part is preceded
+    by its length (8 bytes)."""
     sha = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.path):
         for part in (file.path.encode(), file.content):
@@ -253,7 +263,8 @@ def digest(files: Sequence[reward_pb.SourceFile]) -> str:
 
 
 def check_files(files: Sequence[reward_pb.SourceFile]) -> None:
-    """Raise `InvalidArgument` for files that cannot be kept below one folder, or are too many."""
+    """Raise `InvalidArgument` for files that cannot be kept below one folder, or for too many
+    files."""
 
     def refuse(value: object, message: str, remedy: str) -> None:
         raise InvalidArgument(message, field="files", value=value, remedy=remedy)
@@ -261,30 +272,30 @@ def check_files(files: Sequence[reward_pb.SourceFile]) -> None:
     if not files:
         refuse(0, "there is no file", "Upload at least the module of the entrypoint.")
     if len(files) > MAX_FILES:
-        refuse(len(files), f"more than {MAX_FILES:,} files", "Install what is large as a package.")
+        refuse(len(files), f"more than {MAX_FILES:,} files", "Install large contents as a package.")
     size = sum(len(file.content) for file in files)
     if size > MAX_BYTES:
         refuse(
             f"{size:,} bytes",
             f"more than {MAX_BYTES:,} bytes",
-            "Upload code only; install what is large as a package, or mount it.",
+            "Upload code only; install large contents as a package, or mount it.",
         )
     seen: set[str] = set()
     for file in files:
         path = PurePosixPath(file.path)
         parts = file.path.split("/")
         if path.is_absolute() or not set(parts).isdisjoint({"", ".", ".."}) or "\0" in file.path:
-            refuse(file.path, "leads out of the folder, or to no file", 'Name it like "a/b.py".')
+            refuse(file.path, "leads out of the folder, or not to a file", 'Name it like "a/b.py".')
         longest = max(len(part.encode()) for part in parts)
         if longest > _NAME_BYTES or len(file.path.encode()) > _PATH_BYTES:
-            refuse(file.path[:80], "is too long a path", "Give files and folders shorter names.")
+            refuse(file.path[:80], "is too long", "Give files and folders shorter names.")
         if "__pycache__" in parts:
-            refuse(file.path, "is what an interpreter made", "Upload the module itself.")
+            refuse(file.path, "is byte code", "Upload the module itself.")
         if _is_own(file.path):
-            refuse(file.path, "is of Troupe's own package", _OWN_REMEDY)
+            refuse(file.path, "belongs to Troupe's own package", _OWN_REMEDY)
         if file.path in seen:
-            refuse(file.path, "is there twice", "Name every file once.")
+            refuse(file.path, "occurs twice", "Name every file once.")
         seen.add(file.path)
     for file in files:
         if any(str(parent) in seen for parent in PurePosixPath(file.path).parents):
-            refuse(file.path, "is inside a file", "A path is a file or a folder.")
+            refuse(file.path, "is inside a file", "A path must be either a file or a folder.")

@@ -1,7 +1,7 @@
-"""The bounds of what a function may declare, checked by one validator for decorators, jobs and the
+"""The bounds of a function's declaration, checked by one validator for decorators, jobs and the
 reward service.
 
-Standard library only: every sandbox imports this when it starts.
+This module imports only the standard library, since every sandbox imports it when it starts.
 """
 
 from __future__ import annotations
@@ -16,33 +16,38 @@ ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SANDBOXES: Final = ("process", "bubblewrap", "container")
 # An int32 on the wire.
 MAX_COUNT: Final = 2**31 - 1
-# A year: longer than anything that a job or a call waits for, and a time that every clock can add.
+# A year: longer than any wait of a job or a call, and short enough for the arithmetic of every
+# clock.
 MAX_SECONDS: Final = 366 * 86_400
 MAX_RETRIES: Final = 100
-# More than any machine has; the scheduler looks at each number of cores up to `max_cores`.
+# More than any machine has; the scheduler tries each number of cores up to `max_cores`.
 MAX_CORES: Final = 4096
-# As many ids of processes as Linux has.
+# The number of process ids in Linux.
 MAX_PROCESSES: Final = 1 << 22
 MAX_ARGUMENTS: Final = 16
-# Files and folders that a function may be shown.
+# Maximum number of files and folders that a function may see.
 MAX_PATHS: Final = 1024
 
-# Cost -> least value, largest value, and what to do about a larger one.
+# Cost -> least value, largest value, and the remedy for a larger one.
 _COUNTS: Final[Mapping[str, tuple[int, int, str]]] = {
     "memory_mib": (0, MAX_COUNT, "0 means no limit."),
     "max_concurrency": (0, MAX_COUNT, "0 means no limit."),
     "max_queued": (0, MAX_COUNT, "0 means no limit."),
     "min_workers": (0, MAX_COUNT, "Say how many workers to keep."),
-    "retries": (0, MAX_RETRIES, "A call that fails so often fails by itself."),
+    "retries": (0, MAX_RETRIES, "A call that fails so often will always fail."),
     "cores": (0, MAX_COUNT, "Say how many cores a call takes."),
-    "max_cores": (0, MAX_CORES, "Say how many cores a call can make use of."),
+    "max_cores": (0, MAX_CORES, "Say how many cores a call can use."),
     "gpus": (0, MAX_COUNT, "Say how many devices a call takes."),
     "quota_units": (1, MAX_COUNT, "Say how many units a call takes."),
-    "processes": (1, MAX_PROCESSES, "Say how many processes and threads a call needs at once."),
-    "disk_mib": (1, MAX_COUNT, "Say how large /tmp is to be."),
+    "processes": (
+        1,
+        MAX_PROCESSES,
+        "Say how many simultaneous processes and threads a call needs.",
+    ),
+    "disk_mib": (1, MAX_COUNT, "Give the size of /tmp."),
 }
 _SECONDS: Final[Mapping[str, str]] = {
-    "expected_seconds": "Say how long a call takes with the fewest cores; 0 if that is not known.",
+    "expected_seconds": "Say how long a call takes with the fewest cores; 0 if unknown.",
     "idle_seconds": "Say how many seconds.",
     "sandbox_idle_seconds": "Say how many seconds.",
 }
@@ -53,14 +58,19 @@ Refuse = Callable[[str, object, str, str], None]
 def check_costs(costs: Mapping[str, Any], refuse: Refuse) -> None:
     """Check the costs that `costs` names, by the names of a job's `rewards` and `tools`.
 
-    For a value that cannot work, `refuse(field, value, message, remedy)` is called, which raises.
+    For an invalid value, call `refuse(field, value, message, remedy)`, which raises.
     """
     for name, (least, most, remedy) in _COUNTS.items():
         if name not in costs:
             continue
         value = costs[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            refuse(name, value, f"is not a whole number from {least} on", "Give one, or none.")
+            refuse(
+                name,
+                value,
+                f"is not a whole number of at least {least}",
+                "Give one, or leave it out.",
+            )
         if value > most:
             refuse(name, value, f"is more than {most:,}", remedy)
     most_cores, cores = costs.get("max_cores", 0), costs.get("cores", 1)
@@ -77,7 +87,7 @@ def check_costs(costs: Mapping[str, Any], refuse: Refuse) -> None:
         refuse("timeout_seconds", timeout, message, "Give every function a timeout.")
     fraction = costs.get("parallel_fraction", 0.5)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-        remedy = "It is the part of the time that more cores make shorter."
+        remedy = "It is the part of the time that more cores can shorten."
         refuse("parallel_fraction", fraction, "is not within 0 .. 1", remedy)
     _check_seconds_per(costs.get("seconds_per", {}), refuse)
     for name in ("reads", "writes"):
@@ -85,12 +95,12 @@ def check_costs(costs: Mapping[str, Any], refuse: Refuse) -> None:
             refuse(name, paths, f"names more than {MAX_PATHS:,} paths", "Name folders.")
     sandbox = costs.get("sandbox", SANDBOXES[0])
     if sandbox not in SANDBOXES:
-        refuse("sandbox", sandbox, "is no sandbox", f"Known: {', '.join(SANDBOXES)}.")
+        refuse("sandbox", sandbox, "is not a sandbox", f"Known: {', '.join(SANDBOXES)}.")
 
 
 def _check_seconds_per(seconds_per: object, refuse: Refuse) -> None:
     if not isinstance(seconds_per, Mapping):
-        message = "is no dict of seconds by argument"
+        message = "is not a dict of seconds by argument"
         refuse("seconds_per", seconds_per, message, 'Write {"tests": 2.5}.')
         return
     if len(seconds_per) > MAX_ARGUMENTS:
@@ -98,21 +108,23 @@ def _check_seconds_per(seconds_per: object, refuse: Refuse) -> None:
             "seconds_per",
             sorted(seconds_per),
             f"names more than {MAX_ARGUMENTS} arguments",
-            "Name those that decide how long a call takes.",
+            "Name the arguments that decide how long a call takes.",
         )
     for name, seconds in seconds_per.items():
         if not isinstance(name, str) or not ARGUMENT.fullmatch(name):
-            refuse("seconds_per", name, "is no argument", 'Write "tests", or "query.data.tests".')
+            refuse(
+                "seconds_per", name, "is not an argument", 'Write "tests", or "query.data.tests".'
+            )
         if not is_seconds(seconds):
             refuse(
                 f"seconds_per.{name}",
                 seconds,
                 f"is not a number from 0 to {MAX_SECONDS:,}",
-                "Say how many seconds each one of it adds.",
+                "Say how many seconds each item adds.",
             )
 
 
 def is_seconds(value: object) -> bool:
-    """Whether `value` is a number from 0 to `MAX_SECONDS`."""
+    """Return whether `value` is a number from 0 to `MAX_SECONDS`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value <= MAX_SECONDS  # type: ignore[operator]

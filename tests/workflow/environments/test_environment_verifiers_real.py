@@ -152,7 +152,7 @@ async def test_held_out_tasks_are_those_for_evaluation_or_a_part(
     (first, *_) = [(await tasks_of("held_out", **sums))[0]["task"]["question"]]
     assert first == "What is 1000 + 4?"
     bare = {**sums, "args": {"evaluated": False}}
-    with pytest.raises(EntrypointError, match="no tasks for evaluations") as caught:
+    with pytest.raises(EntrypointError, match="no evaluation tasks") as caught:
         await tasks_of("held_out", **bare)
     assert caught.value.field == "tasks.held_out"
     parts = [await tasks_of(split, **bare, held_out=0.2) for split in ("train", "held_out")]

@@ -1,4 +1,4 @@
-"""Functions that are ready to use: tools of coding agents (`code`), a model that judges (`judge`).
+"""Predefined functions: tools of coding agents (`code`), a judging model (`judge`), and others.
 
 tools:
   run_pytest: {entrypoint: "troupe.functions.library.code:run_pytest"}

@@ -1,8 +1,10 @@
-"""Ready rewards for what a reply says: exact answers, patterns, JSON, formats, lengths, code.
+"""Predefined rewards for the contents of a reply: exact answers, patterns, JSON, formats, lengths,
+code.
 
-A job names one as `ready: exact`; its arguments are checked when the job is submitted (`READY` in
-`troupe/job/functions.py`). Each scores the last reply of `agent` for that agent, by default the
-last one of the trajectory for all agents, with a number from 0 to 1, times `weight`.
+A job selects one, for example with `ready: exact`; its arguments are checked when the job is
+submitted (`READY` in `troupe/job/functions.py`). Each reward scores the last reply of `agent` for
+that agent, or by default the last reply of the trajectory for all agents, with a number from 0 to
+1, times `weight`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _NOT_JSON: Final = object()
 _PYTHON: Final = re.compile(
     r"(?:[{.\s]*(?:lang(?:uage)?[-=:])?i?py(?:thon)?[\d.]*|\S*\.py)(?![\w+#-])", re.IGNORECASE
 )
-# The typographic minus sign and full-width characters, as ASCII; spaces without width are none.
+# Maps the typographic minus sign and full-width characters to ASCII, and removes spaces of zero
+# width.
 _ASCII: Final[dict[int, int | str]] = {
     **dict.fromkeys((0x200B, 0x2060, 0xFEFF), ""),
     0x2212: "-",
@@ -41,11 +44,11 @@ _TESTS_REMEDY: Final = "Give the query the text of a pytest file, or texts by fi
 _NO_TESTS: Final = ("conftest.py", "__init__.py")
 
 Reference = str | Decimal | bool
-"""A reference answer: a text, or a number or truth value of the data."""
+"""A reference answer: a text, number or truth value of the data."""
 
 
 class BadReferenceError(ValueError):
-    """A field of the query holds nothing that a reply can be compared with."""
+    """A field of the query does not contain a value that a reply can be compared with."""
 
     def __init__(self, field: str, value: object, why: str, remedy: str) -> None:
         super().__init__(f"{field!r} of the query is {shown(value, 200)}: {why}. {remedy}")
@@ -64,11 +67,11 @@ def exact(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the reply is the query's answer, or one of them if the answer is a list.
+    """Return 1 if the reply is the query's answer, or one of the answers if it is a list; else 0.
 
     Texts are compared with white space folded and full-width characters as ASCII, numbers of the
-    data by their decimal value (1.50 is 1.5), truth values as `true` and `false` in any case.
-    `answer_pattern` and `reply_pattern` cut the compared parts out. Raises `BadReferenceError`.
+    data by their decimal value (1.50 is 1.5), and truth values as `true` and `false` in any case.
+    `answer_pattern` and `reply_pattern` extract the compared parts. Raises `BadReferenceError`.
     """
     wanted = references(query, answer, answer_pattern)
     said = cut(spoken(turns, agent), reply_pattern)
@@ -87,7 +90,7 @@ def regex(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where `pattern` is found in the reply, or is the `whole` of it."""
+    """Return 1 if `pattern` is found in the reply, or, with `whole`, matches all of it; else 0."""
     find = re.fullmatch if whole else re.search
     text = spoken(turns, agent)
     found = text is not None and find(pattern, text) is not None
@@ -105,30 +108,30 @@ def json_schema(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the reply is JSON that follows a JSON schema: `json_schema`, or the query's
-    `field`, an object or its JSON text. A fence around the reply is ignored. Raises
-    `BadReferenceError`."""
+    """Return 1 if the reply is JSON that matches a JSON schema, else 0. The schema is
+    `json_schema`, or the query's `field`, an object or its JSON text. A fence around the reply is
+    ignored. Raises `BadReferenceError`."""
     schema = given = data_of(query, field) if json_schema is None else json_schema
     if isinstance(given, str):
         schema = read_json(given)
     try:
         validator = schema_validator(schema)
     except ValueError as error:
-        remedy = "Give the query an object that is a JSON schema, or its JSON text."
+        remedy = "Give the query a JSON schema, as an object or as its JSON text."
         raise BadReferenceError(field, given, f"{error}", remedy) from error
     value = read_fenced_json(spoken(turns, agent) or "", _NOT_JSON)
     try:
         valid = value is not _NOT_JSON and validator.is_valid(value)
-    except RecursionError:  # the schema refers to itself without end
+    except RecursionError:  # the schema refers to itself endlessly
         valid = False
     return rewarded(float(valid), agent, weight)
 
 
 def schema_validator(schema: Any) -> Any:
-    """The validator of a JSON schema, of which it also checks `format`.
+    """Return the validator of a JSON schema, which also checks `format`.
 
-    Raises ValueError for what is no JSON schema of a known draft, and where a reference leads
-    nowhere or out of the schema: nothing is fetched from the network.
+    Raises ValueError if it is not a JSON schema of a known draft, or if a reference leads nowhere
+    or out of the schema: nothing is fetched from the network.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry, Resource
@@ -147,7 +150,7 @@ def schema_validator(schema: Any) -> Any:
         raise ValueError("it is not a JSON schema")
     kind = validators.validator_for(schema, default=None)
     if kind is None and "$schema" in schema:
-        raise ValueError(f"$schema: {shown(schema['$schema'])} is no draft of JSON Schema")
+        raise ValueError(f"$schema: {shown(schema['$schema'])} is not a draft of JSON Schema")
     kind = kind or validators.validator_for({})
     try:
         kind.check_schema(schema)
@@ -159,7 +162,7 @@ def schema_validator(schema: Any) -> Any:
     try:
         check_references(root, Registry().resolver_with_root(root))
     except Unresolvable as error:
-        raise ValueError(f"{shown(error.ref)} refers to no part of the schema") from error
+        raise ValueError(f"{shown(error.ref)} does not refer to a part of the schema") from error
     return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
 
 
@@ -174,8 +177,8 @@ def tags(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the reply consists of `<tag>...</tag>` for each of `tags`, once and in this order.
-    `opened`: the prompt ends with the first opening tag."""
+    """Return 1 if the reply consists of `<tag>...</tag>` for each of `tags`, once and in this
+    order; else 0. `opened`: the prompt ends with the first opening tag."""
     text = last_of(turns, agent) or ""
     if opened:
         text = f"<{tags[0]}>{text}"
@@ -198,8 +201,8 @@ def length(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the reply has `least` to `most` tokens (characters, words); beyond these bounds it
-    falls linearly, to 0 at `margin` from them. Thoughts count."""
+    """Return 1 if the reply has `least` to `most` tokens (characters, words); outside these bounds
+    the reward falls linearly, to 0 at a distance of `margin`. Thoughts count."""
     text = last_of(turns, agent)
     if text is None:
         return rewarded(0.0, agent, weight)
@@ -232,9 +235,9 @@ def passes_tests(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the code of the reply (`code_in`) passes the query's tests: a text, or a dict of
-    files, of which those that pytest takes for tests are run. `partial`: the fraction that passes.
-    Raises `BadReferenceError`."""
+    """Return 1 if the code of the reply (`code_in`) passes the query's tests, else 0. The tests are
+    a text, or a dict of files, of which pytest's test files are run. `partial`: return the fraction
+    that passes. Raises `BadReferenceError`."""
     files = _files_of(query, tests)
     paths, reply = _test_paths(files, tests, file), spoken(turns, agent)
     if reply is None:
@@ -261,8 +264,8 @@ def solves_puzzle(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """What the scorer of the query's puzzle gives the reply (`troupe.data.reasoning_gym`): 1 for
-    the right answer, and as much as it sees fit for others."""
+    """Return the reply's score from the scorer of the query's puzzle (`troupe.data.reasoning_gym`):
+    1 for the right answer, and the scorer's own value for others."""
     from troupe.data.reasoning_gym import entry_of
 
     try:
@@ -278,7 +281,7 @@ def solves_puzzle(
     try:
         value = score(given, entry)
     except Exception:
-        # Several scorers raise for a malformed answer. For the right one they raise only if the
+        # Several scorers raise for a malformed answer. For the right answer they raise only if the
         # entry is at fault.
         score(entry["answer"], entry)
         value = 0.0
@@ -286,20 +289,20 @@ def solves_puzzle(
 
 
 def last_of(turns: Sequence[dict[str, Any]], agent: str) -> str | None:
-    """The last reply of `agent`, or of all agents; None if there is none."""
+    """Return the last reply of `agent`, or of all agents; None if there is none."""
     said = (str(turn["response"]) for turn in reversed(turns) if agent in ("", turn["agent"]))
     return next(said, None)
 
 
 def spoken(turns: Sequence[dict[str, Any]], agent: str) -> str | None:
-    """`last_of` without thoughts."""
+    """Return the result of `last_of` without thoughts."""
     text = last_of(turns, agent)
     return None if text is None else read_reply(text).content
 
 
 def cut(text: str | None, pattern: str) -> str | None:
-    """What the first group of `pattern` (without groups: all of it) matches last in `text`; all of
-    the text without a pattern; None where it does not match."""
+    """Return the last match of the first group of `pattern` (without groups: of all of it) in
+    `text`; the whole text without a pattern; None if it does not match."""
     if text is None or not pattern:
         return text
     *_, found = [None, *re.finditer(pattern, text)]
@@ -307,8 +310,8 @@ def cut(text: str | None, pattern: str) -> str | None:
 
 
 def code_in(text: str) -> str:
-    """The Python code of a reply: its last block that is marked as Python, else its last block
-    without a language, else its last block; all of a reply without fenced blocks."""
+    """Return the Python code of a reply: its last block marked as Python, else its last block
+    without a language, else its last block; the whole reply if it has no fenced blocks."""
     blocks = [block for block in read_blocks(text) if block.info is not None]
     python = [block for block in blocks if _PYTHON.match(block.info or "")]
     unmarked = [block for block in blocks if not block.info]
@@ -317,7 +320,7 @@ def code_in(text: str) -> str:
 
 
 def data_of(query: dict[str, Any], name: str) -> Any:
-    """A field of the query's data. Raises ValueError naming those that there are."""
+    """Return a field of the query's data. Raises ValueError that names the existing fields."""
     data = query["data"]
     if name not in data:
         known = ", ".join(sorted(map(str, data)))
@@ -326,13 +329,13 @@ def data_of(query: dict[str, Any], name: str) -> Any:
 
 
 def references(query: dict[str, Any], answer: str, pattern: str) -> list[Reference]:
-    """The query's answers. Raises `BadReferenceError` for one that is missing or no single value,
-    and where `pattern` is not found in it."""
+    """Return the query's answers. Raises `BadReferenceError` for an answer that is missing or not a
+    single value, or in which `pattern` is not found."""
     given = data_of(query, answer)
     found = [_reference(answer, one) for one in (given if isinstance(given, list) else [given])]
     if not found:
         remedy = "Leave such rows out, or list at least one answer."
-        raise BadReferenceError(answer, given, "it lists no answer", remedy)
+        raise BadReferenceError(answer, given, "it does not list an answer", remedy)
     if not pattern:
         return found
     parts = []
@@ -346,14 +349,14 @@ def references(query: dict[str, Any], answer: str, pattern: str) -> list[Referen
 
 
 def plain_characters(text: str) -> str:
-    """`text` with typographic minus signs and full-width characters as ASCII, and without spaces
-    of no width."""
+    """Return `text` with typographic minus signs and full-width characters as ASCII, and without
+    spaces of zero width."""
     return text.translate(_ASCII)
 
 
 def read_number(text: str) -> Decimal | None:
-    """The decimal number that `text` is, if it is one: with an exponent, separators of thousands,
-    digits of any script or a typographic minus sign."""
+    """Parse `text` as a decimal number, which may have an exponent, separators of thousands, digits
+    of any script or a typographic minus sign; None if it is not one."""
     text = plain_characters(text).strip()
     if found := _THOUSANDS.search(text):
         text = text.replace(found[0], re.sub(r"[,\s]", "", found[0]))
@@ -365,12 +368,12 @@ def read_number(text: str) -> Decimal | None:
 
 
 def written(one: Reference) -> str:
-    """A reference as text: a number without an exponent."""
+    """Return a reference as text: a number without an exponent."""
     return f"{one:f}" if isinstance(one, Decimal) else str(one)
 
 
 def rewarded(value: float, agent: str, weight: float) -> float | dict[str, float]:
-    """The reward of `agent`, or of all."""
+    """Return the reward of `agent`, or of all."""
     return {agent: value * weight} if agent else value * weight
 
 
@@ -380,14 +383,14 @@ def _reference(field: str, one: Any) -> Reference:
     if isinstance(one, int):
         return Decimal(one)
     if isinstance(one, float) and math.isfinite(one):
-        # The shortest decimal that is this double: what the data says.
+        # The shortest decimal equal to this double, as written in the data.
         return Decimal(repr(one))
     if one is None or isinstance(one, float):
         why = "it is missing" if one is None or math.isnan(one) else "it is not finite"
         remedy = "Leave such rows out: a field that `tasks.columns` names drops rows without it."
     else:
         why = "it is not a single value"
-        remedy = "Name the part with the answer, as `tasks.columns: {answer: answers.text}` does."
+        remedy = "Name the part with the answer, as in `tasks.columns: {answer: answers.text}`."
     raise BadReferenceError(field, one, why, remedy)
 
 
@@ -400,19 +403,19 @@ def _equals(said: str, wanted: Reference, ignore_case: bool) -> bool:
 
 
 def _folded(text: str, ignore_case: bool) -> str:
-    # Equal letters may be one character or a letter and its accent (Unicode, annex 15).
+    # The same letter may be one character or a letter and its accent (Unicode, annex 15).
     text = unicodedata.normalize("NFC", _SPACE.sub(" ", plain_characters(text)).strip())
     return unicodedata.normalize("NFC", text.casefold()) if ignore_case else text
 
 
 def _files_of(query: dict[str, Any], field: str) -> dict[str, str]:
-    """The query's test files by name."""
+    """Return the query's test files by name."""
     given = data_of(query, field)
     if isinstance(given, str):
         return {"test_solution.py": given}
     if not isinstance(given, Mapping):
         raise BadReferenceError(field, given, "it is neither text nor files", _TESTS_REMEDY)
-    # Tables give every row all the names that some row has, with null for the others.
+    # Tables give every row the names of all rows, with null for missing values.
     files = {name: content for name, content in given.items() if content is not None}
     for name, content in files.items():
         if not isinstance(content, str):
@@ -439,9 +442,9 @@ def _test_paths(files: Mapping[str, str], field: str, solution: str) -> list[str
             tree = ast.parse(files[name].encode())  # bytes may begin with a byte order mark
         except (SyntaxError, ValueError) as error:
             raise BadReferenceError(field, files[name], f"{error}", _TESTS_REMEDY) from error
-        # Further files may have settings of pytest, or tests that this one imports.
+        # Further files may contain settings of pytest, or tests that this file imports.
         if len(files) == 1 and not any(map(_is_test, ast.walk(tree))):
-            why = "it defines no function `test_...`"
+            why = "it does not define a function `test_...`"
             raise BadReferenceError(field, files[name], why, _TESTS_REMEDY)
         # `unittest.IsolatedAsyncioTestCase` runs such methods.
         plain = [one.body for one in tree.body if isinstance(one, ast.ClassDef) and not one.bases]

@@ -1,14 +1,14 @@
 """Tools of a coding agent: write and read files, run Python, run pytest.
 
 They work in the sandbox's working directory, which all calls of one trajectory share. Only the
-sandbox confines model-written code: outside of one each call has an empty folder of its own, and
+sandbox confines model-written code: outside a sandbox, each call only has its own empty folder and
 the limits of its process.
 
 Files of earlier calls do not affect a test run, except as the code under test: `run_pytest` loads
-pytest and its plugins from where they are installed, and takes fixtures and settings from `files`
-only, where these are given; with `isolated` there is nothing but `files`. But the report is written
-by the process that runs the code under test: score with tests that the model has not written, and
-know that code can forge the report of its own run.
+the installed pytest and plugins, and takes fixtures and settings only from `files`, if given; with
+`isolated`, only `files` exist. But the process that runs the code under test writes the report:
+score with tests that the model has not written, and be aware that code can forge the report of its
+own run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from xml.etree import ElementTree
 from troupe.functions.declaration import tool
 from troupe.processes.ending import signal_group
 
-# Failures in a report, characters of each, and bytes of a report file.
+# Limits: failures in a report, characters of each failure, and bytes of a report file.
 _MOST_FAILURES: Final = 20
 _MOST_TEXT: Final = 2000
 _MOST_BYTES: Final = 16 << 20
 
 
 class PytestReport(TypedDict):
-    """Numbers of tests by outcome; `failures`: {test, message} of the first that did not pass."""
+    """Numbers of tests by outcome; `failures`: {test, message} of the first tests that did not
+    pass."""
 
     passed: int
     failed: int
@@ -49,7 +50,7 @@ class PytestReport(TypedDict):
 
 
 def read_report(path: Path) -> PytestReport:
-    """The report in a JUnit XML file of pytest; all zero if it is missing or unreadable."""
+    """Return the report in a JUnit XML file of pytest; all zero if it is missing or unreadable."""
     report: PytestReport = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0, "failures": []}
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -76,7 +77,7 @@ def read_report(path: Path) -> PytestReport:
 
 
 def merged(reports: Sequence[PytestReport]) -> PytestReport:
-    """The sum of several reports."""
+    """Return the sum of several reports."""
     return {
         "passed": sum(one["passed"] for one in reports),
         "failed": sum(one["failed"] for one in reports),
@@ -86,10 +87,10 @@ def merged(reports: Sequence[PytestReport]) -> PytestReport:
     }
 
 
-# Bytes that are kept of the beginning of a stream, and of its end.
+# Bytes that are kept of the beginning and of the end of a stream.
 _KEPT: Final = 8 << 10
 _READ: Final = 64 << 10
-# How long pipes are read after a program has ended: a child of it may hold them open.
+# How long pipes are read after the end of a program, whose children may hold them open.
 _LINGER_SECONDS: Final = 0.2
 
 
@@ -164,7 +165,7 @@ class Program:
             self._input = self._input[os.write(self.process.stdin.fileno(), self._input) :]
         except BlockingIOError:
             return True
-        except OSError:  # it does not read
+        except OSError:  # the program does not read
             self._input = self._input[:0]
         if not self._input:
             with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class Program:
 
 
 def run(programs: Sequence[Program], seconds: float) -> list[ProgramResult]:
-    """Wait for `programs`; those that still run after `seconds` are killed."""
+    """Wait for `programs`, and kill those that still run after `seconds`."""
     deadline = time.monotonic() + seconds
     late: set[int] = set()
     linger = 0.0
@@ -221,7 +222,7 @@ def _read(stream: object, text: StreamText) -> bool:
 
 
 _MOST_READ: Final = 64 << 10
-# Equal for all tools, so that they share one sandbox.
+# Equal for all tools, which therefore share one sandbox.
 _SANDBOX: Final[dict[str, Any]] = {
     "sandbox": "bubblewrap",
     "stateful": True,
@@ -229,8 +230,8 @@ _SANDBOX: Final[dict[str, Any]] = {
     "disk_mib": 512,
     "processes": 128,
 }
-# Imports pytest and its plugins before the working directory is on the import path (where
-# `python -m pytest` has it): a file there cannot take the name of one of them.
+# Imports pytest and its plugins before the working directory is added to the import path (as by
+# `python -m pytest`), so that a file there cannot shadow one of them.
 _STARTS_PYTEST: Final = """
 import importlib, os, sys
 import pytest
@@ -241,11 +242,12 @@ sys.path[:0] = sys.argv[1].split(os.pathsep)
 sys.exit(pytest.main(sys.argv[2:]))
 """
 _PYTHON_OPTIONS: Final = ("-P", "-s", "-c", _STARTS_PYTEST)
-# Test files of one name may lie in several folders: pytest's default would import only one of them.
+# Several folders may contain test files of one name: pytest's default would import only one of
+# them.
 _PYTEST: Final = (
     *("-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"),
     "--import-mode=importlib",
-    # Tests of other files are run where one file cannot be imported.
+    # If one file cannot be imported, tests of other files are still run.
     "--continue-on-collection-errors",
 )
 TEST_FILES: Final = ("test_*.py", "*_test.py")
@@ -256,7 +258,7 @@ _FIXTURES: Final = "conftest.py"
 
 
 class RunResult(TypedDict):
-    """The result of a program. Long output lacks its middle."""
+    """The result of a program. Long output is cut in the middle."""
 
     exit_code: int
     stdout: str
@@ -278,15 +280,15 @@ class PytestResult(RunResult):
 
 @tool(**_SANDBOX, cores=0, timeout_seconds=30)
 def write_files(files: dict[str, str]) -> list[str]:
-    """Write text files, given as {path: content}. Folders are made; paths are relative to the
-    working directory. Returns the paths."""
+    """Write text files, given as {path: content}. Missing folders are created; paths are relative
+    to the working directory. Returns the paths."""
     with _working_directory():
         return _write(files)
 
 
 @tool(**_SANDBOX, cores=0, timeout_seconds=30)
 def read_file(path: str, start_line: int = 1, lines: int = 400) -> str:
-    """Read a text file, `lines` lines from `start_line` on."""
+    """Read `lines` lines of a text file, beginning with `start_line`."""
     with _working_directory():
         text = _inside(path).read_text(errors="replace")
     shown = "".join(text.splitlines(keepends=True)[max(0, start_line - 1) :][: max(0, lines)])
@@ -297,8 +299,7 @@ def read_file(path: str, start_line: int = 1, lines: int = 400) -> str:
 def run_python(
     code: str = "", path: str = "", arguments: list[str] | None = None, seconds: float = 60.0
 ) -> RunResult:
-    """Run Python: a text, or the file `path` with `arguments`. Ends after `seconds` at the
-    latest."""
+    """Run Python: a text, or the file `path` with `arguments`. Ends after at most `seconds`."""
     if bool(code) == bool(path):
         raise ValueError("give either code or path")
     with _working_directory():
@@ -318,17 +319,17 @@ def run_pytest(
     seconds: float = 120.0,
     isolated: bool = False,
 ) -> PytestResult:
-    """Run pytest on files or folders (default: all), after writing `files`. With `files`, no other
-    conftest.py and settings count than those among them; `isolated`: in an empty folder that holds
-    `files` and nothing else. `keyword` picks tests by name; `plugins` are those to load, for
-    example "pytest_asyncio.plugin"."""
+    """Run pytest on files or folders (default: all), after writing `files`. With `files`, only
+    their conftest.py and settings count; `isolated`: run in an empty folder that contains only
+    `files`. `keyword` selects tests by name; `plugins` to load, for example
+    "pytest_asyncio.plugin"."""
     with _working_directory(empty=isolated), tempfile.TemporaryDirectory() as reports:
         _write(files or {})
         governed = _governed(files)
         # Compiled modules may not match the sources.
         for folder in list(Path.cwd().rglob("__pycache__")):
             shutil.rmtree(folder, ignore_errors=True)
-        # Those that the call holds; 1 where the reward service hands none out.
+        # The cores of the call; 1 if the reward service does not assign cores.
         given = os.environ.get("TROUPE_REWARD_CORES", "0") != "0"
         cores = len(os.sched_getaffinity(0)) if given else 1
         targets = [str(_inside(path)) for path in paths or ["."]]
@@ -366,7 +367,7 @@ def _ran(ended: Sequence[ProgramResult], seconds: float) -> RunResult:
 
 
 def _status(statuses: Sequence[int]) -> int:
-    """One exit status for several: a failure if any failed; pytest's 5 (no tests) if all say so."""
+    """Combine exit statuses: a failure if any failed; pytest's 5 (no tests) if all are 5."""
     failed = [status for status in statuses if status not in (0, 5)]
     if failed:
         return max(failed, key=abs)
@@ -374,8 +375,8 @@ def _status(statuses: Sequence[int]) -> int:
 
 
 def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Targets and options of each pytest process: one with a worker for each core by pytest-xdist;
-    without that, one for a share of the test files for each core."""
+    """Yield targets and options of each pytest process: with pytest-xdist, one process with a
+    worker per core; without it, one process per core for a share of the test files."""
     if cores < 2:
         yield targets, []
         return
@@ -406,8 +407,8 @@ def _test_files(targets: list[str]) -> set[Path]:
 
 
 def _import_folders(targets: list[str]) -> list[str]:
-    """Folders from which tests import: the working directory, and the folders above packages that
-    test files lie in, as pytest's default puts them on the import path."""
+    """Return folders from which tests import: the working directory, and the folders above the
+    packages of test files, which pytest by default puts on the import path."""
     folders = [Path.cwd()]
     for path in sorted(_test_files(targets)):
         folder = path.parent
@@ -418,8 +419,8 @@ def _import_folders(targets: list[str]) -> list[str]:
 
 
 def _governed(files: Mapping[str, str] | None) -> list[str]:
-    """Options of pytest by which fixtures and settings come from the working directory, not from
-    folders above it; where there are `files`, from these only. Raises ValueError."""
+    """Return pytest options that take fixtures and settings from the working directory, not from
+    folders above it, or, if there are `files`, only from these. Raises ValueError."""
     here = Path.cwd()
     options = [f"--rootdir={here}", f"--confcutdir={here}"]
     own = None if files is None or not files else {_inside(path) for path in files}
@@ -429,7 +430,7 @@ def _governed(files: Mapping[str, str] | None) -> list[str]:
         for path in here.rglob(_FIXTURES):
             if path.resolve() not in own:
                 raise ValueError(
-                    f"{path.relative_to(here)} is none of `files`, and would change their tests"
+                    f"{path.relative_to(here)} is not one of `files`, but would change their tests"
                 )
     settings = (path for name in _SETTINGS if (path := here / name).is_file())
     chosen = (path for path in settings if own is None or path.resolve() in own)
@@ -452,7 +453,7 @@ def _write(files: dict[str, str]) -> list[str]:
 
 
 def _inside(path: str) -> Path:
-    """The absolute `path`. Raises ValueError if it is outside of the working directory."""
+    """Return the absolute `path`. Raises ValueError if it is outside the working directory."""
     here = Path.cwd().resolve()
     target = (here / path).resolve()
     if target != here and here not in target.parents:
@@ -461,7 +462,8 @@ def _inside(path: str) -> Path:
 
 
 def _limit(seconds: float) -> float:
-    """`seconds`, if they leave the tool time to report within its timeout. Raises ValueError."""
+    """Return `seconds` if they leave the tool time to report within its timeout. Raises
+    ValueError."""
     if not 0 < seconds <= 300:
         raise ValueError(f"seconds must be within 0 .. 300, not {seconds:g}")
     return seconds
@@ -469,7 +471,7 @@ def _limit(seconds: float) -> float:
 
 @contextlib.contextmanager
 def _working_directory(*, empty: bool = False) -> Iterator[None]:
-    """Run inside the sandbox's working directory, outside of sandboxes in an empty folder."""
+    """Run inside the sandbox's working directory, or, without a sandbox, in an empty folder."""
     if Path.cwd().is_relative_to("/tmp") and not empty:
         yield
         return

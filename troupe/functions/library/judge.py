@@ -1,4 +1,4 @@
-"""The reward `judge`: a score from a judging model, by any endpoint with OpenAI's API.
+"""The reward `judge`: a score from a judging model at any endpoint with OpenAI's API.
 
 rewards:
   judge:
@@ -56,11 +56,11 @@ def complete(
     attempts: int = 4,
     seconds: float = 60.0,
 ) -> Iterator[str]:
-    """Replies to `body`, a request of `/chat/completions`: one for each iteration, by at most
-    `attempts` requests, failed ones included.
+    """Yield replies to `body`, a request of `/chat/completions`: one per iteration, with at most
+    `attempts` requests in total, including failed ones.
 
-    Waits after a failure as its Retry-After says, else longer each time. Raises `ChatError` when
-    the endpoint refuses, or when attempts or `seconds` are used up.
+    After a failure, wait as its Retry-After says, else longer each time. Raises `ChatError` if the
+    endpoint refuses, or if attempts or `seconds` are used up.
     """
     deadline = time.monotonic() + seconds
     headers = {}
@@ -69,13 +69,14 @@ def complete(
         if not key:
             raise ChatError(
                 "no_key",
-                f"there is no environment variable {api_key_env} where the function runs: set it "
+                f"the environment variable {api_key_env} is missing where the function runs: set "
+                "it "
                 "for the reward service, and name it there in TROUPE_REWARD_ENVIRONMENT",
             )
         headers["authorization"] = f"Bearer {key}"
     url = f"{base_url.rstrip('/')}/chat/completions"
     failures = 0
-    # No proxy for a judge on this machine.
+    # A judge on this machine is reached without a proxy.
     outside = not is_loopback_host(host_of(base_url))
     with httpx.Client(headers=headers, follow_redirects=False, trust_env=outside) as client:
         for attempt in range(1, attempts + 1):
@@ -116,7 +117,7 @@ def _request(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: f
         if not isinstance(content, str):
             raise TypeError(f"its content is a {type(content).__name__}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        message = f"{url} answered what is no completion: {text[:_SHOWN]}"
+        message = f"{url} returned an answer that is not a completion:  {text[:_SHOWN]}"
         raise ChatError("bad_reply", message, passes=True) from error
     return content
 
@@ -125,7 +126,7 @@ def _read(response: httpx.Response, deadline: float) -> str:
     read = bytearray()
     for part in response.iter_bytes():
         read += part
-        if time.monotonic() > deadline:  # a slow stream never times out by itself
+        if time.monotonic() > deadline:  # a slow stream never times out alone
             raise httpx.ReadTimeout("the reply did not end")
         if len(read) > _MOST_BYTES:
             raise ChatError("bad_reply", f"{response.url} answered more than {_MOST_BYTES:,} bytes")
@@ -133,7 +134,8 @@ def _read(response: httpx.Response, deadline: float) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header: a number, or a date (RFC 9110, 10.2.3)."""
+    """Return the seconds of a Retry-After header, which is a number or a date (RFC 9110,
+    10.2.3)."""
     if value is None:
         return None
     try:
@@ -150,7 +152,7 @@ def _retry_after(value: str | None) -> float | None:
 def _pause(failures: int, asked: float | None) -> float:
     if asked is not None:
         return asked
-    # Jitter: many trajectories fail at once, and must not retry at once.
+    # Jitter: many trajectories fail simultaneously, but must not retry simultaneously.
     return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
@@ -179,8 +181,8 @@ RUBRIC: Final = "Judge how correct, complete and to the point the answer is."
 class JudgeError(Exception):
     """There is no score. `kind`: "bad_template", "bad_score", or one of `ChatError`.
 
-    `retry_after`, if set, is in how many seconds the endpoint takes calls again (0: not known); the
-    reward service pauses the function's quota for so long.
+    `retry_after`, if set, is the number of seconds until the endpoint accepts calls again (0:
+    unknown); the reward service pauses the function's quota for that time.
     """
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
@@ -210,24 +212,25 @@ def judge(
     temperature: float = 0.0,
     max_tokens: int = 1024,
 ) -> float | dict[str, float]:
-    """Scores the last reply of `agent`, and rewards that agent alone; without `agent` the last
-    reply of the trajectory, for all agents. The score is scaled to 0 .. 1.
+    """Score the last reply of `agent`, and reward only that agent; without `agent`, the last reply
+    of the trajectory, for all agents. The score is scaled to 0 .. 1.
 
     `prompt` is a `string.Template` of $task, $answer, $conversation, $rubric, $lowest, $highest and
-    $tag (different in every call); `task` names the field of the query's data that is the task,
-    by default all of it. The key is read from the environment variable `api_key_env`.
-    A reply without a proper score is asked for again, `attempts` in all and within `seconds`,
-    with refusals (429, 503) included, whose Retry-After is obeyed. Raises `JudgeError`.
+    $tag (different in every call); `task` names the field of the query's data that contains the
+    task; default: all data. The key is read from the environment variable `api_key_env`. After a
+    reply without a valid score the request is repeated, with at most `attempts` requests in total
+    and within `seconds`. Refusals (429, 503) count, and their Retry-After is obeyed. Raises
+    `JudgeError`.
     """
     if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
-        raise JudgeError("bad_template", f"scores from {lowest} to {highest} are none")
+        raise JudgeError("bad_template", f"{lowest} to {highest} is not a range of scores")
     replies = [turn for turn in turns if agent in ("", turn["agent"])]
     if not replies:
-        raise JudgeError("bad_template", f"agent {agent!r} said nothing")
+        raise JudgeError("bad_template", f"agent {agent!r} has no reply")
     data = data_of(query, task) if task else json.dumps(query["data"], ensure_ascii=False, indent=1)
     if data is None:
         remedy = "Leave such rows out, or name another field as `task`."
-        raise BadReferenceError(task, data, "there is nothing to judge by", remedy)
+        raise BadReferenceError(task, data, "it contains no task to judge by", remedy)
     values = {
         "task": str(data),
         "answer": replies[-1]["response"],
@@ -273,14 +276,14 @@ def judge(
 
 
 def read_score(reply: str, lowest: float, highest: float) -> float:
-    """The score of a reply that is one JSON object, fenced or not, after any thoughts. Raises
-    ValueError."""
+    """Return the score in a reply that consists of one JSON object, fenced or not, after any
+    thoughts. Raises ValueError."""
     found = read_fenced_json(read_reply(reply).content)
     if not isinstance(found, dict):
         raise ValueError("not one JSON object")
     score = found.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError("no number as `score`")
-    if not lowest <= score <= highest:  # NaN is not either
-        raise ValueError(f"a score that is not within {lowest:g} .. {highest:g}")
+    if not lowest <= score <= highest:  # also excludes NaN
+        raise ValueError(f"a score outside {lowest:g} .. {highest:g}")
     return float(score)

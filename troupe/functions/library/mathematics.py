@@ -1,7 +1,8 @@
-"""The ready reward `math`: whether a reply's final answer equals the reference, by math-verify.
+"""The predefined reward `math`: whether a reply's final answer equals the reference, by
+math-verify.
 
 It compares expressions, not texts: 0.5, 1/2 and \\frac{1}{2} are equal, and so are sets in any
-order. Needs `pip install "troupe-rl[scoring]"` where the reward service runs.
+order. The reward service's hosts need `pip install "troupe-rl[scoring]"`.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ except ImportError as error:
         f'{error}: `pip install "troupe-rl[scoring]"` where the reward service runs'
     ) from error
 
-# Seconds for parsing one text, and for one comparison: sympy may take for ever.
+# Time limit of parsing one text, and of one comparison: sympy may take forever.
 _SECONDS: Final = 5
-# Significant digits to which math-verify computes, by default.
+# Default number of significant digits of math-verify.
 _PRECISION: Final = 15
-# Texts with one of these are LaTeX that math-verify finds by itself.
+# Texts with one of these contain LaTeX that math-verify finds itself.
 _MARKED: Final = ("$", "\\(", "\\[", "\\boxed")
 _BOXED: Final = "\\boxed"
 _ANSWER: Final = r"(?s)<answer>(.*?)</answer>"
-# Numbers with an exponent, which math-verify takes for multiples of Euler's number, or cuts off at
-# the `e`; and those that can only be numbers, since programs write exponents so: `2e-01`.
+# Numbers with an exponent, which math-verify reads as multiples of Euler's number, or cuts off at
+# the `e`; and the ones that can only be numbers, in the notation of programs: `2e-01`.
 _EXPONENT, _PROGRAM_EXPONENT = (
     re.compile(rf"(?<![\w.])-?\d+(?:\.\d+)?[eE]{exponent}(?![\w^]|\.\d)")
     for exponent in (r"[-+]?\d{1,3}", r"[-+]\d{2,3}")
 )
-# Words and line breaks, which a bare expression lacks; those of commands (`\pi`, `\text{cm}`) do
+# Words and line breaks, which a bare expression lacks; words in commands (`\pi`, `\text{cm}`) do
 # not count.
 _PROSE: Final = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}|\n")
 # In prose, a power that is not marked as LaTeX.
 _POWER: Final = re.compile(r"[^\s$]*\^[^\s$]*[^\s$.,;:!?]")
 # Emphasis in Markdown, currencies, and punctuation around an expression.
 _AROUND: Final = "*_` \u20ac\u00a3\u00a5:;,?"
-# No double other than 0 has more.
+# No double other than 0 has more zeros.
 _MOST_ZEROS: Final = 330
 
 
@@ -72,18 +73,18 @@ def math(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """1 where the final answer of the reply equals the query's.
+    """Return 1 if the final answer of the reply equals the query's, else 0.
 
-    `answer_pattern` cuts the reference out of the field. Of a reply with `<answer>...</answer>`
-    only the last of these counts. `boxed`: only an answer in a box counts. What takes too long to
-    parse or to compare is wrong. Raises `BadReferenceError`.
+    `answer_pattern` extracts the reference from the field. In a reply with `<answer>...</answer>`,
+    only the last of these counts. `boxed`: only an answer in a box counts. An answer that takes too
+    long to parse or to compare is wrong. Raises `BadReferenceError`.
     """
     seconds = _seconds()
     said = spoken(turns, agent) or ""
     said = cut(said, _ANSWER) or said
     if boxed and _BOXED not in said:
         return rewarded(0.0, agent, weight)
-    # A box that is there comes before anything else that looks like an answer.
+    # A box takes precedence over anything else that looks like an answer.
     latex = LatexExtractionConfig(boxed_match_priority=0)
     targets = [latex] if boxed else [latex, ExprExtractionConfig()]
     reply = [
@@ -98,7 +99,9 @@ def math(
         gold = parse(text, parsing_timeout=seconds) or parse(one, parsing_timeout=seconds)
         if not gold or isinstance(reference, bool):
             remedy = "Give the query a number, an expression or LaTeX, or use `exact`."
-            raise BadReferenceError(answer, reference, "it is not mathematics", remedy)
+            raise BadReferenceError(
+                answer, reference, "it is not a mathematical expression", remedy
+            )
         right = right or _equal(gold, reply, digits, seconds)
     return rewarded(float(right), agent, weight)
 
@@ -108,12 +111,13 @@ def _is_latex(text: str) -> bool:
 
 
 def _readings(text: str) -> list[str]:
-    """The texts that a reply may mean: in LaTeX `2e-1` is a number or a multiple of Euler's."""
+    """Return the possible readings of a reply: in LaTeX, `2e-1` is a number or a multiple of
+    Euler's."""
     plain = plain_characters(text).strip()
     decimal = _in_decimals(plain, _EXPONENT)
     if _is_latex(plain):
         return list(dict.fromkeys([decimal, plain]))
-    # Of an expression that is not marked as LaTeX, math-verify would read the first number.
+    # In an expression that is not marked as LaTeX, math-verify would read only the first number.
     end = _PROSE.split(decimal)[-1].strip(_AROUND).rstrip(_AROUND + ".")
     number = read_number(end)
     expression = f"${end if number is None else format(number, 'f')}$"
@@ -124,15 +128,15 @@ def _readings(text: str) -> list[str]:
 
 
 def _in_decimals(text: str, numbers: re.Pattern[str]) -> str:
-    """`text` with the `numbers` in it, which have exponents, written without these."""
+    """Return `text` with its `numbers`, which have exponents, written without exponents."""
     return numbers.sub(lambda found: f"{Decimal(found[0]):f}", text)
 
 
 def _equal(gold: list[Any], reply: list[Any], digits: int, seconds: int | None) -> bool:
-    """Whether math-verify takes one of `gold` and one of `reply` for equal.
+    """Return whether math-verify considers one of `gold` and one of `reply` equal.
 
-    It rounds to a number of decimals, and would round small numbers to 0: those grow by the zeros
-    behind the decimal point of the smallest number.
+    It rounds to a number of decimals, and would round small numbers to 0, so the decimals are
+    increased by the number of zeros after the decimal point of the smallest number.
     """
 
     def count_zeros() -> int:
@@ -164,6 +168,6 @@ def _equal(gold: list[Any], reply: list[Any], digits: int, seconds: int | None) 
 
 
 def _seconds() -> int | None:
-    """The limit of one operation; None in other threads than the main one, where there is no alarm
-    and the call's own time limit ends it."""
+    """Return the time limit of one operation; None outside the main thread, where there is no alarm
+    and the call's own time limit applies."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -1,7 +1,7 @@
-"""Tools of MCP servers: `call` is what a job's `tools.X.mcp` runs in worker processes.
+"""Tools of MCP servers: a job's `tools.X.mcp` runs `call` in worker processes.
 
-A process keeps its connections, with the servers that it started, from call to call; one that broke
-is opened anew by the next call. Nothing here ends a call that hangs: the reward service ends the
+A process keeps its connections, and the servers that it started, between calls; the next call
+reopens a broken connection. This module does not end a call that hangs: the reward service ends the
 process, and the servers with it.
 """
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, ContentBlock
 
-# Connections of one process; the one that was not used for longest is closed.
+# Maximum number of connections of one process; the least recently used one is closed.
 _MOST_CONNECTIONS: Final = 16
-# A server that offers more tools is not asked for the rest.
+# Maximum number of tools listed per server.
 _MOST_TOOLS: Final = 1000
-# After so long without a call a connection is tried before it is trusted.
+# After this time without a call, a connection is tested before use.
 _TRUSTED_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 5.0
-_NO_REASON: Final = "the tool failed and gives no reason"
+_NO_REASON: Final = "the tool failed without giving a reason"
 
 
 class McpError(Exception):
-    """A failed call of an MCP server's tool; `kind` is that of the workflow's `ToolError`."""
+    """A failed call of an MCP server's tool; `kind` is the kind of the workflow's `ToolError`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -50,9 +50,9 @@ class McpError(Exception):
 def call(
     server: dict[str, Any], name: str = "", arguments: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Call the tool `name` of a server (a job's `tools.X.mcp`); without a name: list its tools.
+    """Call the tool `name` of a server (a job's `tools.X.mcp`); without a name, list its tools.
 
-    Returns {"tools": [{"name", "description", "parameters"}]}, {"result": text or JSON}, or
+    Return {"tools": [{"name", "description", "parameters"}]}, {"result": text or JSON}, or
     {"error": kind, "message": text}.
     """
     try:
@@ -62,7 +62,7 @@ def call(
     return answer
 
 
-# Its connections, with the thread and the servers that serve them, outlive a call.
+# The connections, with their thread and servers, outlive a call.
 call.keeps_running = True  # type: ignore[attr-defined]
 
 
@@ -75,18 +75,18 @@ class McpTool:
         """The server's name among the job's tools."""
 
     def __call__(self, **arguments: Any) -> Any:
-        """The result. Raises `McpError`."""
+        """Return the result. Raises `McpError`."""
         return _connections().call(self.server, self.listed["name"], arguments)["result"]
 
 
 def tools_of(server: dict[str, Any], declared_as: str) -> list[McpTool]:
-    """The tools of a server. Raises `McpError`."""
+    """Return the tools of a server. Raises `McpError`."""
     listed = _connections().call(server, "", {})["tools"]
     return [McpTool(server, one, declared_as) for one in listed]
 
 
 class McpConnections:
-    """The open connections of one process; they live on a thread of their own."""
+    """The open connections of one process, served by a separate thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -94,7 +94,7 @@ class McpConnections:
         self._open: OrderedDict[str, _Connection] = OrderedDict()
 
     def call(self, server: Mapping[str, Any], name: str, arguments: dict[str, Any]) -> Any:
-        """The answer of `call`. Raises `McpError`."""
+        """Return the answer of `call`. Raises `McpError`."""
         work = self._call(server, name, arguments)
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
@@ -121,7 +121,7 @@ class McpConnections:
             raise
 
     async def _close(self, key: str, connection: _Connection) -> None:
-        # Of several calls that find it broken, one may have opened another already.
+        # Of several calls that find it broken, one may have opened a new one already.
         if self._open.get(key) is connection:
             del self._open[key]
         await connection.close()
@@ -138,7 +138,7 @@ def _connections() -> McpConnections:
 
 
 class _Connection:
-    """A connection to one server. A task of its own holds it, as its cancel scopes demand."""
+    """A connection to one server, held by a separate task, as its cancel scopes require."""
 
     def __init__(self, server: Mapping[str, Any]) -> None:
         self._server = server
@@ -161,7 +161,7 @@ class _Connection:
             raise self._unavailable(f"did not answer within {seconds:g} s", error) from error
 
     async def is_alive(self) -> bool:
-        """Whether the server answers, if that is in doubt."""
+        """Return whether the server answers, if that is in doubt."""
         if self._holding is None or self._holding.done():
             return False
         return time.monotonic() - self._used < _TRUSTED_SECONDS or await self._answers()
@@ -174,7 +174,7 @@ class _Connection:
         return True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The result of a tool, as `_shown` has it. Raises `McpError`."""
+        """Call a tool and return its result, as converted by `_shown`. Raises `McpError`."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
@@ -185,7 +185,7 @@ class _Connection:
         try:
             result = await self._client.call_tool(name, arguments)
         except MCPError as error:
-            # Servers use its code for errors of their own, too: JSON-RPC leaves it to them.
+            # Servers may also use its code for their own errors: JSON-RPC allows it.
             if error.code == CONNECTION_CLOSED and not await self._answers():
                 raise self._unavailable("ended during the call", error) from error
             kind = kinds.BAD_ARGUMENTS if error.code == INVALID_PARAMS else kinds.TOOL_FAILED
@@ -193,9 +193,9 @@ class _Connection:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            text = f"the server's answer is no result of a tool: {where}: {first['msg']}"
+            text = f"the server's answer is not the result of a tool: {where}: {first['msg']}"
             raise McpError(kinds.TOOL_FAILED, text) from error
-        # What the tool's output schema does not allow.
+        # The tool's output schema does not allow the result.
         except (ValueError, RuntimeError) as error:
             raise McpError(kinds.TOOL_FAILED, f"{type(error).__name__}: {error}") from error
         except Exception as error:
@@ -205,10 +205,10 @@ class _Connection:
         return _shown(result)
 
     async def close(self) -> None:
-        """End it, and a server that was started for it."""
+        """Close the connection, and end a server that was started for it."""
         self._closing.set()
         if self._holding is not None:
-            if not self.tools:  # it may still wait for the server
+            if not self.tools:  # it may still be waiting for the server
                 self._holding.cancel()
             await asyncio.wait({self._holding}, timeout=_CLOSE_SECONDS)
             self._holding.cancel()
@@ -223,7 +223,7 @@ class _Connection:
         except BaseException as error:
             if not opened.done():
                 opened.set_exception(error)
-                opened.exception()  # seen, also where nobody waits any more
+                opened.exception()  # marked as retrieved, even if nothing waits for it any more
             if isinstance(error, asyncio.CancelledError):
                 raise
 
@@ -256,9 +256,9 @@ class _Connection:
 
 
 def _shown(result: CallToolResult) -> Any:
-    """What the model is shown of a result: its text, or its JSON where it has no text.
+    """Return the part of a result that the model sees: its text, or its JSON if it has no text.
 
-    Parts that are meant for the user alone are left out, but for the reason of a failure. Raises
+    Parts intended only for the user are left out, except for the reason of a failure. Raises
     `McpError` for a failed call.
     """
     parts = [part for part in result.content if result.is_error or _is_for_the_model(part)]
@@ -280,7 +280,7 @@ def _is_for_the_model(part: ContentBlock) -> bool:
 
 
 def _text_of(part: ContentBlock) -> str:
-    """The text of a part; empty if it has none."""
+    """Return the text of a part; empty if it has none."""
     match part.type:
         case "text":
             return part.text
@@ -308,12 +308,12 @@ def _placeholder(part: ContentBlock) -> str:
 
 @asynccontextmanager
 async def _client(server: Mapping[str, Any]) -> AsyncIterator[Client]:
-    """A client of the server. Raises `McpError` for a variable that is not set."""
+    """Open a client of the server. Raises `McpError` for a variable that is not set."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server["url"] is None:
         command, *args = server["command"]
-        # As this process' own environment, which the reward service has chosen already.
+        # Like this process's own environment, which the reward service has chosen already.
         env = {**os.environ, **_filled(server["env"])}
         parameters = StdioServerParameters(command=command, args=args, env=env)
         async with Client(stdio_client(parameters, errlog=sys.stderr)) as client:
@@ -331,7 +331,7 @@ async def _client(server: Mapping[str, Any]) -> AsyncIterator[Client]:
 
 
 def _filled(values: Mapping[str, str]) -> dict[str, str]:
-    """`values` with `$NAME` replaced by variables of the environment. Raises `McpError`."""
+    """Return `values` with `$NAME` replaced by variables of the environment. Raises `McpError`."""
     try:
         return {name: Template(value).substitute(os.environ) for name, value in values.items()}
     except KeyError as error:

@@ -1,8 +1,8 @@
 """The reward `reward_model`: the score of a sequence classification model with one output.
 
-Any checkpoint that `AutoModelForSequenceClassification` of transformers loads: reward models of the
-hub, or of TRL's RewardTrainer. Each worker process that runs its calls loads the model once, on a
-GPU if the process sees one.
+It accepts any checkpoint that `AutoModelForSequenceClassification` of transformers loads, such as
+reward models from the hub or from TRL's RewardTrainer. Each worker process that runs its calls
+loads the model once, on a GPU if the process sees one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SequenceScorer:
             raise RewardModelError("no_model", f"{path} cannot be loaded: {error}") from error
         outputs = int(self._model.config.num_labels)
         if outputs != 1:
-            text = f"{path} has {outputs} outputs; a reward model has one (`num_labels: 1`)"
+            text = f"{path} has {outputs} outputs; a reward model must have one (`num_labels: 1`)"
             raise RewardModelError("wrong_head", text)
         if self._tokenizer.chat_template is None:
             raise RewardModelError("no_template", f"the tokenizer of {path} has no chat template")
@@ -55,22 +55,23 @@ class SequenceScorer:
         self._model.eval().to("cuda" if cuda else "cpu")
 
     def score(self, messages: Sequence[dict[str, Any]], max_tokens: int = 0) -> float:
-        """The model's output for a conversation, of which at most the last `max_tokens` tokens are
-        read; 0: all."""
+        """Return the model's output for a conversation; it reads at most the last `max_tokens`
+        tokens (0: all)."""
         import torch
 
         text = self._templates.render(list(messages))
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         inputs = torch.tensor([ids[-max_tokens:] if max_tokens else ids], device=self._model.device)
         with torch.inference_mode():
-            # The mask is full: a single row has no padding, whatever its last token is.
+            # The mask is full: a single row has no padding, even if its last token is the padding
+            # token.
             output = self._model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
         return float(output.logits[0, 0])
 
 
 @functools.lru_cache(maxsize=2)
 def scorer(path: str, revision: str | None = None) -> SequenceScorer:
-    """The scorer of a model, loaded once in a process. Raises `RewardModelError`."""
+    """Return the scorer of a model, loaded once in a process. Raises `RewardModelError`."""
     return SequenceScorer(path, revision)
 
 
@@ -87,17 +88,17 @@ def reward_model(
     agent: str = "",
     weight: float = 1.0,
 ) -> float | dict[str, float]:
-    """What the model says of the last reply of `agent`, or of the trajectory, given the messages
-    before it; `squash`: the sigmoid of that. Raises `RewardModelError`."""
+    """Return the model's score for the last reply of `agent`, or of the trajectory, given the
+    messages before it; `squash`: its sigmoid. Raises `RewardModelError`."""
     turn = next((one for one in reversed(turns) if agent in ("", one["agent"])), None)
     if turn is None:
-        raise RewardModelError("no_reply", f"agent {agent!r} said nothing")
+        raise RewardModelError("no_reply", f"agent {agent!r} has no reply")
     whole = [*turn["messages"], {"role": "assistant", "content": turn["response"]}]
     value = scorer(model, revision).score(whole, max_tokens)
     if not math.isfinite(value):
         raise RewardModelError("not_finite", f"{model} gives {value}")
     if squash:
-        # Of the smaller exponential, which cannot overflow.
+        # Computed with the smaller exponential, which cannot overflow.
         small = math.exp(-abs(value))
         value = 1 / (1 + small) if value >= 0 else small / (1 + small)
     return rewarded(value, agent, weight)
