@@ -125,9 +125,9 @@ def test_sequence_masked_by_hand() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     x = torch.zeros(2)
-    with pytest.raises(ValueError, match="needs to know"):
+    with pytest.raises(ValueError, match="needs `sequences`"):
         grpo_loss_sum(x, x, x, x, **CLIP, loss="gspo")
-    with pytest.raises(ValueError, match="needs to know"):
+    with pytest.raises(ValueError, match="needs `sequences`"):
         grpo_loss_sum(x, x, x, x, **CLIP, correction="sequence_masked")
     with pytest.raises(ValueError, match="weighs tokens by pi/mu itself"):
         grpo_loss_sum(x, x, x, x, **CLIP, loss="cispo", correction="truncated")

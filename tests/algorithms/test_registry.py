@@ -94,7 +94,7 @@ WRONG: list[tuple[Field, str, str]] = [
     ("loss", "of_two", "one argument"),
     ("loss", "missing", "no attribute"),
     ("correction", "with_gradients", "carries gradients"),
-    ("correction", "negative", "not negative"),
+    ("correction", "negative", "not be negative"),
     ("advantage", "pairs", "shape (3, 2), not (3,) or (7,)"),
 ]
 

@@ -100,5 +100,5 @@ def test_ids_are_tokens_of_the_vocabulary_if_that_is_known() -> None:
     assert token_ids("eos", None, 10) == ()
     assert token_ids("eos", 9, 10) == (9,)
     assert token_ids("eos", [1, 2], None) == (1, 2)
-    with pytest.raises(BadConfiguration, match=r"eos = 10 is no token id of 0 \.\. 9"):
+    with pytest.raises(BadConfiguration, match=r"eos = 10 is not a token id of 0 \.\. 9"):
         token_ids("eos", 10, 10)

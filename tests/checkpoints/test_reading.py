@@ -92,17 +92,17 @@ def test_columns_of_ranks_are_put_together(tmp_path: Path) -> None:
         save_file({"w": part}, tmp_path / f"{at}.safetensors", metadata=about)
     files = sorted(tmp_path.iterdir())
     assert torch.equal(StoredTensors(files)["w"], whole)
-    with pytest.raises(ValueError, match="'w' is not whole"):
+    with pytest.raises(ValueError, match="'w' is incomplete"):
         StoredTensors(files[1:])
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "is no safetensors file"),
-        (b"\xff" * 64, "is no safetensors file"),
-        ((4).to_bytes(8, "little") + b"{}[]", "is no safetensors file"),
-        ((3).to_bytes(8, "little") + b"[1]", "is no safetensors file"),
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 64, "is not a safetensors file"),
+        ((4).to_bytes(8, "little") + b"{}[]", "is not a safetensors file"),
+        ((3).to_bytes(8, "little") + b"[1]", "is not a safetensors file"),
     ],
 )
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
@@ -131,11 +131,11 @@ MALFORMED = {
     "overlap in part": (header(v=entry([8], 0, 32), w=entry([12], 16, 64)), "'w' leaves a gap"),
     "gap": (header(v=entry([4], 0, 16), w=entry([8], 32, 64)), "'w' leaves a gap"),
     "gap before": (header(w=entry([12], 16, 64)), "'w' leaves a gap"),
-    "gap after": (header(w=entry([12], 0, 48)), "16 bytes at its end belong to no tensor"),
-    "nothing described": (header(), "64 bytes at its end belong to no tensor"),
+    "gap after": (header(w=entry([12], 0, 48)), "16 bytes at its end do not belong to a tensor"),
+    "nothing described": (header(), "64 bytes at its end do not belong to a tensor"),
     "unknown dtype": (header(w=entry([16], 0, 64, "F33")), "'w' has the unknown dtype 'F33'"),
-    "other dtype": (header(w=entry([16], 0, 64, "F64")), "'w' has 64 bytes, and its shape and dty"),
-    "dtype of another kind": (header(w=entry([16], 0, 64, ["F32"])), "is no safetensors file"),
+    "other dtype": (header(w=entry([16], 0, 64, "F64")), "'w' has 64 bytes, which do not match"),
+    "dtype of another kind": (header(w=entry([16], 0, 64, ["F32"])), "is not a safetensors file"),
     "beyond the file": (header(w=entry([32], 0, 128)), "'w' is not within the file"),
     "begin after end": (header(w=entry([16], 64, 0)), "'w' has -64 bytes"),
     "negative sizes": (header(w=entry([-4, -4], 0, 64)), "'w' has a shape or offset that is no"),
@@ -147,10 +147,10 @@ MALFORMED = {
     "overflow of nothing": (header(w=entry([0, 2**62, 4], 0, 0)), "'w' has a shape of too many"),
     "shape missing": ('{"w": {"dtype": "F32", "data_offsets": [0, 64]}}', "KeyError"),
     "three offsets": (header(w={**entry([16], 0, 64), "data_offsets": [0, 32, 64]}), "too many"),
-    "text for a tensor": (header(w="F32"), "is no safetensors file"),
+    "text for a tensor": (header(w="F32"), "is not a safetensors file"),
     "metadata of another kind": ('{"__metadata__": [1], "w": ' + ONE + "}", "AttributeError"),
     "deep": ('{"w": ' + "[" * 100_000, "RecursionError"),
-    "number": ("1", "is no safetensors file"),
+    "number": ("1", "is not a safetensors file"),
 }
 
 
@@ -163,14 +163,14 @@ def test_a_header_that_breaks_the_rules_of_the_format_is_refused(
     path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(64))
     with pytest.raises(ValueError, match=told) as caught:
         StoredTensors([path])
-    assert "model.safetensors is no safetensors file" in str(caught.value)
+    assert "model.safetensors is not a safetensors file" in str(caught.value)
 
 
 @pytest.mark.parametrize("length", [0, 65, 10**6, 10**8 + 1, 2**63, 2**64 - 1])
 def test_a_header_that_ends_outside_of_its_file_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(62))
-    with pytest.raises(ValueError, match="its header ends outside of it"):
+    with pytest.raises(ValueError, match="its header ends outside the file"):
         StoredTensors([path])
 
 
@@ -193,7 +193,7 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused(
     tmp_path: Path, index: str
 ) -> None:
     (tmp_path / reading.INDEX).write_text(index)
-    with pytest.raises(ValueError, match="is no index of a checkpoint"):
+    with pytest.raises(ValueError, match="is not an index of a checkpoint"):
         StoredTensors.of_checkpoint(tmp_path)
 
 

@@ -32,7 +32,7 @@ def raised(kind: type[Exception]) -> OSError:
     ("kind", "environment", "field", "says", "remedy"),
     [
         (errors.GatedRepoError, {}, "path", "no token", "HF_TOKEN"),
-        (errors.GatedRepoError, {"HF_TOKEN": "x"}, "path", "may not read", "Accept"),
+        (errors.GatedRepoError, {"HF_TOKEN": "x"}, "path", "cannot read", "Accept"),
         (errors.RepositoryNotFoundError, {}, "path", "no model a/b", "spelling"),
         (errors.RevisionNotFoundError, {}, "revision", "no revision v9", "branch"),
         (

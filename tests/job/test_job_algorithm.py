@@ -28,7 +28,7 @@ def _pipeline(mode: str) -> dict[str, Any]:
         (
             {"advantage": "gea"},
             "sync",
-            "is none of grpo, dr_grpo, rloo, reinforce_plus_plus, rae, gae",
+            "is not one of grpo, dr_grpo, rloo, reinforce_plus_plus, rae, gae",
         ),
         ({"critic": {}}, "sync", "without effect with advantage `grpo`"),
         ({"advantage": "gae", "group_by": "turn"}, "sync", "cut an agent's turns apart"),
@@ -69,7 +69,7 @@ def test_a_team_critic_reads_one_vocabulary_whenever_it_was_written() -> None:
         make_spec(Path("t"), policies=("a", "b"), algorithm=algorithm, pipeline=deterministic)
     values = spec.model_dump()
     values["policies"]["row"]["model"]["tokenizer"] = "another"
-    with pytest.raises(ValidationError, match="of policies 'column' and 'row' are not the same"):
+    with pytest.raises(ValidationError, match="of policies 'column' and 'row' differ"):
         type(spec).model_validate(values)
 
 

@@ -24,7 +24,7 @@ def test_defaults_and_the_way_between_services() -> None:
         ({"curriculum": {"band": [0.9, 0.1]}}, "curriculum", "0.9 is above 0.1"),
         ({"curriculum": {"band": [0.1, 1.1]}}, "curriculum.band", "less than or equal to 1"),
         ({"curriculum": {"band": [0.1]}}, "curriculum.band", "required"),
-        ({"curriculum": {"explore": 0.8, "replay": 0.3}}, "curriculum", "come to 1.15"),
+        ({"curriculum": {"explore": 0.8, "replay": 0.3}}, "curriculum", "their sum is 1.15"),
         ({"curriculum": {"success": "nobody"}}, "curriculum.success", "neither an agent nor one"),
         (
             {"curriculum": {}, "pipeline__early_start": True, "pipeline__mode": "sync"},

@@ -81,7 +81,7 @@ def test_an_mcp_server_is_a_tool_with_the_costs_of_a_call() -> None:
         ({"mcp": {"url": "ftp://a"}}, "pattern"),
         ({"mcp": {"url": "http://a", "env": {"A": "b"}}}, "`env` is for a server with `command`"),
         ({"mcp": {"command": ["x"], "headers": {"A": "b"}}}, "`headers` is for a server with"),
-        ({"mcp": {"command": ["x"], "env": {"A": "$"}}}, "`env.A` is no template"),
+        ({"mcp": {"command": ["x"], "env": {"A": "$"}}}, "`env.A` is not a template"),
         ({"mcp": {"command": ["x"], "prefix": "a b"}}, "pattern"),
         ({"mcp": {"command": ["x"], "start_seconds": 0}}, "greater than 0"),
         ({"mcp": {"command": ["x"], "pool": 3}}, "no such field"),

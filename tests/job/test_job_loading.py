@@ -73,7 +73,7 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             "policies.evaluation: metrics",
         ),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
-        ({"pipeline__required_columns": ["reward"]}, "every sample waits for 'reward' anyway"),
+        ({"pipeline__required_columns": ["reward"]}, "every sample already waits for 'reward'"),
         ({"pipeline__required_columns": ["a b"]}, "'a b' does not name a column"),
         ({"tasks__args": {"x": b"\xff"}}, "tasks.args: must consist of JSON values"),
     ],
@@ -233,4 +233,4 @@ def test_a_gang_is_not_deterministic() -> None:
     spec["pipeline"] = {**spec.get("pipeline", {}), "deterministic": True}
     said = fault(yaml.safe_dump(spec))
     assert "policies.solver.trainer.gang: " in said
-    assert "round in another order" in said
+    assert "in another order and round" in said

@@ -34,8 +34,8 @@ def written(lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, An
         ({"target_modules": []}, {}, {}, "policies.a.lora.target_modules"),
         ({"target_modules": ["q-proj"]}, {}, {}, "'q-proj' is not the name of a layer"),
         ({"ranks": 1}, {}, {}, "policies.a.lora.ranks"),
-        ({"dropout": 0.1}, {}, {"deterministic": True}, "policies.a.lora.dropout: what is dropped"),
-        ({}, {"simulated": {}}, {}, "policies.a.lora: a simulated policy learns nothing"),
+        ({"dropout": 0.1}, {}, {"deterministic": True}, "policies.a.lora.dropout: dropout depends"),
+        ({}, {"simulated": {}}, {}, "policies.a.lora: a simulated policy does not learn"),
     ],
 )
 def test_what_cannot_work_is_refused(

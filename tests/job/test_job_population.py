@@ -69,32 +69,32 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
     ("population", "says"),
     [
         ({"slots": 1}, "population.slots: 1 cannot serve a match of 2 players"),
-        ({"learners": {"nobody": {}}}, "population.learners.nobody: is no trained policy"),
-        ({"learners": {"player": {"kind": "main_exploiter"}}}, "exploiters are of a league"),
+        ({"learners": {"nobody": {}}}, "population.learners.nobody: is not a trained policy"),
+        ({"learners": {"player": {"kind": "main_exploiter"}}}, "exploiters need a league"),
         (
             {"restart": "base", "algorithm": "self_play"},
-            "restart: `self_play` goes on with one policy",
+            "restart: `self_play` continues one policy",
         ),
         (
             {"stop": {"improvement": 0.1}, "algorithm": "self_play", "matches": {"least": 0}},
-            "stop.improvement: is known of payoffs",
+            "stop.improvement: needs payoffs",
         ),
         ({"matches": {"least": 0}}, "`psro` chooses opponents by payoffs"),
-        ({"stop": {"nash_conv": 0.1}}, "stop.nash_conv: is known only of games"),
+        ({"stop": {"nash_conv": 0.1}}, "stop.nash_conv: is known only for OpenSpiel games"),
         (
             {"game": "kuhn_poker", "algorithm": "league", "matches": {"least": 0}},
             "`league` chooses opponents by payoffs",
         ),
-        ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is no player"),
+        ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is not a player"),
         (
             {"learners": {"player": {"agents": ["alice", "alice"]}}},
             "population.learners.player.agents: 'alice' is named twice",
         ),
-        ({"algorithm": "regularized"}, "population.algorithm: nothing holds 'player'"),
+        ({"algorithm": "regularized"}, "population.algorithm: 'player' has no regularizer"),
         ({"game": ""}, "population.game = ''"),
         (
             {"engine": {"kind": "sglang", "urls": ["http://a:1"]}, "slots": 2},
-            "cannot be shared out evenly",
+            "cannot be divided evenly",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_who_is_no_player_is_not_in_the_tree() -> None:
     spec = job(game="kuhn_poker")
     spec["policies"]["umpire"] = MODEL | {"trainable": False}
     spec["agents"]["umpire"] = {"policy": "umpire"}
-    assert "'umpire' is no player" in fault(spec)
+    assert "'umpire' is not a player" in fault(spec)
 
 
 def test_a_slot_is_not_the_users() -> None:
@@ -154,7 +154,7 @@ def test_slots_serve_one_architecture() -> None:
     spec = job(symmetric=True)
     spec["policies"]["rival"] = {"model": {"path": "/models/other"}}
     spec["agents"]["bob"]["policy"] = "rival"
-    assert "their models are not the same" in fault(spec)
+    assert "their models differ" in fault(spec)
 
 
 def test_a_step_has_a_query_for_every_learner() -> None:

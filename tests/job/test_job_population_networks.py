@@ -71,9 +71,9 @@ def test_apart_each_is_made_for_its_own() -> None:
             {},
             "policies.player.network.learning.paradigm: `qmix`",
         ),
-        ({"learning": {"paradigm": "maddpg"}}, {}, "take ppo, mappo or dqn"),
+        ({"learning": {"paradigm": "maddpg"}}, {}, "use ppo, mappo or dqn"),
         ({"kind": "rnn"}, {"game": "kuhn_poker"}, "policies.player.network.kind: with"),
-        ({}, {"engine": {}}, "population.engine: networks play inside"),
+        ({}, {"engine": {}}, "population.engine: networks run inside"),
         ({}, {"slots": 1}, "population.slots: 1 cannot serve a match"),
         (
             {"learning": {"paradigm": "dqn"}},

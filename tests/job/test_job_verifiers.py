@@ -52,8 +52,8 @@ def test_a_mixture_of_environments_has_the_same_workflow() -> None:
     ("tasks", "said"),
     [
         ({"verifiers": MARBLES, "source": "mine:Tasks"}, "exactly one of"),
-        ({"verifiers": MARBLES, "split": "train"}, "`split` is of a `dataset`"),
-        ({"verifiers": MARBLES, "args": {"a": 1}}, "`args` are those of a `source`"),
+        ({"verifiers": MARBLES, "split": "train"}, "`split` needs a `dataset`"),
+        ({"verifiers": MARBLES, "args": {"a": 1}}, "`args` need a `source`"),
         ({"verifiers": MARBLES, "held_out": "test"}, "no splits by name"),
         ({"verifiers": {**MARBLES, "environment": "a b"}}, "environment"),
         ({"verifiers": {**MARBLES, "roles": {"agent": "nobody"}}}, "roles.agent: 'nobody' is no"),
@@ -80,5 +80,5 @@ def test_evaluations_may_have_environments_of_their_own() -> None:
 
 
 def test_an_environment_demonstrates_nothing() -> None:
-    with pytest.raises(ValidationError, match="demonstrate nothing"):
+    with pytest.raises(ValidationError, match="are not demonstrations"):
         job({"verifiers": MARBLES}, supervised={"tasks": {"verifiers": MARBLES}, "steps": 1})

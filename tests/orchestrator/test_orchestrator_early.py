@@ -93,7 +93,7 @@ async def test_an_orchestrator_that_dies_leaves_no_second_run(cluster: Cluster) 
 @pytest.mark.parametrize(
     ("over", "why"),
     [
-        ({"pipeline__mode": "async"}, "several steps anyway"),
+        ({"pipeline__mode": "async"}, "already has trajectories of several steps"),
         ({"pipeline__mode": "serial"}, "one thing after another"),
         ({"pipeline__rollout": "batch"}, "wait for each other"),
     ],

@@ -208,18 +208,18 @@ async def test_a_metric_that_is_none_is_named(cluster: Cluster) -> None:
         (
             {"evaluations": {"x": {"tasks": {"dataset": "a.csv", "held_out": 0.5}}}},
             "evaluations.x.tasks",
-            "name what is asked",
+            "name the rows to use",
         ),
         (
             {"tasks": {"dataset": "a.csv"}, "evaluations": {"x": {}}},
             "tasks.held_out",
             "is missing",
         ),
-        ({"pipeline.steps": 0}, "pipeline.steps", "train nothing"),
+        ({"pipeline.steps": 0}, "pipeline.steps", "there is no training"),
         (
             {"checkpoint": {"best": {"metric": "loss"}}},
             "checkpoint.best.metric",
-            "no metric of an evaluation",
+            "not a metric of an evaluation",
         ),
         (
             {"checkpoint": {"best": {"metric": "evaluations/y/pass@1"}}},

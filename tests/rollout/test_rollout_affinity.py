@@ -94,7 +94,7 @@ def test_a_simulated_engine_says_what_its_cost_model_does() -> None:
                 "policies": {"big": {"engine": {"pools": POOLS}}},
                 "routing": {"affinity": {"domains": {"game": "compote"}}},
             },
-            "routing.affinity.domains.game: no engine is of class 'compote'; there are bandwidth, "
+            "routing.affinity.domains.game: no engine has the class 'compote'; known: bandwidth, "
             "compute",
         ),
     ],

@@ -200,10 +200,10 @@ async def test_damaged_weights_are_neither_exported_nor_trained_on(
     assert await asyncio.to_thread(main, arguments) != 0
     told = capsys.readouterr().err
     assert f"{name} of checkpoint" in told
-    assert "is not what was written" in told
+    assert "differs from the written file" in told
     assert not target.exists()
     policy = spec.policies["solver"]
-    with pytest.raises(InvalidArgument, match="is not what was written") as caught:
+    with pytest.raises(InvalidArgument, match="differs from the written file") as caught:
         begin_from(folder, policy)
     assert caught.value.kind == ("adapter_unusable" if policy.lora else "model_unreadable")
 

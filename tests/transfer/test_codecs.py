@@ -98,5 +98,5 @@ def test_other_programs_get_no_directory_with_a_codec_that_they_do_not_know(
 ) -> None:
     monkeypatch.setitem(blob.CODECS, "widened", Widened())
     manifest = store_by("widened", tmp_path)
-    with pytest.raises(OSError, match="only Troupe knows"):
+    with pytest.raises(OSError, match="Troupe's own codec"):
         Transfer(tmp_path).model_directory(KEY, {}, expected_checksum=manifest.checksum)

@@ -62,17 +62,17 @@ def test_other_arguments_of_another_type(transfer: Transfer) -> None:
 
 @pytest.mark.parametrize("given", [5, b"x", [Path("x")]])
 def test_a_root_that_names_no_place(tmp_path: Path, given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="names no directory") as caught:
+    with pytest.raises(InvalidArgument, match="does not name a directory") as caught:
         Transfer(given)
     assert caught.value.field == "root"
-    with pytest.raises(InvalidArgument, match="names no directory") as caught:
+    with pytest.raises(InvalidArgument, match="does not name a directory") as caught:
         Transfer(tmp_path, fallback=given)
     assert caught.value.field == "fallback"
 
 
 @pytest.mark.parametrize("peers", [5, None, [5], ["host:1"], "host:1", {"host:1": 1}])
 def test_peers_that_nothing_can_be_fetched_from(tmp_path: Path, peers: Any) -> None:
-    with pytest.raises(InvalidArgument, match="nobody to fetch from") as caught:
+    with pytest.raises(InvalidArgument, match="not a source to fetch from") as caught:
         Transfer(tmp_path, peers=peers)
     assert caught.value.field == "peers"
     assert "Peer" in caught.value.remedy

@@ -86,7 +86,7 @@ def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> No
         here.get("job/solver/weights@1")
     there.set("other", state())
     here.set("other/weights", state())
-    with pytest.raises(InvalidKey, match="where other states lie"):
+    with pytest.raises(InvalidKey, match="a directory of other states"):
         here.get("other")
 
 

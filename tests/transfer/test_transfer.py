@@ -249,7 +249,7 @@ def test_a_root_on_disk_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_was_set_under_another_key_is_refused(transfer: Transfer, tmp_path: Path) -> None:
     transfer.set(KEY, state())
     (tmp_path / KEY).rename(tmp_path / "job/solver/weights@4")
-    with pytest.raises(Corrupt, match=r"set as 'job/solver/weights@3'"):
+    with pytest.raises(Corrupt, match=r"the state 'job/solver/weights@3'"):
         transfer.get("job/solver/weights@4")
 
 

@@ -10,8 +10,9 @@ reinforce_plus_plus: A_i = (r_i - mean B) / (std B + epsilon). Hu et al. 2025 (R
 rae: A_i = r_i - b_k, b_k a moving average of the returns of role k. Liu et al. 2025 (SPIRAL),
     section 3.3.
 
-A group is of one agent, so the first three are normalised agent by agent as Dr. MAS (Feng et al.
-2026) asks for. All but `reinforce_plus_plus` are known as soon as a sample's group is.
+A group contains samples of one agent, so the first three are normalised per agent, as Dr. MAS (Feng
+et al. 2026) requires. All but `reinforce_plus_plus` are known as soon as a sample's group is
+complete.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from typing import Final
 
 import torch
 
-# Bounds the advantages of a group whose rewards are nearly equal; the value that TRL uses.
+# Bounds the advantages of a group whose rewards are nearly equal; the same value as in TRL.
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Arguments of an advantage: n samples of one policy. A sample's advantage may depend on its
-    own entries only, since micro-batches are cut as samples come; its group's rewards, and the
-    statistics of its step, are among them."""
+    """Arguments of an advantage: n samples of one policy. A sample's advantage may depend only on
+    its own entries, which include its group's rewards and the statistics of its step, since
+    micro-batches are formed as samples arrive."""
 
     # float64 [n]
     rewards: torch.Tensor
-    # n lists: the rewards of each sample's whole group, its own included, in order of size.
+    # n lists: the rewards of each sample's whole group, including its own, in order of size.
     group_rewards: Sequence[Sequence[float]]
     # n names.
     agents: Sequence[str]
@@ -60,7 +61,7 @@ AdvantageFunction = Callable[[SampleBatch], torch.Tensor]
 def group_statistics(
     group_rewards: Sequence[Sequence[float]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation (with Bessel's correction) of each group.
+    """Return the mean and standard deviation (with Bessel's correction) of each group.
 
     `group_rewards`: n groups of any size >= 1. Returns two float64 [n]. A group of one, or
     one whose rewards are all equal, has a deviation of exactly zero.
@@ -87,11 +88,11 @@ def group_advantages(
     scale_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> torch.Tensor:
-    """GRPO advantages A_i = (r_i - mean(G(i))) / (std(G(i)) + epsilon), float64 [n].
+    """Return the GRPO advantages A_i = (r_i - mean(G(i))) / (std(G(i)) + epsilon), float64 [n].
 
     `scale_by_std` False leaves the division out (Dr. GRPO). `rewards`: of n samples;
-    `group_rewards`: for each sample the final rewards of its group, its own included, so that the
-    result does not depend on how samples are spread over micro-batches. NaN rewards give NaN
+    `group_rewards`: for each sample the final rewards of its group, including its own, so that the
+    result does not depend on how samples are distributed over micro-batches. NaN rewards give NaN
     advantages, and so do finite rewards whose squares overflow.
     """
     _same_length(rewards, group_rewards)
@@ -105,7 +106,8 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Sequence[float], group_rewards: Sequence[Sequence[float]]
 ) -> torch.Tensor:
-    """RLOO advantages A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of one.
+    """Return the RLOO advantages A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of
+    one.
 
     Arguments as in `group_advantages`. Computed as n/(n-1) (r_i - mean(G(i))), n = |G(i)|.
     """
@@ -115,7 +117,8 @@ def leave_one_out_advantages(
 
 
 def batch_statistics(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation of a step's rewards, bitwise independent of their order.
+    """Return the mean and standard deviation of a step's rewards, bitwise independent of their
+    order.
 
     `rewards` must not be empty.
     """
@@ -130,7 +133,7 @@ def batch_advantages(
     *,
     epsilon: float = EPSILON,
 ) -> torch.Tensor:
-    """REINFORCE++ advantages A_i = (r_i - mean_i) / (std_i + epsilon), float64 [n].
+    """Return the REINFORCE++ advantages A_i = (r_i - mean_i) / (std_i + epsilon), float64 [n].
 
     `mean`, `std`: for each sample, the `batch_statistics` of all samples of its step or of its
     agent's samples.
@@ -140,7 +143,7 @@ def batch_advantages(
 
 
 def role_advantages(rewards: Sequence[float], baselines: Sequence[float]) -> torch.Tensor:
-    """Role-conditioned (RAE) advantages A_i = r_i - b_k(i), float64 [n].
+    """Return the role-conditioned (RAE) advantages A_i = r_i - b_k(i), float64 [n].
 
     `baselines`: for each sample, the moving average of its role.
     """
@@ -149,12 +152,14 @@ def role_advantages(rewards: Sequence[float], baselines: Sequence[float]) -> tor
 
 
 def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> float:
-    """The RAE baseline b_k after a step with these `rewards` of role k; independent of their order.
+    """Return the RAE baseline b_k after a step with these `rewards` of role k; independent of their
+    order.
 
     Equals n updates b <- decay b + (1 - decay) r with every r replaced by the mean of the n:
     decay^n b + (1 - decay^n) mean. SPIRAL updates b trajectory by trajectory, before it subtracts b
     from r. This implementation uses the b from before the step for all its samples, so that A does
-    not depend on the order of samples, nor b on the sample that it is subtracted from.
+    not depend on the order of samples, and b does not depend on the sample from which it is
+    subtracted.
     """
     if not rewards:
         return baseline
@@ -163,24 +168,24 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
 
 
 def grpo(samples: SampleBatch) -> torch.Tensor:
-    """The advantage `grpo`."""
+    """Return the advantage `grpo`."""
     scale = samples.scale_by_std
     return group_advantages(samples.rewards.tolist(), samples.group_rewards, scale_by_std=scale)
 
 
 def dr_grpo(samples: SampleBatch) -> torch.Tensor:
-    """The advantage `dr_grpo`."""
+    """Return the advantage `dr_grpo`."""
     rewards = samples.rewards.tolist()
     return group_advantages(rewards, samples.group_rewards, scale_by_std=False)
 
 
 def rloo(samples: SampleBatch) -> torch.Tensor:
-    """The advantage `rloo`."""
+    """Return the advantage `rloo`."""
     return leave_one_out_advantages(samples.rewards.tolist(), samples.group_rewards)
 
 
 def reinforce_plus_plus(samples: SampleBatch) -> torch.Tensor:
-    """The advantage `reinforce_plus_plus`."""
+    """Return the advantage `reinforce_plus_plus`."""
     assert samples.step_mean is not None, "it has the attribute `whole_step`"
     assert samples.step_std is not None, "as the mean"
     mean, std = samples.step_mean.tolist(), samples.step_std.tolist()
@@ -191,7 +196,7 @@ reinforce_plus_plus.whole_step = True  # type: ignore[attr-defined]
 
 
 def rae(samples: SampleBatch) -> torch.Tensor:
-    """The advantage `rae`."""
+    """Return the advantage `rae`."""
     return role_advantages(samples.rewards.tolist(), samples.baselines.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Importance corrections: samples of older versions, and of engines that round differently.
+"""Importance corrections, for samples of older versions and of engines that round differently.
 
 Symbols: mu the policy that drew the tokens, pi the one being trained, rho_t = pi(a_t)/mu(a_t),
 rho(y) = prod_t rho_t over the tokens of a sample y. A correction turns them into a weight w_t of
@@ -6,12 +6,13 @@ each token's policy gradient, w_t A_t grad log pi(a_t). w_t is a constant: no gr
 through it.
 
 truncated: w_t = min(rho_t, c). Token-level truncated importance sampling: Ionides 2008, "Truncated
-    importance sampling"; Espeholt et al. 2018 (IMPALA), section 4.1. Biased only by what the cap
-    cuts off. With one update per step pi is also the proximal policy, so this has the gradient of
+    importance sampling"; Espeholt et al. 2018 (IMPALA), section 4.1. Its only bias comes from the
+    cap. With one update per step pi is also the proximal policy, so this has the gradient of
     AReaL's decoupled objective (Fu et al. 2025, section 5.2); for several see losses.py.
 masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all (IcePop).
 sequence_masked: w_t = rho(y) for all tokens of y where rho(y) is inside [1/c, c], else y carries no
-    loss at all. rho(y) strays further the longer y is: it wants a larger c than a token does.
+    loss at all. The longer y is, the further rho(y) can be from 1, so it needs a larger c than
+    single tokens do.
 
 A loss that already weighs tokens by rho_t uses a mask only to decide which tokens carry a loss.
 Masked tokens are removed before the loss is computed, so their gradient is exactly zero even if
@@ -33,12 +34,14 @@ CorrectionFunction = Callable[[Tokens], torch.Tensor]
 
 
 def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """Truncated importance weights min(rho_t, cap), per token [T], without gradient. `cap` >= 1."""
+    """Return the truncated importance weights min(rho_t, cap), per token [T], without gradient.
+    `cap` >= 1."""
     return ratio.detach().clamp(max=cap)
 
 
 def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """Masked importance weights [T], without gradient: rho where 1/cap <= rho <= cap, else 0.
+    """Return the masked importance weights [T], without gradient: rho where 1/cap <= rho <= cap,
+    else 0.
 
     `ratio`: each token's own, or that of its sequence (`sequence_ratio`). `cap` >= 1.
     """
@@ -47,21 +50,23 @@ def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def within(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """Mask of the tokens with 1/cap <= rho_t <= cap, bool [T]; false for NaN."""
+    """Return the mask of the tokens with 1/cap <= rho_t <= cap, bool [T]; false for NaN."""
     return (ratio >= 1.0 / cap) & (ratio <= cap)
 
 
 def sequence_ratio(
     logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
 ) -> torch.Tensor:
-    """Importance ratio rho(y) of each token's sequence, [T]; `sequences` as in `sequence_sums`."""
+    """Return the importance ratio rho(y) of each token's sequence, [T]; `sequences` as in
+    `sequence_sums`."""
     return bounded_exp(sequence_sums(logprobs - behaviour_logprobs, sequences))
 
 
 def corrected_loss(
     logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Policy-gradient loss -w_t A_t per token [T], with the gradient -w_t A_t grad log pi(a_t)."""
+    """Return the policy-gradient loss -w_t A_t per token [T], with the gradient -w_t A_t grad log
+    pi(a_t)."""
     factors = weights * advantages
     x = where_weighed(logprobs, factors)
     # exp(x - detached x) has the value one and the derivative of x.
@@ -69,17 +74,17 @@ def corrected_loss(
 
 
 def truncated(tokens: Tokens) -> torch.Tensor:
-    """The correction `truncated`."""
+    """Return the correction `truncated`."""
     return truncated_weights(_token_ratio(tokens), tokens.correction_cap)
 
 
 def masked(tokens: Tokens) -> torch.Tensor:
-    """The correction `masked`."""
+    """Return the correction `masked`."""
     return masked_weights(_token_ratio(tokens), tokens.correction_cap)
 
 
 def sequence_masked(tokens: Tokens) -> torch.Tensor:
-    """The correction `sequence_masked`."""
+    """Return the correction `sequence_masked`."""
     ratio = sequence_ratio(tokens.logprobs, tokens.behaviour_logprobs, tokens.samples)
     return masked_weights(ratio, tokens.correction_cap)
 

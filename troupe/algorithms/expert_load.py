@@ -1,7 +1,7 @@
-"""Load of the experts of a mixture: how evenly tokens are routed, and the loss that evens them out.
+"""Load of the experts of a mixture: how evenly tokens are routed, and the loss that balances it.
 
-Both are over response tokens alone, each once, so they do not depend on how rows are cut into
-passes, packed, or divided over the ranks of a gang; and prompts, which carry no loss, do not count.
+Both count each response token once, so they do not depend on how rows are cut into passes, packed,
+or divided over the ranks of a gang. Prompts, which carry no loss, do not count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class ExpertLoad:
     """Listener (`troupe.mixtures.RoutingListener`) that measures one pass over N scored tokens.
 
     `counts`: float64 [layers, experts], tokens by expert. `balance`: the sum over rows of their
-    weight times their mean imbalance over layers, differentiable; `weight`: that of all rows.
-    `replayed`: how many of `tokens` were sent where an engine had sent them.
+    weight times their mean imbalance over layers, differentiable; `weight`: the sum of these
+    weights. `replayed`: the number of `tokens` that were sent to the same experts as in the engine.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class ExpertLoad:
         weights: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
     ) -> None:
-        """`positions`: int64 [N], places of the scored tokens among those that routers see, row
-        after row; `spans`: scored tokens of each row. `weights` [N]: the tokens' weights in the
-        loss, for `balance`; None: it is not wanted. `routes`: those that are replayed, [T, layers,
-        k], negative where none are."""
+        """Create the listener. `positions`: int64 [N], positions of the scored tokens among the
+        tokens that routers see, row after row; `spans`: scored tokens of each row. `weights` [N]:
+        the tokens' weights in the loss, for `balance`; None: not requested. `routes`: replayed
+        routes, [T, layers, k], negative where none are replayed."""
         self._positions = positions
         self._lengths = torch.tensor(spans, device=positions.device)
         self._weights: torch.Tensor | None = None
@@ -64,14 +64,15 @@ class ExpertLoad:
 
     @property
     def balance(self) -> torch.Tensor | None:
-        """The weighted sum over rows; None if it was not wanted, or no layer has experts."""
+        """The weighted sum over rows; None if it was not requested, or if no layer has experts."""
         if not self._imbalances:
             return None
         return torch.stack(self._imbalances).mean()
 
 
 def imbalances(logits: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The imbalance of each of R rows, (E / k) sum_e f_e P_e, [R]; 1 where all experts are equal.
+    """Return the imbalance of each of R rows, (E / k) sum_e f_e P_e, [R]; 1 where all experts are
+    equal.
 
     f_e: the fraction of the row's tokens that chose expert e; P_e: the mean of its probability, the
     softmax of the router's logits. That is the auxiliary loss of Switch Transformers (Fedus et al.
@@ -88,11 +89,11 @@ def imbalances(logits: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor
 
 
 def load_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """Metrics of tokens by expert, [layers, experts]; layers without tokens have no experts.
+    """Return metrics of tokens by expert, [layers, experts]; layers without tokens have no experts.
 
     `router/load_max`: load of the busiest expert over the mean, in the worst layer;
     `router/load_entropy`: entropy of the load in units of its maximum, mean over layers;
-    `router/idle_fraction`: share of experts that no token was sent to.
+    `router/idle_fraction`: fraction of experts that got no token.
     """
     loads = counts[counts.sum(-1) > 0]
     if not len(loads):
@@ -108,5 +109,5 @@ def load_metrics(counts: torch.Tensor) -> dict[str, float]:
 
 
 def _sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sums [R, E] over the rows' parts of `values` [N, E]."""
+    """Return the sums [R, E] over the rows' parts of `values` [N, E]."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0)

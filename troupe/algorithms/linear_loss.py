@@ -26,20 +26,20 @@ except ImportError:  # torch's CPU builds come without it
 
 log = logging.getLogger(__name__)
 
-# Elements of a row of logits that a Triton program holds at a time.
+# Elements of a row of logits that a Triton program processes at a time.
 _BLOCK: Final = 8192
 _WARPS: Final = 16
 _TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels can be used for logits of this type on this device."""
+    """Return whether the Triton kernels can be used for logits of this type on this device."""
     return device.type == "cuda" and dtype in _TYPES and triton is not None and _works(device)
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether kernels compile on this device and agree with plain torch."""
+    """Return whether kernels compile on this device and agree with plain torch."""
     logits = torch.linspace(-3.0, 3.0, 300, device=device).sin().reshape(3, 100).contiguous()
     logp = torch.log_softmax(logits, -1)
     targets = torch.tensor([0, 50, 99], device=device)
@@ -47,14 +47,14 @@ def _works(device: torch.device) -> bool:
     try:
         score_rows(logits, targets, logits.new_ones(3), logprobs, entropy, mass)
     except Exception as error:  # compilers raise any kind
-        log.warning("no Triton kernels on %s, losses take longer there: %s", device, error)
+        log.warning("no Triton kernels on %s, so losses take longer there: %s", device, error)
         return False
     plain = logp.gather(-1, targets[:, None])[:, 0], -(logp * logp.exp()).sum(-1)
     same = all(
         torch.allclose(f, p, atol=1e-4) for f, p in zip((logprobs, entropy), plain, strict=True)
     )
     if not same:
-        log.warning("Triton's kernels are wrong on %s and are not used", device)
+        log.warning("Triton kernels give wrong results on %s and are not used", device)
     return same
 
 
@@ -110,7 +110,7 @@ def _block(vocabulary: int) -> int:
 
 
 if triton is not None:
-    # Without annotations: Triton reads them as its own, and does not know Python's.
+    # Without annotations: Triton interprets them itself, and does not know Python's.
     @triton.jit  # type: ignore[untyped-decorator]
     def _score(  # type: ignore[no-untyped-def]
         logits,
@@ -182,7 +182,7 @@ if triton is not None:
             tl.store(start + place, slope.to(logits.dtype.element_ty), mask=inside)
 
 
-# Bytes of one block's logits: enough rows for matrix products at full speed, and little memory
+# Bytes of one block's logits: enough rows for matrix products at full speed, but little memory
 # compared with the rest of a pass.
 _BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 # Elements that are exponentiated at a time: few enough to stay in a CPU's caches.
@@ -235,7 +235,7 @@ def linear_scores(
     *,
     block: int | None = None,
 ) -> Scores:
-    """Log-probs of `targets` (int64 [N]) and entropies, without gradients.
+    """Return the log-probs of `targets` (int64 [N]) and entropies, without gradients.
 
     `hidden`: [N, d]; `temperatures`: [N, 1]; `block`: tokens computed at a time.
     """
@@ -257,7 +257,7 @@ def linear_loss(
     block: int | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, Scores]:
-    """The sum of `loss_of` over all tokens, differentiable in `hidden`, weight and bias.
+    """Return the sum of `loss_of` over all tokens, differentiable in `hidden`, weight and bias.
 
     Shapes as in `linear_scores`. `spans`: lengths, which add up to N, of the runs of tokens whose
     losses depend on each other; None: the loss is a sum over tokens. A run longer than `block`
@@ -328,7 +328,8 @@ class _Grads:
 def _differentiate(
     loss_of: LossOf, work: _Work, part: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss of the tokens in `part`, and its gradients by their log-probs and entropies."""
+    """Return the loss of the tokens in `part`, and its gradients by their log-probs and
+    entropies."""
     with torch.enable_grad():
         logprobs = work.logprobs[part].detach().requires_grad_()
         entropy = work.entropy[part].detach().requires_grad_()
@@ -374,7 +375,7 @@ class _Work:
         row_bytes *= 1 if teacher is None else 2
         self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
         self._temperatures = temperatures.to(dtype)
-        # Asking another device would wait for it.
+        # Checking this on another device would wait for it.
         self._plain = kind == "cpu" and bool((temperatures == 1).all())
         self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         self.entropy = torch.empty_like(self.logprobs)
@@ -393,7 +394,8 @@ class _Work:
         self._scratch = self.logprobs.new_empty(min(rows, self._scratch_rows), vocabulary)
 
     def runs(self, spans: Sequence[int] | None) -> list[tuple[int, int]]:
-        """Ranges of tokens whose loss is computed together: whole spans, as many as fit a block."""
+        """Return ranges of tokens whose loss is computed together: whole spans, as many as fit a
+        block."""
         total = len(self._targets)
         if spans is None:
             return [(part.start, part.stop) for part in self.blocks(0, total)]
@@ -506,7 +508,7 @@ class _Work:
             slope.div_(self._temperatures[part])
 
     def divergence_loss(self) -> torch.Tensor | float:
-        """The teacher's term of the loss, once all tokens are scored."""
+        """Return the teacher's term of the loss, once all tokens are scored."""
         if self._teacher is None or self.divergence is None:
             return 0.0
         return (self._teacher.weights.to(self.divergence.dtype) * self.divergence).sum()
@@ -522,8 +524,8 @@ class _Work:
         self._others[: len(logits)] = torch.log_softmax(logits, -1)
 
     def _divergence_slope(self, some: torch.Tensor, part: slice, start: int) -> torch.Tensor | None:
-        """The gradient of the teacher's term by the logits of rows from `start` of `part`, whose
-        log-probs are `some`; None without a teacher."""
+        """Return the gradient of the teacher's term by the logits of rows from `start` of `part`,
+        whose log-probs are `some`; None without a teacher."""
         if self._teacher is None or self.divergence is None:
             return None
         place = slice(part.start + start, part.start + start + len(some))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Sum of `values` over each token's sequence, [T]; differentiable.
+    """Return the sum of `values` over each token's sequence, [T]; differentiable.
 
     `sequences`: int64 [T], the sequence id of each token; tokens of a sequence are adjacent.
     """
@@ -26,7 +26,7 @@ def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor
 def sequence_means(
     values: torch.Tensor, sequences: torch.Tensor, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mean of `values` over each token's sequence, [T]; differentiable.
+    """Return the mean of `values` over each token's sequence, [T]; differentiable.
 
     `kept`: bool [T], the tokens that count; None: all. The mean over no tokens is zero.
     """
@@ -39,7 +39,7 @@ def sequence_means(
 
 
 def _segments(sequences: torch.Tensor) -> torch.Tensor:
-    """Sequence ids renumbered from zero in order of appearance, int64 [T]."""
+    """Return the sequence ids renumbered from zero in order of appearance, int64 [T]."""
     fresh = torch.ones_like(sequences)
     fresh[1:] = (sequences[1:] != sequences[:-1]).to(sequences.dtype)
     return fresh.cumsum(0) - 1
@@ -52,7 +52,8 @@ _BLOCK_ELEMENTS = 4 << 20
 def selective_log_softmax(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each row, both differentiable, in nats.
+    """Return the log-probability of each target and entropy of each row, both differentiable, in
+    nats.
 
     `logits`: [N, V] of any floating-point type; `targets`: int64 [N]. Returns
     (log pi(target_i), H(pi_i)), both [N], float32 (float64 for float64 logits).

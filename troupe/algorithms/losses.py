@@ -39,7 +39,8 @@ Normalize = Literal["token", "sequence", "constant"]
 
 
 def token_weights(lengths: Sequence[int], normalize: Normalize) -> torch.Tensor:
-    """Token weights w_t of sequences with these response lengths; float64 [sum(lengths)].
+    """Return the token weights w_t of sequences with these response lengths; float64
+    [sum(lengths)].
 
     "token", "constant": 1; "sequence": 1/length, so that all sequences have equal weight.
     """
@@ -50,7 +51,7 @@ def token_weights(lengths: Sequence[int], normalize: Normalize) -> torch.Tensor:
 
 
 def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) -> int:
-    """The contribution of these sequences to the loss normalizer N.
+    """Return the contribution of these sequences to the loss normalizer N.
 
     "token": their number of tokens; "sequence": the number of sequences with at least one token;
     "constant": `constant` per such sequence (Dr. GRPO, Liu et al. 2025, section 3.2).
@@ -62,7 +63,8 @@ def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) 
 
 
 def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Estimate of KL(pi || ref) at each token [T]: q - log q - 1 with q = ref(a_t)/pi(a_t).
+    """Return the estimate of KL(pi || ref) at each token [T]: q - log q - 1 with q =
+    ref(a_t)/pi(a_t).
 
     Never negative, unbiased over a_t ~ pi (Schulman's k3). q is bounded by `bounded_exp`.
     """
@@ -89,7 +91,8 @@ def grpo_loss_sum(
     entropy_coefficient: float = 0.0,
     demonstrated: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The summed loss sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
+    """Return the summed loss sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides
+    by N.
 
     All arguments are [T]; gradients flow through `logprobs` and `entropy`. `loss`, `correction`:
     functions, or names of built-in ones. `sequences` (int64, see `sequence_sums`) is the sequence
@@ -179,7 +182,7 @@ def preference_weights(
     loss: Literal["dpo", "ipo"],
     beta: float,
 ) -> PreferenceWeights:
-    """The losses of pairs of replies, and the weights by which they reach log pi.
+    """Return the losses of pairs of replies, and the weights by which they reach log pi.
 
     A pair's loss is a function of one number, the margin m, which a pass without gradients gives:
     its gradient is then that of sum_y -w_y log pi(y), with constants w_y, so that the two sides
@@ -214,7 +217,8 @@ def preference_weights(
 def kept_by(
     correction: CorrectionFunction | None, factors: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """Mask of the tokens that a correction with these weights keeps, bool [T] as `like`."""
+    """Return the mask of the tokens that a correction with these weights keeps, bool [T] as
+    `like`."""
     if factors is None or correction is truncated:  # which only scales
         return torch.ones_like(like, dtype=torch.bool)
     return factors != 0

@@ -35,17 +35,17 @@ MAX_WEIGHT = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss or a correction is given: T response tokens, all of a sample or none of it.
+    """Arguments of a loss or a correction: T response tokens, of whole samples only.
 
     Tensors are [T], on one device, of one floating-point type; they must not be changed in place.
     """
 
-    # log pi(a_t). In a loss gradients flow through it; in a correction it is a constant, that of
-    # the weights that the step began with where log-probs are recomputed.
+    # log pi(a_t). In a loss, gradients flow through it; in a correction, it is a constant, under
+    # the weights at the beginning of the step if log-probs are recomputed.
     logprobs: torch.Tensor
-    # log mu(a_t): under the engine's weights that drew the token.
+    # log mu(a_t): under the engine's weights when it drew the token.
     behaviour_logprobs: torch.Tensor
-    # Denominator of the loss's ratio: log mu(a_t), or log pi_old(a_t) where that is recomputed.
+    # Denominator of the loss's ratio: log mu(a_t), or the recomputed log pi_old(a_t).
     old_logprobs: torch.Tensor
     # A_t
     advantages: torch.Tensor
@@ -62,7 +62,7 @@ class Tokens:
     def samples(self) -> torch.Tensor:
         """`sequences`. Raises ValueError if they are unknown."""
         if self.sequences is None:
-            raise ValueError("this loss or correction needs to know which tokens are of one sample")
+            raise ValueError("this loss or correction needs `sequences`, the sample of each token")
         return self.sequences
 
 
@@ -71,12 +71,13 @@ LossFunction = Callable[[Tokens], torch.Tensor]
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """Importance ratio rho_t = pi(a_t) / mu(a_t), [T]; mu is the policy that drew the tokens."""
+    """Return the importance ratio rho_t = pi(a_t) / mu(a_t), [T]; mu is the policy that drew the
+    tokens."""
     return bounded_exp(logprobs - behaviour_logprobs)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(min(log_ratio, 30)), with a finite gradient everywhere.
+    """Return exp(min(log_ratio, 30)), with a finite gradient everywhere.
 
     The gradient beyond the bound is exp(30), which keeps its direction, and zero at infinity. NaN
     stays NaN.
@@ -93,7 +94,8 @@ def sequence_level_ratio(
     sequences: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """GSPO's ratio s(y) = exp(mean_t log rho_t) of each token's sequence y, [T], with gradient.
+    """Return GSPO's ratio s(y) = exp(mean_t log rho_t) of each token's sequence y, [T], with
+    gradient.
 
     `sequences` as in `sequence_sums`, all of them whole. `kept`: bool [T], the tokens that a
     correction keeps, over which the mean is taken; None: all.
@@ -104,7 +106,8 @@ def sequence_level_ratio(
 def clipped_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """PPO's loss -min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) per token [T] (eq. 7)."""
+    """Return PPO's loss -min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) per token [T] (eq.
+    7)."""
     clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -112,7 +115,7 @@ def clipped_loss(
 def is_clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """Mask of the tokens whose gradient the clip removes, bool [T]."""
+    """Return the mask of the tokens whose gradient the clip removes, bool [T]."""
     above = (advantages > 0) & (ratio > 1.0 + clip_high)
     below = (advantages < 0) & (ratio < 1.0 - clip_low)
     return above | below
@@ -121,13 +124,14 @@ def is_clipped(
 def cispo_loss(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, clip_high: float
 ) -> torch.Tensor:
-    """CISPO's loss -sg(min(rho_t, 1 + high)) A_t log pi(a_t) per token [T]; sg: stop gradient."""
+    """Return CISPO's loss -sg(min(rho_t, 1 + high)) A_t log pi(a_t) per token [T]; sg: stop
+    gradient."""
     factors = ratio.detach().clamp(max=1.0 + clip_high) * advantages
     return -factors * where_weighed(logprobs, factors)
 
 
 def where_weighed(logprobs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """`logprobs` where `factors` are not zero, else a constant zero.
+    """Return `logprobs` where `factors` are not zero, else a constant zero.
 
     The log-prob of a token that pi finds impossible is -inf, and zero times infinity is NaN.
     """
@@ -141,11 +145,11 @@ def is_outside(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """Mask of the tokens that `dppo_mask` removes from the loss, bool [T].
+    """Return the mask of the tokens that `dppo_mask` removes from the loss, bool [T].
 
     These have pi(a_t) - mu(a_t) > high and A_t > 0, or mu(a_t) - pi(a_t) > low and A_t < 0. Unlike
-    a clip of the ratio this keeps rare tokens, whose ratio changes much while the distribution
-    hardly does.
+    a clip of the ratio, this keeps rare tokens, whose ratio changes a lot while the distribution
+    hardly changes.
     """
     moved = logprobs.detach().exp() - behaviour_logprobs.exp()
     return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
@@ -158,7 +162,8 @@ def divergence_masked_loss(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """DPPO's loss per token [T]: -sg(min(rho_t, 20)) A_t log pi(a_t), or zero if `is_outside`."""
+    """Return DPPO's loss per token [T]: -sg(min(rho_t, 20)) A_t log pi(a_t), or zero if
+    `is_outside`."""
     weights = importance_ratio(logprobs, behaviour_logprobs).detach().clamp(max=MAX_WEIGHT)
     outside = is_outside(logprobs, behaviour_logprobs, advantages, low, high)
     factors = torch.where(outside, torch.zeros_like(weights), weights * advantages)
@@ -166,24 +171,24 @@ def divergence_masked_loss(
 
 
 def ppo_clip(tokens: Tokens) -> torch.Tensor:
-    """The loss `ppo_clip`."""
+    """Return the loss `ppo_clip`."""
     ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
     return clipped_loss(ratio, tokens.advantages, tokens.clip_low, tokens.clip_high)
 
 
 def gspo(tokens: Tokens) -> torch.Tensor:
-    """The loss `gspo`."""
+    """Return the loss `gspo`."""
     return clipped_loss(_gspo_ratio(tokens), tokens.advantages, tokens.clip_low, tokens.clip_high)
 
 
 def cispo(tokens: Tokens) -> torch.Tensor:
-    """The loss `cispo`."""
+    """Return the loss `cispo`."""
     ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
     return cispo_loss(tokens.logprobs, ratio, tokens.advantages, tokens.clip_high)
 
 
 def dppo_mask(tokens: Tokens) -> torch.Tensor:
-    """The loss `dppo_mask`."""
+    """Return the loss `dppo_mask`."""
     return divergence_masked_loss(
         tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.clip_low, tokens.clip_high
     )
@@ -200,8 +205,8 @@ def _gspo_ratio(tokens: Tokens) -> torch.Tensor:
 
 
 def removed_by(loss: LossFunction, tokens: Tokens) -> torch.Tensor:
-    """Mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it caps, bool [T];
-    of a user's own loss that is unknown, and none."""
+    """Return the mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it
+    caps, bool [T]; none for a user's own loss, where this is unknown."""
     clips = tokens.clip_low, tokens.clip_high
     if loss is dppo_mask:
         return is_outside(tokens.logprobs, tokens.old_logprobs, tokens.advantages, *clips)

@@ -1,8 +1,8 @@
 """The functions that `algorithm.loss`, `algorithm.correction` and `algorithm.advantage` name.
 
-A plain name is that of a built-in function (`LOSSES`, `CORRECTIONS`, `ADVANTAGES`);
-`package.module:function` is a user's own with the same interface: one argument, `Tokens` or
-`SampleBatch`, and a tensor as the result. A user's function is tried out when it is loaded, and the
+A plain name selects a built-in function (`LOSSES`, `CORRECTIONS`, `ADVANTAGES`);
+`package.module:function` selects a user's own with the same interface: one argument, `Tokens` or
+`SampleBatch`, and a tensor as the result. A user's function is tested when it is loaded, and the
 result of every call is checked.
 """
 
@@ -27,11 +27,11 @@ from troupe.workflow.loading import load_attribute
 
 Field = Literal["loss", "correction", "advantage"]
 _ARGUMENT: Final = {"loss": "tokens", "correction": "tokens", "advantage": "samples"}
-_REMEDY: Final = "docs/algorithms.md, `Your own functions`, says what it is given and must return."
+_REMEDY: Final = "docs/algorithms.md, `Your own functions`, describes its argument and result."
 
 
 class FunctionFault(Exception):
-    """A user's function failed or returned what cannot be used. `field`: the job's field."""
+    """A user's function failed or returned an unusable result. `field`: the job's field."""
 
     def __init__(self, field: str, path: str, message: str) -> None:
         super().__init__(f"{path}: {message}")
@@ -42,10 +42,10 @@ class OwnFunction:
     """A user's function; calls raise `FunctionFault` for results that cannot be used."""
 
     def __init__(self, field: Field, path: str) -> None:
-        """Load the function and try it out. Raises `EntrypointError`."""
+        """Load the function and test it. Raises `EntrypointError`."""
         self._kind, self.field, self.path = field, f"algorithm.{field}", path
         self._function: Callable[..., Any] = load_attribute(path, self.field)
-        # Of an advantage: whether it needs the statistics of the whole step.
+        # For an advantage: whether it needs the statistics of the whole step.
         self.whole_step = bool(getattr(self._function, "whole_step", False))
         example = _samples() if field == "advantage" else _tokens(gradient=field == "loss")
         try:
@@ -65,7 +65,7 @@ class OwnFunction:
             ) from fault
 
     def __call__(self, given: Tokens | SampleBatch) -> torch.Tensor:
-        """The result, in the type of the arguments. Raises `FunctionFault`."""
+        """Return the result, in the type of the arguments. Raises `FunctionFault`."""
         tensors = [one for one in vars(given).values() if isinstance(one, torch.Tensor)]
         before = [tensor._version for tensor in tensors]
         hooked = [one for one in tensors if one.requires_grad]
@@ -79,7 +79,9 @@ class OwnFunction:
             for hook in hooks:
                 hook.remove()
         if derived:
-            raise self._fault("it ran a backward pass itself; the trainer derives what it returns")
+            raise self._fault(
+                "it ran a backward pass itself; the trainer differentiates its result"
+            )
         if before != [tensor._version for tensor in tensors]:
             raise self._fault("it changed its arguments in place; compute with copies")
         if problem := self._problem(result, given):
@@ -89,7 +91,7 @@ class OwnFunction:
         return checked
 
     def _problem(self, result: Any, given: Tokens | SampleBatch) -> str:
-        """Why a result cannot be used; empty if it can."""
+        """Return why a result cannot be used; empty if it can."""
         if isinstance(given, SampleBatch):
             shapes = [[len(given.rewards)], [int(given.lengths.sum())]]
         else:
@@ -102,7 +104,9 @@ class OwnFunction:
             return f"it returned shape {tuple(result.shape)}, not {wanted}"
         if self._kind == "loss" and isinstance(given, Tokens):
             if given.logprobs.requires_grad and len(result) and not result.requires_grad:
-                return "its result is detached from `tokens.logprobs`, so that nothing is learned"
+                return (
+                    "its result is detached from `tokens.logprobs`, so there would be no learning"
+                )
         elif result.requires_grad:
             return "its result carries gradients; return a constant (`.detach()`)"
         whole = [one for one in vars(given).values() if isinstance(one, torch.Tensor)]
@@ -113,7 +117,7 @@ class OwnFunction:
             found = float(result.detach()[at])
             return f"its result at index {at} is {found}, with finite arguments"
         if self._kind == "correction" and bool((result < 0).any()):
-            return f"its smallest weight is {float(result.min()):g}; weights are not negative"
+            return f"its smallest weight is {float(result.min()):g}; weights must not be negative"
         return ""
 
     def _fault(self, message: str) -> FunctionFault:
@@ -132,7 +136,7 @@ class AlgorithmFunctions:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
-        """Load those of `spec`. Raises `EntrypointError` naming the field."""
+        """Load the functions of `spec`. Raises `EntrypointError` naming the field."""
         with using(opened(spec.code.sha256) if spec.code else None):
             made = cls(
                 _function("loss", spec.algorithm.loss, LOSSES),
@@ -141,8 +145,8 @@ class AlgorithmFunctions:
             )
         if getattr(made.advantage, "whole_step", False) and spec.pipeline.mode == "micro_batch":
             raise EntrypointError(
-                "has the attribute `whole_step`, and mode `micro_batch` begins before all rewards "
-                "of the step are there",
+                "has the attribute `whole_step`, but mode `micro_batch` begins before all rewards "
+                "of the step are known",
                 field="algorithm.advantage",
                 value=spec.algorithm.advantage,
                 remedy="Use pipeline.mode `sync`, `serial` or `async`.",
@@ -151,7 +155,8 @@ class AlgorithmFunctions:
 
     @property
     def scales_with_advantage(self) -> bool:
-        """Whether a token without an advantage has no loss; of a user's loss that is unknown."""
+        """Whether a token without an advantage has no loss; false for a user's loss, where this is
+        unknown."""
         return not isinstance(self.loss, OwnFunction)
 
     @property
@@ -166,7 +171,7 @@ def _function(field: Field, name: str, built_in: Any) -> Any:
 
 
 def _tokens(*, gradient: bool) -> Tokens:
-    """An example of three samples with seven tokens."""
+    """Return an example of three samples with seven tokens."""
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -0.7, -1.5], requires_grad=gradient)
     behaviour = torch.tensor([-0.6, -0.9, -2.5, -0.1, -2.0, -0.7, -1.4])
     return Tokens(
@@ -180,7 +185,7 @@ def _tokens(*, gradient: bool) -> Tokens:
 
 
 def _samples() -> SampleBatch:
-    """An example of three samples with seven tokens."""
+    """Return an example of three samples with seven tokens."""
     rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     return SampleBatch(
         rewards,

@@ -1,4 +1,4 @@
-"""Whether a query is solved; scores of several samples: pass@k, maj@k, confidence intervals."""
+"""Success of a query, and scores of several samples: pass@k, maj@k, confidence intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _Z: Final = 1.959963984540054
 def success_of(
     rewards: Mapping[str, float], metrics: Mapping[str, float], name: str | None
 ) -> float:
-    """The value by which a completed trajectory has solved its query; without one minus infinity.
+    """Return the value that decides whether a completed trajectory has solved its query; minus
+    infinity if there is none.
 
     `rewards`: of agents, and of the team; `metrics` have the scores of reward functions as
     `rewards.<name>`. `name`: the field `success` of an evaluation or a curriculum.
@@ -35,7 +36,8 @@ def success_of(
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """The chance that one of `k` samples solves a query, given that `solved` of `samples` do.
+    """Return the chance that one of `k` samples solves a query, given that `solved` of `samples`
+    do.
 
     Unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises
     ValueError unless 1 <= k <= samples.
@@ -46,14 +48,14 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[tuple[str | None, bool]], ks: Sequence[int]) -> list[float]:
-    """The chance that the majority of k samples is right, for each of `ks`; k samples are drawn
-    from `votes` without replacement.
+    """Return the chance that the majority of k samples is right, for each of `ks`; k samples are
+    drawn from `votes` without replacement.
 
-    `votes`: the answer of each sample (None: it has none, and does not vote), and whether it solves
-    the query. The most frequent answer of the drawn ones wins, a tie is broken by lot; it is as
-    right as the share of all samples with this answer that solve the query. Exact: sums over all
-    subsets by their counts per answer. Raises ValueError unless 1 <= k <= `MOST_VOTERS` and the
-    number of votes.
+    `votes`: the answer of each sample (None: no answer and no vote), and whether it solves the
+    query. The most frequent drawn answer wins, and ties are broken by lot. Its correctness is the
+    fraction of all samples with this answer that solve the query. Exact: sums over all subsets by
+    their counts per answer. Raises ValueError unless 1 <= k <= `MOST_VOTERS` and the number of
+    votes.
     """
     most = max(ks)
     if not 1 <= min(ks) <= most <= min(len(votes), MOST_VOTERS):
@@ -61,7 +63,7 @@ def majority_at_k(votes: Sequence[tuple[str | None, bool]], ks: Sequence[int]) -
     counts = Counter(answer for answer, _ in votes)
     right = Counter(answer for answer, solved in votes if solved)
     silent = counts.pop(None, 0)
-    # Subsets of `row` samples whose winner has `top` votes, times how right their winners are.
+    # Subsets of `row` samples whose winner has `top` votes, times the correctness of their winners.
     won = np.zeros(most + 1)
     for top in range(1, min(max(counts.values(), default=0), most) + 1):
         won += _won_with(top, counts, right, silent, most)
@@ -71,11 +73,11 @@ def majority_at_k(votes: Sequence[tuple[str | None, bool]], ks: Sequence[int]) -
 def _won_with(
     top: int, counts: Counter[str | None], right: Counter[str | None], silent: int, most: int
 ) -> NDArray[np.float64]:
-    """By number of drawn samples (up to `most`): the sum, over the subsets in which no answer has
-    more than `top` votes and one has so many, of how right their winners are on average."""
+    """Return, by number of drawn samples (up to `most`), the sum of the mean correctness of the
+    winners over the subsets in which the leading answers have exactly `top` votes."""
     ties = most // top
-    # By how many answers have `top` votes, and how many samples are drawn: the number of subsets,
-    # and the sum over them of how right each of these answers is.
+    # By the number of answers with `top` votes and the number of drawn samples: the number of
+    # subsets, and the sum over them of the correctness of these answers.
     ways, sums = np.zeros((2, ties + 1, most + 1))
     for drawn in range(min(silent, most) + 1):
         ways[0, drawn] = math.comb(silent, drawn)
@@ -98,13 +100,13 @@ def _won_with(
 
 
 def interval(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean of `count` values in [0, 1]: Wilson's.
+    """Return the 95 % confidence interval of a mean of `count` values in [0, 1]: Wilson's.
 
-    Exact coverage is approached where the values are 0 or 1; values in between vary less, so that
-    their interval is wider than it need be, never narrower. Never degenerate at 0 and 1.
+    Coverage is nearly exact if the values are 0 or 1; values in between vary less, so their
+    interval is wider than necessary, never narrower. It is not degenerate at means of 0 and 1.
     """
     if count < 1:
-        raise ValueError("an interval of nothing")
+        raise ValueError("an interval needs at least one value")
     z2 = _Z * _Z / count
     middle = (mean + z2 / 2) / (1 + z2)
     half = _Z / (1 + z2) * math.sqrt(max(0.0, mean * (1 - mean)) / count + z2 / (4 * count))
@@ -112,10 +114,10 @@ def interval(mean: float, count: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean of independent values; None if it is not known.
+    """Return the 95 % confidence interval of the mean of independent values; None if it is unknown.
 
-    Wilson's (`interval`) if all values are in [0, 1], such as success or failure; else that of the
-    normal distribution, which takes two values or more.
+    Wilson's (`interval`) if all values are in [0, 1], such as success or failure; else the interval
+    of the normal distribution, which needs at least two values.
     """
     if not values or not all(map(math.isfinite, values)):
         return None
@@ -129,5 +131,5 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def steps_of_k(samples: int) -> list[int]:
-    """The k that are reported: powers of two below `samples`, and `samples`."""
+    """Return the k that are reported: powers of two below `samples`, and `samples`."""
     return [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]

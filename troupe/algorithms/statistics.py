@@ -43,9 +43,9 @@ class TokenStatistics:
     reference_kl: torch.Tensor | float = 0.0
     entropy: torch.Tensor | float = 0.0
     has_reference: bool = False
-    # Tokens whose divergence from a teacher is known, and its sum.
+    # Tokens whose divergence from a teacher is known, and the sum of the divergence.
     taught: int = 0
-    # Tokens that were given, and the sum of their negative log-probs.
+    # Demonstrated tokens, and the sum of their negative log-probs.
     demonstrated: int = 0
     demonstrated_nll: torch.Tensor | float = 0.0
     teacher_kl: torch.Tensor | float = 0.0
@@ -54,8 +54,9 @@ class TokenStatistics:
     correction_weight: torch.Tensor | float = 0.0
     # Tokens whose ratio the correction cut down or masked.
     corrected_tokens: torch.Tensor | float = 0.0
-    # Of a mixture of experts: tokens by layer and expert; the sum of imbalances by the tokens'
-    # weights in the loss, and that of the weights; tokens whose experts were replayed, of all.
+    # For a mixture of experts: tokens by layer and expert; the sum of imbalances weighted by the
+    # tokens' weights in the loss, and the sum of the weights; tokens whose experts were replayed,
+    # and all tokens.
     expert_tokens: torch.Tensor | None = None
     imbalance: torch.Tensor | float = 0.0
     imbalance_weight: torch.Tensor | float = 0.0
@@ -84,11 +85,11 @@ class TokenStatistics:
         load: ExpertLoad | None = None,
     ) -> None:
         """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`.
-        `load`: that of the experts that they were sent to."""
+        `load`: the load of the experts to which they were sent."""
         if load is not None:
             self._add_load(load)
         if demonstrated is not None:
-            # Of these nothing but their loss means anything.
+            # For these tokens only the loss has a meaning.
             self.demonstrated += int(demonstrated.sum())
             nll = -logprobs[demonstrated].sum(dtype=torch.float64)
             self.demonstrated_nll = self.demonstrated_nll + nll
@@ -136,8 +137,8 @@ class TokenStatistics:
         if factors is not None:
             own = correction not in CORRECTIONS.values()
             name = "own" if own else getattr(correction, "__name__", "")
-            # The weights that count: of the built-in masks only whether they are zero, with a loss
-            # that has the weight pi/mu itself.
+            # The weights that count. With a loss that itself has the weight pi/mu, only the zeros
+            # of the built-in masks do.
             weighs = own or loss is ppo_clip or recomputed
             cut = factors == 0
             if correction is truncated:
@@ -183,7 +184,7 @@ class TokenStatistics:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The metrics: means over all tokens added."""
+        """Return the metrics: means over all tokens added."""
         supervised = self._routing_metrics()
         if self.demonstrated:
             supervised["supervised/loss"] = float(self.demonstrated_nll) / self.demonstrated

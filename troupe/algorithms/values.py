@@ -1,14 +1,14 @@
 """Generalized advantage estimation (GAE), and the loss that fits its value function.
 
-Symbols: s_t what stands before token t, V(s_t) its predicted return, r_t what token t earns,
-gamma the discount, lambda the trace decay, delta_t a temporal difference, A_t the advantage,
-R_t the return that V(s_t) is fitted to.
+Symbols: s_t the context before token t, V(s_t) its predicted return, r_t the reward of token t,
+gamma the discount, lambda the trace decay, delta_t a temporal difference, A_t the advantage, R_t
+the return to which V(s_t) is fitted.
 
 A *chain* is all tokens that one agent (one seat of a game) generates in one trajectory, turn after
-turn: one episode. s_t is the prompt of t's turn and the part of its response before t. What other
-agents and the environment add between two turns is therefore part of the transition from the last
-token of one turn to the first token of the next. r_t is zero except at the last token of a turn
-with a reward of its own and at the last token of the chain, which earns its turn's reward plus the
+turn: one episode. s_t is the prompt of t's turn and the part of its response before t. Text that
+other agents and the environment add between two turns is therefore part of the transition from the
+last token of one turn to the first token of the next. r_t is zero except at the last token of a
+turn with its own reward, and at the last token of the chain, which earns its turn's reward plus the
 agent's. V is zero after the end.
 
 gae: delta_t = r_t + gamma V(s_{t+1}) - V(s_t), A_t = sum_l (gamma lambda)^l delta_{t+l}.
@@ -33,7 +33,8 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """GAE advantages A_t of concatenated chains with these `lengths`, float64 [T] on the CPU.
+    """Return the GAE advantages A_t of concatenated chains with these `lengths`, float64 [T] on the
+    CPU.
 
     `rewards` r_t and `values` V(s_t) are [T], T = sum(lengths). A chain's advantages are bitwise
     independent of the other chains. Raises ValueError if lengths do not match.
@@ -56,14 +57,14 @@ def gae(
 
 
 def clipped_values(values: torch.Tensor, old_values: torch.Tensor, clip: float) -> torch.Tensor:
-    """Clipped values clip(V, V_old - e, V_old + e) per token [T]; `clip` is e > 0."""
+    """Return the clipped values clip(V, V_old - e, V_old + e) per token [T]; `clip` is e > 0."""
     return old_values + torch.clamp(values - old_values, -clip, clip)
 
 
 def value_loss(
     values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, clip: float
 ) -> torch.Tensor:
-    """PPO's value loss 1/2 max((V - R)^2, (clip(V) - R)^2) per token [T].
+    """Return PPO's value loss 1/2 max((V - R)^2, (clip(V) - R)^2) per token [T].
 
     `clip` 0: 1/2 (V - R)^2. Gradients flow through `values`; `old_values` are V when the step
     began. While V is unchanged, as in the first update of a step, the clip has no effect.
@@ -112,7 +113,7 @@ class ValueStatistics:
             self.clipped = self.clipped + ((v - old).abs() > clip).sum()
 
     def metrics(self) -> dict[str, float]:
-        """The metrics: means over all tokens added.
+        """Return the metrics: means over all tokens added.
 
         `critic/explained_variance` is 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for any
         constant, negative for worse; 0 if returns do not vary.

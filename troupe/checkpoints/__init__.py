@@ -1,1 +1,1 @@
-"""Checkpoints as folders that `transformers`, PEFT and SGLang load, and where they come from."""
+"""Checkpoints as folders that `transformers`, PEFT and SGLang load, and their origin."""

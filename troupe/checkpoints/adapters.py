@@ -1,7 +1,8 @@
-"""LoRA adapters: their published form, merging one into its base's weights, the layers with one.
+"""LoRA adapters: their published form, their layers, and merging into the base's weights.
 
-The published form is the tensors, and a description of base, rank and scale. That travels as one
-more tensor, the bytes of a JSON object, so that the checksum of a version covers it.
+The published form consists of the tensors and a description of base, rank and scale. The
+description is sent as another tensor, the bytes of a JSON object, so that the checksum of a version
+covers it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-# Not a name that a parameter can have in PEFT.
+# In PEFT, no parameter can have this name.
 CONFIG: Final = "adapter.json"
-# What PEFT puts before the names of a model's modules.
+# PEFT's prefix of the names of a model's modules.
 PREFIX: Final = "base_model.model."
 
 
@@ -25,7 +26,7 @@ class NotAnAdapter(ValueError):
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter W + alpha / rank * B @ A on the linear layers that it names.
+    """An adapter W + alpha / rank * B @ A on the named linear layers.
 
     `tensors` by PEFT's names: `base_model.model.{module}.lora_A.weight` [rank, in] and
     `...lora_B.weight` [out, rank]. `base` is the checksum of the weights that engines load for the
@@ -55,17 +56,17 @@ class AdapterContent:
         )
 
     def pair(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, in] and B [out, rank] of a module."""
+        """Return A [rank, in] and B [out, rank] of a module."""
         stem = f"{PREFIX}{module}"
         return self.tensors[f"{stem}.lora_A.weight"], self.tensors[f"{stem}.lora_B.weight"]
 
     def only(self, module: str) -> AdapterContent:
-        """The adapter of one module alone."""
+        """Return the adapter of one module alone."""
         names = [f"{PREFIX}{module}.lora_{side}.weight" for side in ("A", "B")]
         return replace(self, tensors={name: self.tensors[name] for name in names})
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors as published, with the description."""
+        """Return the tensors as published, with the description."""
         about = {
             "base": self.base,
             "rank": self.rank,
@@ -78,7 +79,7 @@ class AdapterContent:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> AdapterContent:
-        """Inverse of `to_tensors`. Raises NotAnAdapter."""
+        """Restore an adapter from the result of `to_tensors`. Raises NotAnAdapter."""
         described = tensors.get(CONFIG)
         if described is None:
             raise NotAnAdapter(f"it has no tensor '{CONFIG}'")
@@ -93,7 +94,7 @@ class AdapterContent:
         return content
 
     def peft_config(self, base_model: str | None = None) -> dict[str, Any]:
-        """The contents of PEFT's `adapter_config.json`, which SGLang reads too."""
+        """Return the contents of PEFT's `adapter_config.json`, which SGLang reads too."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -117,7 +118,7 @@ class AdapterContent:
         }
         if not modules or set(self.tensors) != expected:
             odd = sorted(set(self.tensors) ^ expected)
-            raise NotAnAdapter(f"its tensors are no pairs of A and B: {odd[:3]}")
+            raise NotAnAdapter(f"its tensors are not pairs of A and B: {odd[:3]}")
         for module in modules:
             a, b = self.pair(module)
             if a.ndim != 2 or b.ndim != 2 or a.shape[0] != self.rank or b.shape[1] != self.rank:
@@ -128,17 +129,17 @@ class AdapterContent:
 
 
 def is_adapter(names: Mapping[str, Any]) -> bool:
-    """Whether tensors (or a layout of them) are a published adapter."""
+    """Return whether tensors (or a layout of them) are a published adapter."""
     return CONFIG in names
 
 
 def base_key(job_id: str, checksum: str) -> str:
-    """The transfer key of a job's base; policies' names have no dot."""
+    """Return the transfer key of a job's base; policies' names have no dot."""
     return f"{job_id}/base.{checksum}/weights@0"
 
 
 def output_layer(model: Any) -> str:
-    """The name of the output layer; empty when there is none."""
+    """Return the name of the output layer; empty when there is none."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), "")
 
@@ -146,7 +147,8 @@ def output_layer(model: Any) -> str:
 def linear_layers(
     model: Any, wanted: Sequence[str] | str
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """The linear layers that `wanted` selects, with (in, out) features, and names without one.
+    """Return the linear layers that `wanted` selects, with (in, out) features, and the names
+    without a layer.
 
     `wanted`: last parts of names, or "all-linear" for every linear layer. The output layer is never
     among them: its weights may be those of the embedding.
@@ -179,7 +181,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def distinct_tensors(module: Any) -> Tensors:
-    """Parameters and persistent buffers, tied ones once under their first name; not copies."""
+    """Return parameters and persistent buffers without copying them; tied ones appear once, under
+    their first name."""
     named: Tensors = {name: p.detach() for name, p in module.named_parameters()}
     known = {t.data_ptr() for t in named.values()}
     for name, tensor in module.state_dict().items():
@@ -193,10 +196,10 @@ class MergeMismatch(ValueError):
 
 
 def merged(base: Mapping[str, torch.Tensor], adapter: AdapterContent) -> dict[str, torch.Tensor]:
-    """`base` with W + alpha / rank * B @ A in place of each adapted W, in W's dtype.
+    """Return `base` with W + alpha / rank * B @ A in place of each adapted W, in W's dtype.
 
-    The sum is taken in float32 and rounded once. Tensors that are not adapted are those of `base`,
-    not copies. Raises MergeMismatch.
+    The sum is taken in float32 and rounded once. Tensors that are not adapted are taken from `base`
+    without copying. Raises MergeMismatch.
     """
     result = dict(base)
     for module in adapter.modules:

@@ -1,4 +1,4 @@
-"""Checks of the numbers in a model's configuration, which transformers takes as they are.
+"""Checks of the numbers in a model's configuration, which transformers does not check.
 
 With `rope_theta: NaN` a model loads and computes NaN; an end-of-sequence id beyond the vocabulary
 never ends a sequence. Each fault is reported by the name of its field.
@@ -46,26 +46,27 @@ _NOT_NEGATIVE: Final = frozenset(
 _FRACTIONS: Final = frozenset(
     {"attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
 )
-# What no model of text can do without.
+# Fields that every text model needs.
 _NEEDED: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Infinite in the configurations of Mamba 2 and its relatives.
 _LIMITS: Final = "time_step_limit"
 _MAX_COUNT: Final = 2**31 - 1
 _MAX_NUMBER: Final = 1e18
 _REMEDY: Final = (
-    "Mend the field in the model's config.json or generation_config.json, or in `model.config`."
+    "Correct the field in the model's config.json or generation_config.json, or in `model.config`."
 )
 
 
 class BadConfiguration(ValueError):
-    """A field of a model's configuration cannot be what it is: its name, value and the problem."""
+    """A field of a model's configuration has an invalid value: field, value and problem."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         shown = repr(value)
         super().__init__(f"{field} = {shown if len(shown) < 80 else shown[:77] + '...'} {problem}")
 
     def of_job(self, model: str, path: str | None) -> InvalidArgument:
-        """The error of the job whose section `model` gives the model's `path`, or its `config`."""
+        """Return the error for the job, in whose section `model` the model is given by `path` or
+        `config`."""
         return InvalidArgument(
             str(self),
             kind="model_config_invalid",
@@ -77,7 +78,7 @@ class BadConfiguration(ValueError):
 
 def check_configuration(config: Any) -> None:
     """Check the numbers of a transformers configuration. Raises `BadConfiguration` for the first
-    fault: NaN, infinity, a size that is no count, a scale that is not positive."""
+    fault: NaN, infinity, a size that is not a count, a scale that is not positive."""
     text = config.get_text_config().to_dict()
     for name in _NEEDED:
         if name in text and text[name] is None:
@@ -96,26 +97,26 @@ def check_configuration(config: Any) -> None:
         if name in _NOT_NEGATIVE and not (_is_number(value) and value >= 0):
             raise BadConfiguration(path, value, f"is not a number from 0 to {_MAX_NUMBER:g}")
         if name.endswith("token_id") and not _is_count(value, -1):
-            raise BadConfiguration(path, value, "is no token id")
+            raise BadConfiguration(path, value, "is not a token id")
         if name in _FRACTIONS and not (_is_number(value) and 0 <= value <= 1):
             raise BadConfiguration(path, value, "is not within 0 .. 1")
 
 
 def token_ids(field: str, value: Any, vocabulary: int | None) -> tuple[int, ...]:
-    """The token ids of an `eos_token_id`: None, an id or a list of them.
+    """Return the token ids of an `eos_token_id`: None, an id or a list of them.
 
-    Raises `BadConfiguration` for an id that the vocabulary does not have (None: unknown size).
+    Raises `BadConfiguration` for an id outside the `vocabulary` (None: unknown size).
     """
     given = value if isinstance(value, list | tuple) else [] if value is None else [value]
     for one in given:
         if not _is_count(one, 0) or (vocabulary is not None and one >= vocabulary):
             size = "" if vocabulary is None else f" of 0 .. {vocabulary - 1}"
-            raise BadConfiguration(field, value, f"is no token id{size}")
+            raise BadConfiguration(field, value, f"is not a token id{size}")
     return tuple(given)
 
 
 def _fields(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(path, name, value) of each field; an item of a list has the name of its list."""
+    """Yield (path, name, value) of each field; an item of a list has the name of its list."""
     if isinstance(value, Mapping) and value:
         for key, one in value.items():
             yield from _fields(one, f"{path}.{key}" if path else str(key), str(key))

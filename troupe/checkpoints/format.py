@@ -1,9 +1,9 @@
-"""The checkpoint format of a model: how its tensors are named and shaped in files and for engines.
+"""The checkpoint format of a model: names and shapes of its tensors in files and for engines.
 
 transformers keeps some tensors of a model in another form in memory than in checkpoint files: the
 experts of a mixture are one stacked tensor in memory and one tensor each in a file, and some
-modules are renamed. Inference engines know the names of the file only, and silently skip others.
-Therefore published, exported and transferred weights have the format of the file.
+modules are renamed. Inference engines know only the names in files, and silently skip others.
+Therefore published, exported and transferred weights have the format of files.
 
 Both directions use transformers' own conversions (`transformers.core_model_loading`):
 `CheckpointFormat` does what `save_pretrained` does, `ModelArrangement` what `from_pretrained` does.
@@ -30,7 +30,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 class FormatMismatch(ValueError):
-    """The tensors are not those of a checkpoint of the model; `name`: one that does not fit."""
+    """The tensors do not form a checkpoint of the model; `name`: a tensor that does not fit."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -47,13 +47,14 @@ class Conversion:
 
     @classmethod
     def unchanged(cls, name: str, tensor: torch.Tensor, target: str = "") -> Conversion:
-        """A conversion that leaves the tensor as it is; `target`: its new name, if it has one."""
+        """Return a conversion that leaves the tensor as it is; `target`: its new name, if it has
+        one."""
         target = target or name
         return cls((name,), {target: tensor}, _Same(name, target))
 
     def rows(self, part: range) -> Conversion | None:
-        """The conversion of some rows (of the first dimension) of its only target, from the sources
-        that these rows come from; None where all sources are needed."""
+        """Return the conversion of some rows (of the first dimension) of its only target, from the
+        sources of these rows; None if all sources are needed."""
         return self.convert.rows(self, part) if isinstance(self.convert, _Converted) else None
 
     @property
@@ -83,19 +84,20 @@ class CheckpointFormat:
         self.layout: Layout = _joined(self.conversions)
 
     def of(self, tensors: Tensors) -> DeferredTensors:
-        """The model's `tensors` in checkpoint format; each group is converted when it is read.
+        """Return the model's `tensors` in checkpoint format; each group is converted when it is
+        read.
 
         A tied tensor may be given under any of its names.
         """
         read = functools.partial(self.read, tensors)
-        if isinstance(tensors, StoredTensors | DeferredTensors):  # not to read them all
+        if isinstance(tensors, StoredTensors | DeferredTensors):  # avoids reading them all
             on_device = isinstance(tensors, DeferredTensors) and tensors.on_device
         else:
             on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
         return _deferred(self.conversions, read, on_device=on_device)
 
     def read(self, tensors: Tensors, name: str) -> torch.Tensor:
-        """One tensor by its name in the model, cast to its dtype in checkpoints.
+        """Return one tensor by its name in the model, cast to its dtype in checkpoints.
 
         Raises FormatMismatch if there is none.
         """
@@ -108,13 +110,14 @@ class CheckpointFormat:
 
 
 def unchanged(tensors: Tensors) -> DeferredTensors:
-    """Tensors that are in checkpoint format already."""
+    """Wrap tensors that are in checkpoint format already."""
     conversions = [Conversion.unchanged(name, tensor) for name, tensor in tensors.items()]
     return _deferred(conversions, tensors.__getitem__)
 
 
 class ModelArrangement:
-    """Conversion of a checkpoint's tensors to those of `model`, for every variant of its format.
+    """The conversion of a checkpoint's tensors to the tensors of `model`, for every variant of its
+    format.
 
     `layout`: the model's tensors on the meta device, by the model's names. `conversions`: from the
     checkpoint's names to the model's.
@@ -123,8 +126,8 @@ class ModelArrangement:
     def __init__(
         self, model: torch.nn.Module, checkpoint: Layout, strays: list[str] | None = None
     ) -> None:
-        """Plan the conversion of a checkpoint of this layout. `strays`: gets the names of tensors
-        that the model does not have, which are left out.
+        """Plan the conversion of a checkpoint of this layout. `strays` collects the names of
+        tensors that the model does not have, which are left out.
 
         Raises FormatMismatch for a tensor that the model does not have, without `strays`, or that
         cannot be converted.
@@ -133,15 +136,16 @@ class ModelArrangement:
         self.layout: Layout = _joined(self.conversions)
 
     def note_in(self, model: Any) -> None:
-        """Note in `model`, as `from_pretrained` does, by which conversions it is loaded: its
-        `CheckpointFormat` then reverts those."""
+        """Record in `model`, as `from_pretrained` does, the conversions used for loading, which its
+        `CheckpointFormat` then reverts."""
         model._weight_conversions = [one for one in self._used if one.was_used()]
 
     @classmethod
     def of(cls, model: torch.nn.Module, checkpoint: Tensors) -> ModelArrangement:
-        """The arrangement for `checkpoint`, cached per model: a policy's versions share a layout.
+        """Return the arrangement for `checkpoint`, cached per model: a policy's versions share a
+        layout.
 
-        Raises as the constructor.
+        Raises the errors of the constructor.
         """
         layout = checkpoint.layout if isinstance(checkpoint, DeferredTensors) else checkpoint
         known = model.__dict__.get("_troupe_arrangement")
@@ -158,15 +162,15 @@ class ModelArrangement:
         return {target: source for source, target in filter(None, pairs)}
 
     def arranged(self, checkpoint: Tensors) -> DeferredTensors:
-        """The model's tensors, converted from `checkpoint` when they are read."""
+        """Return the model's tensors, converted from `checkpoint` when they are read."""
         return _deferred(self.conversions, checkpoint.__getitem__)
 
 
 def cast(model: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
     """Cast a model's parameters and persistent buffers, in place; also move it to `device`.
 
-    Buffers that are computed, such as rotary frequencies, stay as they are, as in a model that
-    transformers loads in `dtype`: rounded to bfloat16, they put far positions in wrong places.
+    Computed buffers, such as rotary frequencies, are not cast, as in a model that transformers
+    loads in `dtype`: rounded to bfloat16, they would misplace distant positions.
     """
     computed = [
         (module, leaf, buffer)
@@ -183,7 +187,7 @@ def cast(model: Any, dtype: torch.dtype, device: torch.device | None = None) -> 
 
 
 def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors that stay float32 in a model loaded in `dtype`, by name; not copies.
+    """Return the tensors that stay float32 in a model loaded in `dtype`, by name; not copies.
 
     transformers lists them in `_keep_in_fp32_modules_strict`.
     """
@@ -200,7 +204,7 @@ def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def keep_float32(model: Any, exact: Tensors) -> None:
     """Set the tensors that `in_float32` found back to float32 with their exact values.
 
-    Making a model in another dtype, or casting it, has rounded them.
+    Creating or casting a model in another dtype has rounded them.
     """
     slots = model.state_dict(keep_vars=True)
     for name, tensor in exact.items():
@@ -227,8 +231,8 @@ class _Converted:
         model: Any,
         rename: Callable[[str], str],
     ) -> None:
-        """`first`: the first of the names that the converter produces; `rename`: maps the names
-        that it produces to the final ones."""
+        """Wrap `converter`. `first`: the first of the names that it produces; `rename`: maps the
+        produced names to the final ones."""
         self._converter, self._first, self._model = converter, first, model
         self._rename = rename
         # (tensor name, the pattern that matched it), in the order of a checkpoint.
@@ -245,8 +249,8 @@ class _Converted:
         }
 
     def rows(self, whole: Conversion, part: range) -> Conversion | None:
-        """`Conversion.rows`: of targets that stack their sources (a layer's experts), if all other
-        operations leave the stacking dimension alone."""
+        """Implement `Conversion.rows` for targets that stack their sources (a layer's experts), if
+        no other operation changes the stacking dimension."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         first, *others = self._converter.operations
@@ -268,7 +272,7 @@ class _Converted:
 
 
 def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]:
-    """The conversions from the model's names to a checkpoint's.
+    """Return the conversions from the model's names to a checkpoint's.
 
     They follow `transformers.core_model_loading.revert_weight_conversion`, which converts a whole
     state at once.
@@ -297,7 +301,8 @@ def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]
 def _to_model(
     model: Any, checkpoint: Layout, strays: list[str] | None
 ) -> tuple[list[Conversion], list[Any]]:
-    """The conversions from a checkpoint's names to the model's, and transformers' own of them.
+    """Return the conversions from a checkpoint's names to the model's, and the transformers
+    conversions among them.
 
     They follow `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
     """
@@ -354,7 +359,7 @@ def _planned(
 
     together: dict[str, _Converted] = {}
     made: list[Conversion] = []
-    # The order matters to some conversions: experts are stacked in the order in which they come.
+    # The order matters to some conversions: experts are stacked in the order of the names.
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = matched(name)
         if not target:
@@ -380,7 +385,7 @@ def _planned(
 
 
 def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
-    """The load-time conversions that saving a checkpoint of `model` has to revert.
+    """Return the load-time conversions that saving a checkpoint of `model` has to revert.
 
     These are the conversions that `model` was loaded with, or by default those of its architecture.
     A checkpoint with stacked experts (`save_original_format=False`) was loaded without some of
@@ -438,7 +443,8 @@ class _MadeIn(TorchFunctionMode):
 
 
 def _outline(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of `model` in `dtype` on the meta device; for other than transformers' it itself."""
+    """Return a copy of `model` in `dtype` on the meta device, or `model` itself if it is not a
+    transformers model."""
     if not is_transformers(model):
         return model
     from transformers import AutoModelForCausalLM
@@ -452,7 +458,7 @@ def _outline(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _saved(outline: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors that `save_pretrained` writes, before conversions, on the meta device."""
+    """Return the tensors that `save_pretrained` writes, before conversions, on the meta device."""
     state = {n: t for n, t in outline.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
     if not is_transformers(outline):
         found: dict[int, str] = {}
@@ -469,7 +475,7 @@ def _saved(outline: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _aliases(outline: Any) -> dict[str, Sequence[str]]:
-    """All names of each tied tensor, by each of its names."""
+    """Return all names of each tied tensor, by each of its names."""
     together: dict[int, list[str]] = {}
     for name, tensor in outline.state_dict(keep_vars=True).items():
         together.setdefault(id(tensor), []).append(name)
@@ -477,7 +483,8 @@ def _aliases(outline: Any) -> dict[str, Sequence[str]]:
 
 
 def is_transformers(model: Any) -> bool:
-    """Whether `model` is a transformers model, whose checkpoint format the library defines."""
+    """Return whether `model` is a transformers model, whose checkpoint format the library
+    defines."""
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel)

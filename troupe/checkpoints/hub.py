@@ -1,9 +1,9 @@
 """Upload of an exported checkpoint to a Hugging Face hub, through `huggingface_hub`.
 
-The library takes its token and endpoint from the environment (HF_TOKEN, HF_ENDPOINT) or from
-`hf auth login`. An upload that was interrupted goes on where it was when it is repeated: what the
-hub has is not sent again. The library waits without end for a hub that is silent; here every wait
-has a deadline. `write_card` writes the export's model card: what it is and where it comes from.
+The library takes its token and endpoint from the environment (HF_TOKEN, HF_ENDPOINT) or from `hf
+auth login`. A repeated upload continues where it was interrupted: files that the hub has are not
+sent again. The library waits forever for a silent hub; here every wait has a deadline. `write_card`
+writes the export's model card, which describes it and its origin.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from troupe.rpc.errors import (
 )
 
 T = TypeVar("T")
-# How long the hub may take to answer a question.
+# Time limit of the hub's answer to a query.
 _ANSWER_SECONDS: Final = 60.0
-# How long it may be silent in the middle of a request, which is then repeated (five times).
+# Longest silence during a request, which is then repeated (five times).
 _SILENT_SECONDS: Final = 120.0
-# How long an upload may take: for checks and commits, and for each byte. A link that is slower is
-# not waited for.
+# Time limit of an upload: for checks and commits, and for each byte. Slower links time out.
 _UPLOAD_SECONDS: Final = 600.0
 _UPLOAD_BYTES_PER_SECOND: Final = 1e6
 _FIELD: Final = "--push-to-hub"
@@ -59,11 +58,11 @@ class HubRepository:
             ) from error
         if huggingface_hub.get_token() is None:
             raise Unauthenticated(
-                "there is no token for the hub",
+                "the hub token is missing",
                 kind="hub_token_missing",
                 field=_FIELD,
                 value=name,
-                remedy="Set HF_TOKEN to a token that may write, or log in with `hf auth login`.",
+                remedy="Set HF_TOKEN to a token with write access, or log in with `hf auth login`.",
             )
         self.name = name
         # The library reads the endpoint when it is imported.
@@ -76,9 +75,9 @@ class HubRepository:
         )
 
     def upload(self, folder: Path, message: str) -> str:
-        """Upload the files in `folder`; returns the address of the commit. Blocking; repeatable.
+        """Upload the files in `folder`, and return the address of the commit. Blocking; repeatable.
 
-        Shows its progress on standard error. Raises as the constructor.
+        Shows its progress on standard error. Raises the errors of the constructor.
         """
         size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
         commit = self._wait(
@@ -91,7 +90,7 @@ class HubRepository:
         return str(commit.commit_url)
 
     def _wait(self, what: str, seconds: float, work: Callable[[], T]) -> T:
-        """The result of `work` in another thread, which is left alone after `seconds`."""
+        """Return the result of `work` in another thread, which is abandoned after `seconds`."""
         found: list[T] = []
         problems: list[BaseException] = []
 
@@ -110,26 +109,27 @@ class HubRepository:
                 kind="hub_silent",
                 field=_FIELD,
                 value=self.name,
-                remedy="Repeat the command later, or from a host with a faster link: what the hub "
-                "has is not sent again.",
+                remedy="Repeat the command later, or from a host with a faster link: files that "
+                "the hub "
+                "has are not sent again.",
             )
         if problems:
             self._explain(problems[0])
         return found[0]
 
     def _explain(self, error: BaseException) -> NoReturn:
-        """Raise the error as a `TroupeError`; those that are no fault of hub or link as they are.
+        """Raise the error as a `TroupeError`, or unchanged if neither hub nor link caused it.
 
-        Told apart by class names: the library's HTTP client is not a dependency.
+        Errors are distinguished by class names: the library's HTTP client is not a dependency.
         """
-        # One of a large file is the cause of a RuntimeError that names the file.
+        # An error with a large file is the cause of a RuntimeError that names the file.
         kinds = {*type(error).__mro__, *type(error.__cause__).__mro__}
         names = {kind.__name__ for kind in kinds}
         status = getattr(getattr(error, "response", None), "status_code", None)
         found: TroupeError | None = None
         if "HFValidationError" in names:
             found = InvalidArgument(
-                f"'{self.name}' is no name of a repository",
+                f"'{self.name}' is not a repository name",
                 kind="hub_name_invalid",
                 field=_FIELD,
                 value=self.name,
@@ -137,20 +137,21 @@ class HubRepository:
             )
         elif status == 401:
             found = Unauthenticated(
-                f"the hub {self._api.endpoint} does not know the token",
+                f"the hub {self._api.endpoint} rejected the token",
                 kind="hub_token_refused",
                 field=_FIELD,
                 value=self.name,
-                remedy="Set HF_TOKEN to a valid token that may write.",
+                remedy="Set HF_TOKEN to a valid token with write access.",
             )
         elif status in (403, 404):
             found = FailedPrecondition(
-                f"the token may not write to {self.name} ({_line(error)})",
+                f"the token has no write access to {self.name} ({_line(error)})",
                 kind="hub_not_writable",
                 field=_FIELD,
                 value=self.name,
-                remedy="Give a repository of your own or of your organization, and a token that "
-                "may write there (HF_TOKEN).",
+                remedy="Name a repository of your own or of your organization, and set HF_TOKEN to "
+                "a "
+                "token with write access.",
             )
         elif status is not None or names & {"HTTPError", "ConnectionError", "TimeoutError"}:
             found = Unavailable(
@@ -159,7 +160,7 @@ class HubRepository:
                 field=_FIELD,
                 value=self.name,
                 remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, then repeat the "
-                "command: what the hub has is not sent again.",
+                "command: files that the hub has are not sent again.",
             )
         if found is None:
             raise error
@@ -167,7 +168,7 @@ class HubRepository:
 
 
 def is_export(folder: Path, job_id: str, policy: str | None, version: int | None) -> bool:
-    """Whether `folder` is a whole export of this job, policy (or any) and version (or any).
+    """Return whether `folder` is a whole export of this job, policy (or any) and version (or any).
 
     Raises DataLoss of kind "checkpoint_corrupt" if its files were damaged.
     """
@@ -198,7 +199,7 @@ print(actor.sample(seed=0, explore=False).returns)
 
 
 def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
-    """Write a checkpoint's README.md (the model card) beside its weights.
+    """Write a checkpoint's README.md (the model card) next to its weights.
 
     `rewards`: by metric name, of the step that made the version. Writes nothing for a
     checkpoint without a lineage file (`troupe.json`). Raises OSError.
@@ -240,7 +241,8 @@ def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
 
 
 def _is_network(folder: Path) -> bool:
-    """Whether the checkpoint is of a small network, which `troupe.networks.exported` loads."""
+    """Return whether the checkpoint is of a small network, which `troupe.networks.exported`
+    loads."""
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return bool(described["model_type"] == "troupe_network")
@@ -254,7 +256,8 @@ def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:
 
 
 def rewards_in(metrics: Path, step: int) -> dict[str, float]:
-    """The rewards of a step in a job's `metrics.jsonl`; empty if the file has none for it."""
+    """Return the rewards of a step in a job's `metrics.jsonl`; empty if the file has none for
+    it."""
     try:
         with metrics.open(encoding="utf-8") as lines:
             for line in lines:

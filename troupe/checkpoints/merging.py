@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from troupe.transfer.deferred import DeferredTensors
 
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
-# Begins to show work on so many bytes; returns a function that is told the bytes that are done.
+# Starts a progress bar for a number of bytes; returns the function to call with each part done.
 ByteBar = Callable[[str, int], Callable[[int], None]]
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is a LoRA adapter."""
+    """Return whether the checkpoint in `folder` is a LoRA adapter."""
     return (folder / ADAPTER_FILES[0]).is_file()
 
 
@@ -36,8 +36,8 @@ def merge_in_place(
 ) -> None:
     """Replace the adapter in `folder` by the merged model. Blocking; needs torch.
 
-    `base`: path or hub id of the base; default: the one that the adapter names. It must be, bit for
-    bit, the base that the adapter was trained on. One tensor of the base at a time is in memory.
+    `base`: path or hub id of the base; default: the base that the adapter names. It must equal the
+    base of the training bit for bit. One tensor of the base at a time is in memory.
 
     Raises `FailedPrecondition` (kinds "torch_missing", "base_not_found"), `DataLoss` (kinds
     "base_mismatch", "checkpoint_corrupt"), OSError; the adapter is then unchanged.
@@ -92,7 +92,7 @@ def merge_in_place(
     if lineage is not None and lineage.base_checksum not in ("", found):
         raise _mismatch(
             source,
-            f"has checksum {found}; the adapter was trained on {lineage.base_checksum}",
+            f"has checksum {found}, but the adapter was trained on {lineage.base_checksum}",
         )
     adapter = AdapterContent(
         found,
@@ -114,7 +114,7 @@ def merge_in_place(
         for file in scratch.iterdir():
             file.replace(folder / file.name)
     except MergeMismatch as error:
-        raise _mismatch(source, f"is not that of the adapter: {error}") from error
+        raise _mismatch(source, f"is not the adapter's base: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     for name in ADAPTER_FILES:
@@ -129,15 +129,15 @@ def _mismatch(source: str, problem: str) -> DataLoss:
         kind="base_mismatch",
         field="--base",
         value=source,
-        remedy="Name the model that the job was trained on with --base.",
+        remedy="Name the job's original model with --base.",
     )
 
 
 def _opened(source: str) -> tuple[Any, DeferredTensors]:
-    """The model of a checkpoint on the meta device, and its tensors by the model's names, which are
-    read and converted when they are asked for.
+    """Return the model of a checkpoint on the meta device, and its tensors by the model's names,
+    which are read and converted on access.
 
-    Raises FormatMismatch for tensors that are not the model's, else what transformers raises.
+    Raises FormatMismatch for tensors that are not the model's, else the errors of transformers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -146,7 +146,7 @@ def _opened(source: str) -> tuple[Any, DeferredTensors]:
     from troupe.checkpoints.reading import StoredTensors, checkpoint_folder, weight_files
 
     if not source:
-        raise FileNotFoundError("the adapter names no base")
+        raise FileNotFoundError("the adapter does not name its base")
     folder = checkpoint_folder(source)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -168,7 +168,7 @@ def _opened(source: str) -> tuple[Any, DeferredTensors]:
 
 
 def _checksum(tensors: DeferredTensors, progress: ByteBar) -> str:
-    """The checksum of all tensors, of which one group at a time is in memory."""
+    """Return the checksum of all tensors, of which one group at a time is in memory."""
     from troupe.transfer.checksum import bytes_checksum, combine, dtype_name, host_bytes
 
     add = progress("verifying the base", tensors.nbytes)
@@ -177,12 +177,13 @@ def _checksum(tensors: DeferredTensors, progress: ByteBar) -> str:
         data = host_bytes(tensors[name])
         parts[name] = (dtype_name(shape.dtype), tuple(shape.shape), bytes_checksum(data))
         add(len(data))
-        del data  # before the next one is read
+        del data  # frees it before the next one is read
     return combine(parts)
 
 
 def _merged(base: DeferredTensors, adapter: AdapterContent, dtype: torch.dtype) -> DeferredTensors:
-    """The tensors of `base` (in `dtype` where they are adapted) with the adapter merged into each.
+    """Return the tensors of `base` (in `dtype` where they are adapted) with the adapter merged into
+    each.
 
     Raises MergeMismatch if the base lacks an adapted layer.
     """
@@ -201,7 +202,7 @@ def _merged(base: DeferredTensors, adapter: AdapterContent, dtype: torch.dtype) 
         def make() -> dict[str, torch.Tensor]:
             tensors = dict(own.make())
             for name in names:
-                # Rounded as it was for the engines, before the adapter is added.
+                # Rounded as for the engines, before the adapter is added.
                 weight = {name: tensors.pop(name).to(dtype)}
                 tensors[name] = merged(weight, adapter.only(adapted[name]))[name]
             return tensors

@@ -1,7 +1,7 @@
-"""Reader of safetensors files, one tensor at a time: neither mapped into memory nor all at once.
+"""A reader of safetensors files that reads one tensor at a time, without mapping files into memory.
 
-The safetensors library maps whole files, and mapped pages count as memory of the process for as
-long as they are in use. A checkpoint of 64 GB is read here through one tensor's memory.
+The safetensors library maps whole files, and mapped pages count as memory of the process while they
+are in use. This reader needs only one tensor's memory for a checkpoint of 64 GB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES: Final = {name: dtype_of(dtype) for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES: Final = 8
 # The longest header that the format allows.
 _MOST_HEADER_BYTES: Final = 100_000_000
-# Beyond any memory, and far below where sizes overflow.
+# Larger than any memory, and far below the overflow of sizes.
 _MOST_BYTES: Final = 1 << 56
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -47,7 +47,8 @@ _SHARDING: Final = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A box of one tensor in a file: at byte `start`, with this shape, from `offsets` in it."""
+    """A part of one tensor in a file: a box at byte `start`, with this shape, at `offsets` in the
+    tensor."""
 
     path: Path
     start: int
@@ -56,9 +57,9 @@ class _StoredPart:
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors in safetensors files, read from disk whenever they are asked for.
+    """The tensors in safetensors files, read from disk on every access.
 
-    The files may be those of a checkpoint, or of ranks that hold parts of each tensor, as
+    The files may form a checkpoint, or come from ranks with parts of each tensor, as
     `torch.distributed.checkpoint` writes them. `layout`: the tensors on the meta device.
     """
 
@@ -76,16 +77,17 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             ends = ([o + n for o, n in zip(p.offsets, p.shape, strict=True)] for p in parts)
             shape = [max(sizes) for sizes in zip(*ends, strict=True)]
             if math.prod(shape) != sum(math.prod(part.shape) for part in parts):
-                raise ValueError(f"'{name}' is not whole: a part is missing, or is there twice")
+                raise ValueError(f"'{name}' is incomplete: a part is missing or duplicated")
             self.layout[name] = torch.empty(shape, dtype=dtypes[name], device="meta")
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> StoredTensors:
-        """The weights of a checkpoint, in one file or several. Raises as the constructor."""
+        """Return the weights of a checkpoint, in one file or several. Raises the errors of the
+        constructor."""
         return cls(weight_files(folder))
 
     def only(self, names: Iterable[str]) -> StoredTensors:
-        """Tensors of the given names only."""
+        """Return only the tensors with the given names."""
         wanted = set(names)
         found = StoredTensors(())
         found._parts = {name: parts for name, parts in self._parts.items() if name in wanted}
@@ -95,8 +97,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def read(
         self, name: str, dtype: torch.dtype | None = None, rows: range | None = None
     ) -> torch.Tensor:
-        """One tensor in host memory, cast to `dtype` while it is read; `rows`: those of its first
-        dimension alone.
+        """Return one tensor in host memory, cast to `dtype` while it is read; `rows`: only these
+        rows of its first dimension.
 
         Raises OSError, or ValueError for a file that ends early.
         """
@@ -128,7 +130,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.layout  # a mapping's own would read the tensor
+        return name in self.layout  # the default of `Mapping` would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)
@@ -138,11 +140,11 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's checkpoint: `model.safetensors` if there is one (as
+    """Return the safetensors files of a model's checkpoint: `model.safetensors` if there is one (as
     transformers chooses), else those of its index.
 
-    Raises OSError, or ValueError for a malformed index, also one that names other files than those
-    of the directory.
+    Raises OSError, or ValueError for a malformed index, including one that names files outside the
+    directory.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() or not index.is_file():
@@ -152,19 +154,19 @@ def weight_files(folder: Path) -> list[Path]:
         names = set(json.loads(text, object_pairs_hook=each_once)["weight_map"].values())
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"{name!r} is no name of a safetensors file beside it")
+                raise ValueError(f"{name!r} does not name a safetensors file next to it")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"{INDEX} is no index of a checkpoint: {reason}") from error
+        raise ValueError(f"{INDEX} is not an index of a checkpoint: {reason}") from error
     if not names:
-        raise ValueError(f"{INDEX} is no index of a checkpoint: it names no file")
+        raise ValueError(f"{INDEX} is not an index of a checkpoint: it does not name a file")
     return [folder / name for name in sorted(names)]
 
 
 def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint: `source` itself, or where the hub's files are kept here.
+    """Return the directory of a checkpoint: `source` itself, or the local copy of the hub's files.
 
-    Fetches what is not here yet. Raises what `huggingface_hub` raises.
+    Missing files are fetched. Raises the errors of `huggingface_hub`.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -177,8 +179,8 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
 
 
 def _fill(into: torch.Tensor, file: BinaryIO, buffer: torch.Tensor) -> None:
-    """Read `into`, which may be strided, in C order; through `buffer`, which has the file's dtype,
-    unless that is empty."""
+    """Fill `into`, which may be strided, in C order; through `buffer`, which has the file's dtype,
+    unless `buffer` is empty."""
     if not into.numel():
         return
     if not into.is_contiguous():
@@ -204,16 +206,18 @@ def _read_into(file: BinaryIO, into: torch.Tensor) -> None:
 
 
 def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
-    """(name, dtype, part) of each tensor in a file.
+    """Yield (name, dtype, part) of each tensor in a file.
 
-    Raises ValueError for a header that breaks the format's rules: a name stands for one tensor, and
-    every byte after the header belongs to exactly one.
+    Raises ValueError for a header that breaks the format's rules: each name denotes one tensor, and
+    every byte after the header belongs to exactly one tensor.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         begin, size = _LENGTH_BYTES + length, path.stat().st_size
         if not 0 < length <= _MOST_HEADER_BYTES or begin > size:
-            raise ValueError(f"{path.name} is no safetensors file: its header ends outside of it")
+            raise ValueError(
+                f"{path.name} is not a safetensors file: its header ends outside the file"
+            )
         text = file.read(length)
     try:
         entries: dict[str, Any] = json.loads(text, object_pairs_hook=each_once)
@@ -230,32 +234,34 @@ def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
             if end > size:
                 raise ValueError(f"'{name}' is not within the file")
         if end < size:
-            raise ValueError(f"{size - end:,} bytes at its end belong to no tensor")
+            raise ValueError(f"{size - end:,} bytes at its end do not belong to a tensor")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"{path.name} is no safetensors file: {reason}") from error
+        raise ValueError(f"{path.name} is not a safetensors file: {reason}") from error
     yield from found
 
 
 def _by_place(one: tuple[str, torch.dtype, _StoredPart]) -> tuple[int, int]:
-    return one[2].start, math.prod(one[2].shape)  # those without values before the next one
+    return one[2].start, math.prod(one[2].shape)  # tensors without values before the next one
 
 
 def _entry(
     path: Path, begin: int, name: str, entry: Mapping[str, Any], sharding: Mapping[str, Any] | None
 ) -> tuple[str, torch.dtype, _StoredPart]:
-    """The tensor that a header describes by `entry`: name, dtype and place. Raises ValueError,
-    KeyError or TypeError."""
+    """Return the tensor that a header describes by `entry`: name, dtype and place. Raises
+    ValueError, KeyError or TypeError."""
     if (dtype := _DTYPES.get(entry["dtype"])) is None:
         raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']!r}")
     shape: tuple[int, ...] = tuple(entry["shape"])
     start, end = entry["data_offsets"]
     at = tuple(sharding["saved_offsets"]) if sharding else (0,) * len(shape)
     if any(type(number) is not int or number < 0 for number in (*shape, start, end, *at)):
-        raise ValueError(f"'{name}' has a shape or offset that is no whole number from 0 on")
-    # With empty dimensions, too, torch multiplies the others.
+        raise ValueError(f"'{name}' has a shape or offset that is not a whole number of at least 0")
+    # Even with empty dimensions, torch multiplies the others.
     if math.prod(max(1, n) for n in (*shape, *at)) >= _MOST_BYTES:
         raise ValueError(f"'{name}' has a shape of too many values: {list(shape)}")
     if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"'{name}' has {end - start:,} bytes, and its shape and dtype need others")
+        raise ValueError(
+            f"'{name}' has {end - start:,} bytes, which do not match its shape and dtype"
+        )
     return name, dtype, _StoredPart(path, begin + start, shape, at[: len(shape)])

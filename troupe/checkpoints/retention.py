@@ -17,19 +17,19 @@ from troupe.storage import LocalPlace
 BEST: Final = "best"
 """Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
-# Directories that processes leave behind when killed while they write or delete a checkpoint.
+# Directories left behind by processes that were killed while writing or deleting a checkpoint.
 _LEFT: Final = re.compile(r"\.v([0-9]+)\.")
 
 
 def versions_in(directory: Path) -> list[tuple[int, Path]]:
-    """(version, path) of the checkpoints in a policy's directory, ascending."""
+    """Return (version, path) of the checkpoints in a policy's directory, ascending."""
     paths = [path for path in directory.glob("v*") if path.is_dir()]
     return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
 
 def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
-    """(version, path) of the checkpoints in a job's directory, by policy; the best one included,
-    also when the newer ones have pushed it out."""
+    """Return (version, path) of the checkpoints in a job's directory, by policy, including the best
+    one even if newer ones have displaced it."""
     found: dict[str, dict[int, Path]] = {}
     for folder in (BEST, "checkpoints"):
         for path in sorted((job / folder).glob("*")):
@@ -61,7 +61,8 @@ def remove(path: Path) -> None:
 
 
 def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFound:
-    """The error for a version without a kept checkpoint; `known`: those kept, for its message."""
+    """Return the error for a version without a kept checkpoint; `known`: the kept ones, for its
+    message."""
     wanted = policy if version is None else f"{policy}@{version}"
     return NotFound(
         f"there is no checkpoint of {wanted}; there are: {', '.join(known) or 'none'}",
@@ -72,14 +73,15 @@ def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFoun
 
 
 def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None) -> Path:
-    """The directory of a kept checkpoint; default: the only policy, the newest version.
+    """Return the directory of a kept checkpoint; by default of the only policy and the newest
+    version.
 
     Raises `NotFound`, naming the checkpoints that exist.
     """
     job = data_dir / job_id
     if not job_id or not job.is_dir():
         raise NotFound(
-            f"there is no job of this id in {data_dir}",
+            f"there is no job with this id in {data_dir}",
             field="job_id",
             value=job_id,
             remedy="Name the data directory with --data-dir, or a running cluster with --cluster.",
@@ -95,8 +97,9 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
 
 
 def _played(job: Path, name: str) -> str:
-    """The policy that plays the agent `name` in a job's directory; `name` if that is not known."""
-    # Here, as they take long to import and few calls need them.
+    """Return the policy that plays the agent `name` in a job's directory; `name` itself if this is
+    unknown."""
+    # Imported here because it is slow and few calls need it.
     from troupe.job.loading import SPEC_FILE, load_text, read_mapping
     from troupe.job.spec import policy_of
 
@@ -107,7 +110,7 @@ def _played(job: Path, name: str) -> str:
 
 
 def only_policy(kept: Collection[str], policy: str | None) -> str:
-    """`policy`, or by default the only policy with checkpoints.
+    """Return `policy`, or by default the only policy with checkpoints.
 
     Raises `NotFound` if there are none, or several to choose from.
     """
@@ -128,7 +131,7 @@ def only_policy(kept: Collection[str], policy: str | None) -> str:
 def copy_checkpoint(
     checkpoint: Path, to: str | Path, progress: Callable[[int], None] = lambda nbytes: None
 ) -> Path:
-    """Copy a checkpoint into the new directory `to`, atomically; `progress` is told the bytes.
+    """Copy a checkpoint into the new directory `to`, atomically; `progress` gets the copied bytes.
 
     Raises `FailedPrecondition` if `to` exists or cannot be written, `ResourceExhausted` if its disk
     is full, `DataLoss` if the checkpoint is damaged.
@@ -147,7 +150,7 @@ def copy_files(checkpoint: Path, folder: Path, progress: Callable[[int], None]) 
     for file in sorted(one for one in checkpoint.rglob("*") if one.is_file()):
         copy = folder / file.relative_to(checkpoint)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        # File modes are not copied: services write files that only their user can read.
+        # File modes are not copied, since services write files that only their user can read.
         shutil.copyfile(file, copy)
         progress(copy.stat().st_size)
     verify(folder, called=str(checkpoint))

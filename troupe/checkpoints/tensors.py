@@ -19,15 +19,15 @@ from troupe.checkpoints.format import CheckpointFormat, FormatMismatch, ModelArr
 from troupe.checkpoints.reading import StoredTensors
 from troupe.transfer.deferred import Layout
 
-# At most this many tensor names in an error message; a model may have thousands.
+# Maximum number of tensor names in an error message; a model may have thousands.
 _NAMED: Final = 3
 _TIED_REMEDY: Final = (
-    "Set `tie_word_embeddings: true` in its config.json where the output layer is the embedding; "
+    "If the output layer is the embedding, set `tie_word_embeddings: true` in its config.json; "
     "else save the model again with all of its tensors."
 )
 _UNTIED_REMEDY: Final = (
-    "Set `tie_word_embeddings: false` in its config.json where the output layer has weights of its "
-    "own; else save the model again without that tensor."
+    "If the output layer has its own weights, set `tie_word_embeddings: false` in its config.json; "
+    "else save the model again without that tensor."
 )
 _REMEDY: Final = (
     "Save the whole model again (`save_pretrained`), with the configuration that belongs to it."
@@ -37,7 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class TensorsDoNotFit(ValueError):
-    """A checkpoint's tensors are not those of its model. `remedy`: what the user can do."""
+    """A checkpoint's tensors do not match its model. `remedy`: what the user can do."""
 
     def __init__(self, message: str, remedy: str = _REMEDY) -> None:
         super().__init__(message)
@@ -49,7 +49,8 @@ def difference(
     superfluous: Iterable[str],
     reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> str:
-    """A text that lists how a checkpoint's tensors differ from its model's; empty if they agree.
+    """Return a text that lists how a checkpoint's tensors differ from its model's; empty if they
+    agree.
 
     `reshaped`: (shape in the checkpoint, shape in the model) by tensor name.
     """
@@ -65,7 +66,7 @@ def difference(
 
 
 def shape_difference(found: Shapes, expected: Shapes) -> str:
-    """The `difference` between found and expected tensors, given as shapes by name."""
+    """Return the `difference` between found and expected tensors, given as shapes by name."""
     both = found.keys() & expected.keys()
     reshaped = {
         name: (found[name], expected[name])
@@ -78,13 +79,15 @@ def shape_difference(found: Shapes, expected: Shapes) -> str:
 def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = None) -> Any:
     """Load a transformers model from a checkpoint that must have exactly its tensors.
 
-    Blocking; needs torch. Raises TensorsDoNotFit, ValueError for malformed files, and what
-    `from_pretrained` raises.
+    Blocking; needs torch. Raises TensorsDoNotFit, ValueError for malformed files, and the errors of
+    `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM
 
     if Path(source).is_dir():
-        with contextlib.suppress(FileNotFoundError):  # transformers says so, or knows other formats
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # transformers reports that, or knows other formats
             StoredTensors.of_checkpoint(Path(source))
     try:
         model, about = AutoModelForCausalLM.from_pretrained(
@@ -112,8 +115,8 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
 
 
 def _compare(source: str | Path, model: Any) -> None:
-    """Raise TensorsDoNotFit, by the names in its files, if a directory's checkpoint is not of its
-    model; None: that of its configuration."""
+    """Raise TensorsDoNotFit, with the names in its files, if a directory's checkpoint does not
+    match its model; None: the model of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(source)
@@ -127,8 +130,8 @@ def _compare(source: str | Path, model: Any) -> None:
 
 
 def fitted(model: Any, stored: Layout) -> ModelArrangement:
-    """The conversion of a checkpoint with the tensors `stored` to those of a transformers model,
-    which may be on the meta device. Raises TensorsDoNotFit, by the names in the files."""
+    """Return the conversion of a checkpoint with the tensors `stored` to those of a transformers
+    model, which may be on the meta device. Raises TensorsDoNotFit, by the names in the files."""
     strays: list[str] = []
     try:
         found = ModelArrangement(model, stored, strays)
@@ -151,7 +154,7 @@ def fitted(model: Any, stored: Layout) -> ModelArrangement:
         if tensor.shape != slots[name].shape
     }
     if missing or reshaped:
-        # What the files lack of tensors that are converted, such as one expert of a stack.
+        # Missing sources of converted tensors, such as one expert of a stack.
         for one in CheckpointFormat(model, model.dtype).conversions:
             wanted = {n for n in one.sources if n in missing or n in reshaped}
             absent = one.layout.keys() - stored.keys()
@@ -163,11 +166,11 @@ def fitted(model: Any, stored: Layout) -> ModelArrangement:
 
 
 def untied(model: Any) -> TensorsDoNotFit:
-    """The error about a checkpoint with an output layer of its own, where the model's is the
+    """Return the error about a checkpoint with its own output layer, although the model's is the
     embedding."""
     return TensorsDoNotFit(
         f"its config.json says that the output layer is the embedding (tie_word_embeddings: "
-        f"true), and it has '{_output_weight(model)}' with other values",
+        f"true), but it has '{_output_weight(model)}' with other values",
         _UNTIED_REMEDY,
     )
 
@@ -194,7 +197,7 @@ def _shapes(layout: Layout) -> dict[str, Sequence[int]]:
 
 
 def _output_weight(model: Any) -> str:
-    """The name of the output layer's weight; empty if the model has none."""
+    """Return the name of the output layer's weight; empty if the model has none."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     named = model.named_parameters(remove_duplicate=False)
@@ -203,8 +206,8 @@ def _output_weight(model: Any) -> str:
 
 
 def claims_tied(model: Any) -> bool:
-    """Whether the configuration ties input and output embeddings, and the architecture, which has
-    an output layer, can."""
+    """Return whether the configuration ties input and output embeddings, and the architecture,
+    which has an output layer, can."""
     if not _output_weight(model):
         return False
     config = model.config

@@ -44,7 +44,7 @@ class Lineage:
 
     @classmethod
     def read(cls, folder: Path) -> Lineage | None:
-        """The lineage in `folder`; None if it is missing or cannot be read."""
+        """Return the lineage in `folder`; None if it is missing or cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return cls.parse(folder)
         return None
@@ -60,14 +60,15 @@ class Lineage:
             known = {one.name for one in fields(cls)}
             return cls(**{name: value for name, value in values.items() if name in known})
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"it is no description of a checkpoint: {error}") from error
+            raise ValueError(f"it does not describe a checkpoint: {error}") from error
 
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The xxh3-128 checksum of every file in `folder` except `LINEAGE`, by name. Raises OSError."""
+    """Return the xxh3-128 checksum of every file in `folder` except `LINEAGE`, by name. Raises
+    OSError."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != LINEAGE)
     return {path.name: _digest(path) for path in files}
 
@@ -75,9 +76,9 @@ def digests(folder: Path) -> dict[str, str]:
 def verify(folder: Path, suffix: str = "", *, called: str = "") -> None:
     """Compare a checkpoint's files with the checksums in its lineage.
 
-    Checks the files whose names end in `suffix`; not checkpoints without a lineage, nor files that
-    were added later. `called`: the checkpoint's name in errors, by default `folder`. Raises
-    DataLoss of kind "checkpoint_corrupt", naming the file.
+    Only files whose names end in `suffix` are checked. Checkpoints without a lineage, and files
+    that were added later, are not. `called`: the checkpoint's name in errors, by default `folder`.
+    Raises DataLoss of kind "checkpoint_corrupt", naming the file.
     """
     called = called or str(folder)
     for name, wanted in _files(folder, called).items():
@@ -87,7 +88,7 @@ def verify(folder: Path, suffix: str = "", *, called: str = "") -> None:
         if not path.is_file():
             problem = "is gone"
         elif _digest(path) != wanted:
-            problem = "is not what was written"
+            problem = "differs from the written file"
         else:
             continue
         raise DataLoss(
@@ -110,7 +111,8 @@ def _files(folder: Path, called: str) -> Mapping[str, str]:
             kind="checkpoint_corrupt",
             field="file",
             value=LINEAGE,
-            remedy=f"Use another version; or, if you know that the rest is whole, remove {LINEAGE} "
+            remedy="Use another version; or, if you know that the rest is intact, remove "
+            f"{LINEAGE} "
             "there.",
         ) from error
 

@@ -18,8 +18,8 @@ from troupe.checkpoints.reading import DTYPE_NAMES, INDEX
 from troupe.transfer.checksum import bytes_checksum, combine, dtype_name, host_bytes
 from troupe.transfer.deferred import DeferredTensors, Layout
 
-# Longest file of a checkpoint, unless one tensor alone is longer: short enough for a hub, and to be
-# sent again after a failure.
+# Largest file of a checkpoint, unless one tensor alone is larger: small enough for a hub, and for
+# repeating after a failure.
 _MOST_FILE_BYTES: Final = 5 * 10**9
 
 # Writes one tensor; returns its bytes.
@@ -30,7 +30,7 @@ Write = Callable[[str, torch.Tensor], memoryview]
 def safetensors_file(path: Path, layout: Layout) -> Iterator[Write]:
     """Open a new safetensors file at `path` for tensors of these names, shapes and dtypes.
 
-    Yields a function that writes one tensor; call it once for each, in any order. Raises OSError.
+    Yields a function that writes one tensor; call it once per tensor, in any order. Raises OSError.
     """
     prefix, offsets = _header(layout)
     with path.open("wb") as file:
@@ -50,8 +50,8 @@ def write_checkpoint(
 ) -> str:
     """Write a checkpoint's weights into `folder`, with one group of tensors in memory at a time.
 
-    Writes `model.safetensors`, or numbered files of at most 5 GB with an index. `progress` is told
-    the bytes of each tensor that was written. Returns the checksum of the tensors.
+    Writes `model.safetensors`, or numbered files of at most 5 GB with an index. `progress` gets the
+    bytes of each written tensor. Returns the checksum of the tensors.
     """
     files = _files(tensors)
     if len(files) > 1:
@@ -81,7 +81,8 @@ def _write_group(
     writers: Mapping[str, Write],
     progress: Callable[[int], None],
 ) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Write one group, which is freed before the next is made; dtypes, shapes and checksums."""
+    """Write one group, which is freed before the next is made; return dtypes, shapes and
+    checksums."""
     parts = {}
     for name, tensor in tensors.made(number).items():
         data = writers[name](name, tensor)
@@ -111,7 +112,7 @@ def _files(tensors: DeferredTensors) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _header(layout: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file, and the offset in bytes at which each tensor begins.
+    """Return the header of a safetensors file, and the offset in bytes at which each tensor begins.
 
     The header is its length (8 bytes), then JSON padded to a multiple of 8. Tensors are sorted by
     the size of their values, the largest first, so that each is aligned; then by name.

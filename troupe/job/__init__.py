@@ -1,4 +1,4 @@
-"""The job specification: what a user writes in YAML, validated, one docstring per field."""
+"""The job specification: the validated form of a user's YAML, with one docstring per field."""
 
 from troupe.job.algorithm import AlgorithmSpec as AlgorithmSpec
 from troupe.job.data import RowsSpec as RowsSpec

@@ -23,7 +23,7 @@ REFERENCE_COLUMN: Final = "reference_logprobs"
 TEACHER_COLUMN: Final = "teacher_logprobs"
 """Column of log-probs under the agent's teacher (`distillation`): float32 [response_len]."""
 ROUTES_COLUMN: Final = "routed_experts"
-"""Column of the experts that the engine sent each token to (`router_replay`): uint8, or int16 for
+"""Column of the experts to which the engine sent each token (`router_replay`): uint8, or int16 for
 more than 256 experts, [prompt_len + response_len - 1, layers, k]; zeros in layers without any."""
 
 
@@ -60,14 +60,15 @@ Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
 
 def _or_own(choices: Any) -> AfterValidator:
-    """A validator of one of `choices` (a Literal), or of the path of a user's own function."""
+    """Return a validator of one of `choices` (a Literal), or of the path of a user's own
+    function."""
 
     def check(value: str) -> str:
         if ":" in value:
             return check_entrypoint(value)
         if value not in (built_in := get_args(choices)):
             raise ValueError(
-                f"is none of {', '.join(built_in)}; choose one, or write "
+                f"is not one of {', '.join(built_in)}; choose one, or write "
                 "`package.module:function` for your own"
             )
         return value
@@ -191,8 +192,8 @@ class AlgorithmSpec(Section):
 
     @property
     def learns_without_advantages(self) -> bool:
-        """Whether a sample whose advantage is zero may teach: by a teacher, or by a loss of the
-        user's own. Regularizers do not count."""
+        """Whether a sample with zero advantage may contribute to learning: by a teacher, or by a
+        user's own loss. Regularizers do not count."""
         return self.distillation is not None or ":" in self.loss
 
     @property
@@ -202,7 +203,7 @@ class AlgorithmSpec(Section):
 
     @property
     def team_tokens(self) -> int:
-        """Tokens of the other agents' that the critic in force observes; 0: none."""
+        """Number of the other agents' tokens that the critic in force observes; 0: none."""
         critic = self.value_function
         return critic.context_tokens if critic and critic.observes == "team" else 0
 

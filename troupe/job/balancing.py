@@ -1,4 +1,4 @@
-"""The section `balancing`: when engines move between policies, and which can.
+"""The section `balancing`: when engines move between policies, and which engines can.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -16,7 +16,7 @@ from troupe.job.section import MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Sect
 from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]
-# Engine settings in which two policies may differ though an engine serves either.
+# Engine settings in which two policies may differ although an engine can serve both.
 _OWN = {"replicas", "urls", "start_timeout_seconds"}
 _THRESHOLDS = {"turns": 5.0, "tokens": 4096.0}
 _HYSTERESIS = 0.2
@@ -65,25 +65,25 @@ class BalancingSpec(Section):
 
     @property
     def rules(self) -> BalancingRules:
-        """The rules of the balancing decision, defaults filled in."""
+        """The rules of the balancing decision, with defaults filled in."""
         threshold = self.threshold if self.threshold is not None else _THRESHOLDS[self.measure]
         hysteresis = self.hysteresis if self.hysteresis is not None else _HYSTERESIS * threshold
         return BalancingRules(
             threshold,
-            # A larger one is refused by `_above_noise`.
+            # `_above_noise` refuses a larger one.
             min(hysteresis, threshold),
             self.sustain_seconds,
             self.cooldown_seconds,
         )
 
     def minimum_of(self, policy: str) -> int:
-        """Engines that a policy keeps on each rollout worker."""
+        """Return the number of engines that a policy keeps on each rollout worker."""
         return self.minimum.get(policy, 1)
 
     def barred(self, policies: Mapping[str, PolicySpec]) -> frozenset[tuple[str, str]]:
-        """Pairs of policies (source, target) between which no engine moves."""
+        """Return the pairs of policies (source, target) between which no engine moves."""
         good = ("in_place", "rebuild") if self.rebuild else ("in_place",)
-        # Hundreds of policies have few kinds; comparisons are done once per pair of kinds.
+        # Hundreds of policies have only a few kinds; each pair of kinds is compared once.
         kinds: dict[str, PolicySpec] = {}
         kind_of = {}
         for name, policy in policies.items():
@@ -102,7 +102,7 @@ class BalancingSpec(Section):
         )
 
     def possible(self, policies: Mapping[str, PolicySpec]) -> bool:
-        """Whether any engine can ever move."""
+        """Return whether any engine can ever move."""
         barred = self.barred(policies)
         return any(
             engine_count(spec) > self.minimum_of(source)
@@ -111,7 +111,7 @@ class BalancingSpec(Section):
         )
 
     def check(self, policies: Mapping[str, PolicySpec]) -> None:
-        """Raise ValueError, naming the field, for settings that do not fit these policies."""
+        """Raise ValueError that names the field if settings do not match these policies."""
         for name, count in self.minimum.items():
             if name not in policies:
                 known = ", ".join(sorted(policies))
@@ -138,15 +138,15 @@ class BalancingSpec(Section):
 
 
 def engine_count(policy: PolicySpec) -> int:
-    """Engines that a policy begins with on each rollout worker."""
+    """Return the initial number of a policy's engines on each rollout worker."""
     engine = policy.engine
     pooled = sum(pool.replicas for pool in engine.pools)
     return len(engine.urls) or pooled or engine.replicas
 
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
-    """How an engine of `source` can serve `target`: with new weights, by a restart, or never.
-    Attached servers never move: other rollout workers may be attached to them, too."""
+    """Return how an engine of `source` can serve `target`: with new weights, by a restart, or
+    never. Attached servers never move, since other rollout workers may be attached to them, too."""
     if source.engine.urls and source.simulated is None:
         return "never"
     alike = (
@@ -161,5 +161,5 @@ def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
 
 
 def _shape(lora: LoraSpec | None) -> object:
-    """The settings of an adapter that an engine depends on."""
+    """Return the settings of an adapter that an engine depends on."""
     return lora and (lora.rank, lora.target_modules)

@@ -1,8 +1,8 @@
-"""Compares job specifications: whether a job may be resumed under a changed one, and settings that
-have no effect.
+"""Comparison of job specifications: whether a job may be resumed under a changed one; and settings
+without effect.
 
-A resumed job may change how long and how fast it trains and what is evaluated and logged
-(`CHANGEABLE`), not what it learns.
+A resumed job may change the length and speed of training, evaluations and logging (`CHANGEABLE`),
+but not what it learns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from troupe.job.policy import EngineSpec, OptimizerSpec, PolicySpec, TrainerSpec
 from troupe.job.section import Section
 from troupe.job.spec import JobSpec
 
-# Trainer settings that matter for frozen policies, too, since they have leases.
+# Trainer settings that also matter for frozen policies, since they have leases.
 _OF_LEASES = ("quantum_seconds", "idle_seconds")
 
 
 def advice(spec: JobSpec) -> list[str]:
-    """Settings without effect, one line each: field path, reason, remedy.
+    """Return the settings without effect, one line each: field path, reason, remedy.
 
-    Numbers and switches with their values; other values may be long, or secret.
+    Numbers and switches are shown with their values; other values may be long or secret.
     """
     return [*_pipeline(spec), *_groups(spec), *_policies(spec)]
 
@@ -103,7 +103,7 @@ def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:
 
 
 def _given(section: Section, names: Iterable[str]) -> Iterator[str]:
-    """The fields among `names` that are not at their defaults, as text."""
+    """Yield the fields among `names` that are not at their defaults, as text."""
     for name in names:
         value = getattr(section, name)
         if value != type(section).model_fields[name].get_default(call_default_factory=True):
@@ -119,8 +119,8 @@ _CHANGEABLE_COSTS: Final = (
     "idle_seconds",
     "min_workers",
 )
-# Fields that may change, with all below them; `*` stands for a name. All others, also new ones that
-# are not listed, may not.
+# Fields that may change, with everything below them; `*` stands for a name. All other fields,
+# including new ones, may not.
 CHANGEABLE: Final = (
     "code",
     "pipeline.steps",
@@ -146,7 +146,7 @@ _ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs; `old` or `new` is None where there is none."""
+    """One value that differs; `old` or `new` is None if the value is missing there."""
 
     path: str
     old: Any
@@ -157,7 +157,7 @@ class Difference:
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[Difference]:
-    """All differences of two specifications, defaults filled in, sorted by path."""
+    """Return all differences between two specifications with defaults filled in, sorted by path."""
     return sorted(
         _walk("", old.model_dump(mode="json"), new.model_dump(mode="json")),
         key=lambda one: one.path,
@@ -165,7 +165,8 @@ def differences(old: JobSpec, new: JobSpec) -> list[Difference]:
 
 
 def incompatible(old: JobSpec, new: JobSpec, *, steps_done: int) -> list[Difference]:
-    """Differences that forbid resuming a job under `new` after `steps_done` steps under `old`."""
+    """Return the differences that forbid resuming a job under `new` after `steps_done` steps under
+    `old`."""
     return [
         one
         for one in differences(old, new)

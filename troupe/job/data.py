@@ -1,4 +1,4 @@
-"""Where data comes from: rows of data sets (hub or files), and the `tasks` of a job."""
+"""Sources of data: rows of data sets (hub or files), and the `tasks` of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from troupe.job.section import (
     expand_home,
 )
 
-# Endings of names of local files, and the reader of the `datasets` library for each.
+# File extensions, and the reader of the `datasets` library for each.
 READERS: Final = {
     ".parquet": "parquet",
     ".jsonl": "json",
@@ -34,7 +34,7 @@ Weight = Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)]
 
 
 def reader_of(source: str) -> str | None:
-    """The reader of a local file, by the ending of its name; None for anything else."""
+    """Return the reader of a local file by its extension; None for anything else."""
     source = source.lower()
     for end in _COMPRESSED:
         source = source.removesuffix(end)
@@ -81,7 +81,7 @@ class RowsSpec(Section):
             for name in ("config", "revision", "split"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"`{name}` is of data sets of the hub, and `{self.dataset}` is a file; "
+                        f"`{name}` is for data sets of the hub, but `{self.dataset}` is a file; "
                         "remove it"
                     )
         known = self.columns
@@ -89,7 +89,7 @@ class RowsSpec(Section):
             for name in getattr(self, bounds):
                 if known and name not in known:
                     raise ValueError(
-                        f"{bounds}: '{name}' is no field of `columns`; there are "
+                        f"{bounds}: '{name}' is not a field of `columns`; known: "
                         + ", ".join(sorted(known))
                     )
         return self
@@ -162,7 +162,7 @@ class TasksSpec(RowsSpec):
 
     @property
     def mixed(self) -> Mapping[str, MixedTasksSpec]:
-        """The sources of which these tasks are a mixture; none of a single source."""
+        """The sources of a mixture by name; empty for a single source."""
         return {}
 
     @property
@@ -173,7 +173,7 @@ class TasksSpec(RowsSpec):
 
     @property
     def every(self) -> Mapping[str, TasksSpec]:
-        """By name the sources that these tasks are a mixture of; a single one has no name."""
+        """All sources by name; a single source has the name ""."""
         return self.mixed or {"": self}
 
     @model_validator(mode="after")
@@ -189,34 +189,34 @@ class TasksSpec(RowsSpec):
                 "tasks, or `verifiers.held_out_args`"
             )
         if not self.dataset:
-            # Compared with the defaults: between services they are written out.
+            # Compared with the defaults, since services write them out.
             own = {"source", "args", "verifiers"}
             own |= {"held_out", "shuffle"} if self.verifiers is not None else set()
             for name in sorted(TasksSpec.model_fields.keys() - own):
                 if getattr(self, name) != TasksSpec.model_fields[name].default:
-                    raise ValueError(f"`{name}` is of a `dataset`, and there is none; remove it")
+                    raise ValueError(f"`{name}` needs a `dataset`, and there is none; remove it")
         if self.args and not self.source:
-            raise ValueError("`args` are those of a `source`; remove them")
+            raise ValueError("`args` need a `source`; remove them")
         if (
             isinstance(self.held_out, str)
             and reader_of(self.dataset)
             and not reader_of(self.held_out)
         ):
             raise ValueError(
-                f"held_out: `{self.held_out}` is no file with a known ending "
+                f"held_out: `{self.held_out}` is not a file with a known extension "
                 f"({', '.join(READERS)}), and `{self.dataset}` is a file, which has no splits; "
                 "name another file, or a fraction"
             )
         for one in self.every.values():
             if one.held_out is not None and any(map(one._holds_out_rows_of, self.every.values())):
                 raise ValueError(
-                    f"held_out: `{one.held_out}` are the rows that are trained on; name another "
+                    f"held_out: `{one.held_out}` names the training rows; name another "
                     "split or file, or a fraction (0.05) of the rows"
                 )
         return self
 
     def _holds_out_rows_of(self, other: TasksSpec) -> bool:
-        """Whether `held_out` names the training rows of `other`."""
+        """Return whether `held_out` names the training rows of `other`."""
         if not isinstance(self.held_out, str) or not other.dataset:
             return False
         if reader_of(other.dataset):
@@ -242,10 +242,10 @@ class JobTasksSpec(TasksSpec):
 
     @property
     def mixed(self) -> Mapping[str, MixedTasksSpec]:
-        """The sources of which these tasks are a mixture; none of a single source."""
+        """The sources of a mixture by name; empty for a single source."""
         return self.mix
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are queries for evaluations, as far as the job says."""
+        """Whether there are queries for evaluations, as far as the job shows."""
         return any(one.evaluated for one in self.every.values()) or self.verifiers is not None

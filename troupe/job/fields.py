@@ -1,6 +1,6 @@
 """The fields of a job specification, and the values that follow from them.
 
-`JobSpec` (spec.py) checks what the fields must agree on.
+`JobSpec` (spec.py) checks that the fields agree.
 """
 
 from __future__ import annotations
@@ -105,17 +105,19 @@ class JobFields(Section):
 
     @property
     def offline_only(self) -> bool:
-        """Whether no trajectory is played: all steps learn from rows, and nothing is evaluated."""
+        """Whether no trajectories are played, because all steps learn from rows and there are no
+        evaluations."""
         spec = self.offline
         every = spec is not None and spec.steps >= self.pipeline.steps
         return every and not self.evaluation_sets
 
     def is_offline(self, step: int) -> bool:
-        """Whether the step, counted from 0, learns from rows."""
+        """Return whether the step, counted from 0, learns from rows."""
         return self.offline is not None and step < self.offline.steps
 
     def teachers_of(self, policy: str) -> tuple[str, ...]:
-        """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""
+        """Return the teachers that the trainer of a policy holds (`distillation.divergence:
+        full`)."""
         spec = self.algorithm.distillation
         if spec is None or spec.divergence != "full":
             return ()
@@ -124,12 +126,13 @@ class JobFields(Section):
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSpec]:
-        """All evaluations by name; "" is that of the section `evaluation`."""
+        """All evaluations by name; "" is the section `evaluation`."""
         short = {"": self.evaluation} if self.evaluation.queries else {}
         return {**short, **self.evaluations}
 
     def evaluation_of(self, name: str) -> EvaluationSpec:
-        """An evaluation by name; "" is that of the section `evaluation`, asked or not."""
+        """Return an evaluation by name; "" is the section `evaluation`, even if it has no
+        queries."""
         return self.evaluations[name] if name else self.evaluation
 
     @property
@@ -140,7 +143,7 @@ class JobFields(Section):
         return self.balancing.possible(self.policies)
 
     def alpha_of(self, policy: str) -> int:
-        """Staleness bound of a policy: 0 in the on-policy modes."""
+        """Return the staleness bound of a policy: 0 in the on-policy modes."""
         if self.pipeline.mode != "async":
             return 0
         own = self.policies[policy].alpha
@@ -175,7 +178,7 @@ class JobFields(Section):
         if (pools := self.pools) is not None:
             agents.update(pools.seats[policy])
         own = (self.agents[name].sampling.max_new_tokens for name in agents)
-        # A teacher may have no agent; it has no loss either.
+        # A teacher may have no agent, but then it has no loss.
         return self.algorithm.constant_tokens or max(own, default=1)
 
     @cached_property
@@ -192,8 +195,8 @@ class JobFields(Section):
         return () if self.pools is None else self.pools.slots
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """All agents that a policy may play: its own, and those that a population assigns to it. A
-        network has inputs for these."""
+        """Return all agents that a policy may play: its own, and agents that a population assigns
+        to it. A network has inputs for all of them."""
         own = {name for name, agent in self.agents.items() if agent.policy == policy}
         if self.pools is not None:
             own.update(self.pools.roster(policy))

@@ -1,9 +1,9 @@
-"""Rewards and tools of a job: where their code is, and the resources that a call needs.
+"""Rewards and tools of a job: the location of their code, and the resources of a call.
 
-`READY` lists the rewards that are ready to use, with what their arguments may be.
+`READY` lists the predefined rewards and the sections of their arguments.
 
-What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe.tool`), else as
-`troupe.functions.costs.DEFAULTS` says. The bounds are those of `troupe.functions.validation`.
+Missing values come from the function's declaration (`@troupe.reward`, `@troupe.tool`), else from
+`troupe.functions.costs.DEFAULTS`. `troupe.functions.validation` has the bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ArgumentPath = Annotated[str, Field(pattern=rf"^{ARGUMENT.pattern}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
-# What calls the tools of MCP servers.
+# The function that calls tools of MCP servers.
 _MCP_CALL: Final = "troupe.functions.library.mcp:call"
 _DEPLOYED: Final = re.compile(rf"{NAME.pattern}@{VERSION.pattern}")
 
@@ -140,9 +140,9 @@ class TagsArguments(ReadyArguments):
     def _named(cls, names: list[str]) -> list[str]:
         for name in names:
             if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-                raise ValueError(f"{name!r} is no name of a tag; write `think` for <think>")
+                raise ValueError(f"{name!r} is not a tag name; write `think` for <think>")
         if len(set(names)) < len(names):
-            raise ValueError("a tag stands twice")
+            raise ValueError("a tag occurs twice")
         return names
 
 
@@ -184,9 +184,9 @@ class TestsArguments(ReadyArguments):
     def _module(cls, value: str) -> str:
         path = PurePosixPath(value)
         if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{value!r} is no path of a Python file; write `solution.py`")
+            raise ValueError(f"{value!r} is not the path of a Python file; write `solution.py`")
         if path.name == "conftest.py" or re.fullmatch(r"test_.*|.*_test", path.stem):
-            raise ValueError(f"{value!r} is a name of tests, and pytest would run it")
+            raise ValueError(f"{value!r} is a test file's name, so pytest would run it")
         return value
 
 
@@ -242,7 +242,7 @@ class JudgeArguments(Section):
         shown = set(Template(value).get_identifiers())
         if not Template(value).is_valid() or shown - set(JUDGE_FIELDS):
             known = ", ".join(f"${name}" for name in JUDGE_FIELDS)
-            raise ValueError(f"is no template of {known}; write $$ for a dollar")
+            raise ValueError(f"is not a template of {known}; write $$ for a dollar")
         if not shown & {"answer", "conversation"}:
             raise ValueError("shows the judge neither $answer nor $conversation")
         return value
@@ -398,7 +398,7 @@ class FunctionSpec(Section):
     @field_validator("arguments")
     @classmethod
     def _of_ready(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Arguments of a ready reward with the types that it takes: YAML reads 1e-3 as a text, and
+        """Convert the arguments of a predefined reward to their types: YAML reads 1e-3 as text, and
         "false" would count as true."""
         ready = info.data.get("ready")
         if ready is None:
@@ -428,7 +428,7 @@ class FunctionSpec(Section):
             for name in ("version", *self.costs):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"`{name}` of a deployed function is what it was deployed with; remove it, "
+                        f"`{name}` of a deployed function is fixed by its deployment; remove it, "
                         "or deploy the function with another"
                     )
         return self
@@ -443,12 +443,12 @@ class FunctionSpec(Section):
 
     @property
     def code(self) -> str | None:
-        """The entrypoint, also of a reward that is ready to use; None for a deployed function."""
+        """The entrypoint, also of a predefined reward; None for a deployed function."""
         return self.entrypoint if self.ready is None else READY[self.ready][0]
 
     @property
     def query_fields(self) -> dict[str, str]:
-        """Fields of the query that a ready reward reads, by the argument that names them."""
+        """Fields of the query that a predefined reward reads, by the argument that names them."""
         if self.ready is None:
             return {}
         given = READY[self.ready][1].model_validate(self.arguments)
@@ -463,7 +463,7 @@ class FunctionSpec(Section):
 
     @property
     def costs(self) -> dict[str, Any]:
-        """The costs that the job gives, and nothing else."""
+        """Only the costs that the job sets."""
         return self.model_dump(
             exclude_none=True,
             exclude={"entrypoint", "function", "ready", "arguments", "version", "mcp"},
@@ -471,7 +471,7 @@ class FunctionSpec(Section):
 
 
 def _told(fault: Any) -> str:
-    """One fault of the arguments of a ready reward, with its place."""
+    """Return the text of one fault in the arguments of a predefined reward, with its place."""
     where = ".".join(map(str, fault["loc"]))
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "missing":
@@ -511,7 +511,7 @@ class McpSpec(Section):
             for name, value in getattr(self, field).items():
                 if not Template(value).is_valid() or "\0" in name + value:
                     raise ValueError(
-                        f"`{field}.{name}` is no template; write $NAME for a variable, $$ for $"
+                        f"`{field}.{name}` is not a template; write $NAME for a variable, $$ for $"
                     )
         if self.command is not None and not self.command[0]:
             raise ValueError("`command` must begin with a program")

@@ -1,7 +1,8 @@
-"""Why a model or tokenizer of a hub id cannot be loaded on a host, in terms of the job.
+"""Explains, in terms of the job, why a model or tokenizer with a hub id cannot be loaded on a host.
 
-transformers turns what its hub client raises into an OSError with a text for notebooks; the
-client's own error is the cause of it. Told apart by class names: no client is imported here.
+transformers turns the errors of its hub client into an OSError with a text for notebooks, whose
+cause is the client's own error. Errors are distinguished by class names, so that no client is
+imported here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from troupe.job.section import no_directory
 
 _TRUE: Final = frozenset({"1", "on", "yes", "true"})
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-# Classes of errors of a hub that does not answer.
+# Error classes for a hub that does not answer.
 _AWAY: Final = frozenset(
     {
         *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError"),
@@ -26,7 +27,7 @@ _AWAY: Final = frozenset(
 
 @dataclass(frozen=True)
 class HubProblem:
-    """Why a hub id cannot be loaded: which field of `model` is at fault, what it is, what helps."""
+    """Why a hub id cannot be loaded: the field of `model` at fault, the problem and the remedy."""
 
     field: str
     message: str
@@ -39,8 +40,8 @@ def hub_problem(
     error: BaseException,
     environment: Mapping[str, str] = os.environ,
 ) -> HubProblem | None:
-    """The problem of the hub id `source`, whose loading raised `error`; `field` is "path" for the
-    id itself. None for a directory, and for faults of the model's files."""
+    """Return the problem of the hub id `source`, whose loading raised `error`; `field` is "path"
+    for the id itself. None for a directory, and for faults of the model's files."""
     if os.path.isdir(os.path.expanduser(source)) or no_directory(source):
         return None
     names = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
@@ -50,9 +51,9 @@ def hub_problem(
     download = f"`hf download {source}{f' --revision {revision}' if revision else ''}`"
     if "GatedRepoError" in names or "gated repo" in text:
         token = (
-            "the token of this host (HF_TOKEN) may not"
+            "the token of this host (HF_TOKEN) cannot"
             if environment.get("HF_TOKEN")
-            else ("this host has no token (HF_TOKEN), and only accounts that may")
+            else ("this host has no token (HF_TOKEN), and only some accounts can")
         )
         return HubProblem(
             "path",
@@ -92,7 +93,8 @@ def hub_problem(
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, with the next ones while it ends in a colon; 300 characters."""
+    """Return the first line of an error, extended by the next lines while it ends in a colon; at
+    most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines.pop(0) if lines else type(error).__name__
     while lines and text.endswith(":"):
@@ -101,7 +103,7 @@ def first_line(error: Exception) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,5 @@
-"""Reads and validates a job specification; describes every fault by field, value and remedy."""
+"""Reading and validation of a job specification; every fault is described by field, value and
+remedy."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from troupe.rpc.addresses import without_secrets
 from troupe.yaml_input import MAX_BYTES, UnreadableText, read_file, read_text
 
 SPEC_FILE: Final = "job.yaml"
-"""A job's specification in its directory."""
+"""File of a job's specification in its directory."""
 _SCHEMA = "`troupe job schema` describes the field."
-# A single thread: several that compose YAML at once would leave an event loop little of the
-# interpreter, and could take all threads that others wait for.
+# A single thread: several that parse YAML simultaneously would leave little interpreter time to an
+# event loop, and could occupy all threads that others wait for.
 _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="parse-job")
-# Faults that an error lists: it has to fit into gRPC's trailing metadata.
+# Maximum number of faults in an error, which has to fit into gRPC's trailing metadata.
 _MAX_PROBLEMS = 20
 
 
@@ -45,13 +46,13 @@ class FieldProblem:
 def explained(
     error: ValidationError, model: type[BaseModel], remedy: str = _SCHEMA
 ) -> list[FieldProblem]:
-    """The first faults of a value that `model` refused, and the number of others; `remedy`: the
-    default remedy."""
+    """Return the first faults of a value that `model` refused, and the number of further ones;
+    `remedy`: the default remedy."""
     faults = error.errors(include_url=False)
     found = [problem_of(one, one["loc"], model, remedy) for one in faults[:_MAX_PROBLEMS]]
     if more := len(faults) - len(found):
         problem = f"{more:,} more fields are wrong"
-        found.append(FieldProblem("job", "", problem, "Mend these first."))
+        found.append(FieldProblem("job", "", problem, "Correct these first."))
     return found
 
 
@@ -61,7 +62,8 @@ def problem_of(
     model: type[BaseModel] | None,
     remedy: str = _SCHEMA,
 ) -> FieldProblem:
-    """One fault reported by pydantic, at `location` within a value of `model` (None: unknown)."""
+    """Return one fault reported by pydantic, at `location` within a value of `model` (None:
+    unknown)."""
     field = ".".join(_cut(str(part)) for part in location) or "job"
     kind = fault["type"]
     value = "" if kind in ("missing", "value_error") else _short(fault.get("input"))
@@ -82,13 +84,13 @@ def problem_of(
 
 
 def _fields_at(model: type[BaseModel] | None, location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section of `model` that `location` leads to."""
+    """Return the field names of the section of `model` that `location` leads to."""
     here: Any = model
     for part in location:
         if isinstance(here, type) and issubclass(here, BaseModel):
             field = here.model_fields.get(str(part))
             here = _optional(field.annotation) if field else None
-        elif isinstance(here, types.UnionType):  # `part` was the tag of one of them
+        elif isinstance(here, types.UnionType):  # `part` was the tag of one alternative
             here = next((one for one in get_args(here) if part in tags_of(one)), None)
         else:  # dict[str, Section]: `part` was the key
             here = get_args(here)[-1] if get_args(here) else None
@@ -98,7 +100,7 @@ def _fields_at(model: type[BaseModel] | None, location: tuple[Any, ...]) -> list
 
 
 def _optional(annotation: Any) -> Any:
-    """The type of an optional field without None."""
+    """Return the type of an optional field without None."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     given = [one for one in get_args(annotation) if one is not types.NoneType]
@@ -106,7 +108,7 @@ def _optional(annotation: Any) -> Any:
 
 
 def tags_of(section: Any) -> tuple[str, ...]:
-    """The values of a section's first field if that is a Literal: the tag of a union of
+    """Return the values of a section's first field if that is a Literal: the tag of a union of
     sections."""
     if not (isinstance(section, type) and issubclass(section, BaseModel)):
         return ()
@@ -140,11 +142,11 @@ class _Repr(reprlib.Repr):
         self.maxlevel = 4
 
     def repr_str(self, x: str, level: int) -> str:
-        """The text, whose beginning shows no secrets either."""
+        """Return the text, without secrets even at its beginning."""
         return super().repr_str(without_secrets(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
-        """An integer of any size."""
+        """Return an integer of any size."""
         return _short(x)
 
 
@@ -152,7 +154,7 @@ _REPR = _Repr()
 
 
 class JobSpecError(ValueError):
-    """The specification is unusable; `problems` lists every fault found."""
+    """The specification is invalid; `problems` lists every fault found."""
 
     def __init__(self, problems: list[FieldProblem]) -> None:
         self.problems = problems
@@ -165,7 +167,7 @@ def load_job(path: str | Path) -> JobSpec:
 
 
 def load_text(path: str | Path) -> str:
-    """The text of a job file. Raises `JobSpecError`."""
+    """Return the text of a job file. Raises `JobSpecError`."""
     try:
         return read_file(Path(path))
     except UnreadableText as error:
@@ -173,17 +175,17 @@ def load_text(path: str | Path) -> str:
 
 
 def parse_job(text: str, source: str = "the job") -> JobSpec:
-    """Validate YAML (or JSON) text; `source` is what errors call it. Raises `JobSpecError`."""
+    """Validate YAML (or JSON) text; `source` is its name in errors. Raises `JobSpecError`."""
     return job_of(read_mapping(text, source))
 
 
 async def parse_job_in_thread(text: str, source: str = "the job") -> JobSpec:
-    """`parse_job` for services: one text at a time, while the event loop goes on."""
+    """Call `parse_job` in a thread, one text at a time, while the event loop continues."""
     return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_job, text, source)
 
 
 def read_mapping(text: str, source: str = "the job") -> dict[str, Any]:
-    """The mapping in YAML (or JSON) text, not validated. Raises `JobSpecError`."""
+    """Return the unvalidated mapping in YAML (or JSON) text. Raises `JobSpecError`."""
     try:
         raw = read_text(text, source)
     except UnreadableText as error:
@@ -196,15 +198,15 @@ def read_mapping(text: str, source: str = "the job") -> dict[str, Any]:
 
 
 def job_of(raw: dict[str, Any]) -> JobSpec:
-    """The job of a mapping as `read_mapping` gives it. Raises `JobSpecError`."""
+    """Return the job of a mapping from `read_mapping`. Raises `JobSpecError`."""
     try:
         spec = JobSpec.model_validate(raw)
     except ValidationError as error:
         raise JobSpecError(explained(error, JobSpec)) from error
-    # Services pass it on as JSON, with everything written out.
+    # Services pass it on as JSON, with all defaults written out.
     if (size := len(spec.model_dump_json())) > MAX_BYTES:
         problem = f"has {size:,} bytes with all defaults filled in, more than {MAX_BYTES:,}"
-        remedy = "Keep data out of it: let `tasks.source` read them from files."
+        remedy = "Keep data out of it: let `tasks.source` read data from files."
         raise JobSpecError([FieldProblem("job", "", problem, remedy)])
     return spec
 

@@ -1,4 +1,4 @@
-"""Small networks: a policy that is one, the paradigm that trains it (`policies.P.network`), and the
+"""Small networks: the policy and the paradigm that trains it (`policies.P.network`), and the
 section `environment` that networks play."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ LearningSpec = Annotated[
 def _check_warmup(learning: QLearningSpec | DeterministicSpec) -> None:
     if learning.warmup > learning.buffer:
         raise ValueError(
-            f"warmup: the buffer never holds {learning.warmup}, and nothing would be learned; set "
+            f"warmup: the buffer never holds {learning.warmup}, so there would be no learning; set "
             f"it to at most buffer = {learning.buffer}"
         )
 

@@ -36,7 +36,8 @@ PopulationAlgorithm = Literal[
     "pipeline_psro",
     "league",
 ]
-# As `troupe.populations` has them: a job is read without the libraries that solve games.
+# The same as in `troupe.populations`, repeated because a job is read without the libraries that
+# solve games.
 MetaSolverName = Literal[
     "nash",
     "zero_sum_nash",
@@ -184,12 +185,12 @@ class PopulationSpec(Section):
             )
         if self.stop.nash_conv is not None and self.game is None:
             raise ValueError(
-                "stop.nash_conv: is known only of games that OpenSpiel has; set `game`, or stop on "
+                "stop.nash_conv: is known only for OpenSpiel games; set `game`, or stop on "
                 "`improvement`"
             )
         if self.stop.improvement is not None and self.matches.least == 0 and self.game is None:
             raise ValueError(
-                "stop.improvement: is known of payoffs, and without matches there are none; set "
+                "stop.improvement: needs payoffs, and without matches there are none; set "
                 "matches.least to 2 or more"
             )
         if self.matches.least == 1 or self.matches.most < self.matches.least:
@@ -199,11 +200,12 @@ class PopulationSpec(Section):
             )
         if self.restart == "base" and self.algorithm in ("self_play", "regularized"):
             raise ValueError(
-                f"restart: `{self.algorithm}` goes on with one policy, and no best response begins "
-                "again from `base`; remove it, or choose another algorithm"
+                f"restart: `{self.algorithm}` continues one policy and never restarts a best "
+                "response "
+                "from `base`; remove it, or choose another algorithm"
             )
         if self.league.self_play + self.league.forgotten > 1:
-            raise ValueError("league.forgotten: with `self_play` it is more than all games")
+            raise ValueError("league.forgotten: together with `self_play` it exceeds 1")
         return self
 
     @property
@@ -227,7 +229,7 @@ _MOST_SIDES: Final = 16
 
 @dataclass(frozen=True)
 class OpponentPool:
-    """A pool of frozen versions, which opponents of its agents are drawn from."""
+    """A pool of frozen versions, from which opponents that play its agents are drawn."""
 
     name: str
     agents: tuple[str, ...]
@@ -267,13 +269,13 @@ class Pools:
         agents: Mapping[str, AgentSpec],
         policies: Mapping[str, PolicySpec],
     ) -> Pools:
-        """Derive the pools. Raises ValueError, naming the field, for settings that do not fit."""
+        """Derive the pools. Raises ValueError that names the field if settings do not match."""
         trained = {name for name, policy in policies.items() if policy.trainable}
         for name in population.learners:
             if name not in trained:
                 known = ", ".join(sorted(trained))
                 raise ValueError(
-                    f"population.learners.{name}: is no trained policy; there are: {known}"
+                    f"population.learners.{name}: is not a trained policy; known: {known}"
                 )
         learners = {name: population.learners.get(name, LearnerSpec()) for name in sorted(trained)}
         players = tuple(name for name, agent in agents.items() if agent.policy in trained)
@@ -305,13 +307,12 @@ class Pools:
             seats[name] = tuple(learner.agents) or (players if symmetric else own)
             if bad := [one for one in seats[name] if one not in players]:
                 raise ValueError(
-                    f"population.learners.{name}.agents: '{bad[0]}' is no player; there are: "
+                    f"population.learners.{name}.agents: '{bad[0]}' is not a player; known: "
                     + ", ".join(players)
                 )
             if twice := [one for one, count in Counter(seats[name]).items() if count > 1]:
                 raise ValueError(
-                    f"population.learners.{name}.agents: '{twice[0]}' is named twice; once is "
-                    "enough"
+                    f"population.learners.{name}.agents: '{twice[0]}' is named twice; name it once"
                 )
             if not seats[name]:
                 raise ValueError(
@@ -344,8 +345,8 @@ class Pools:
 
     @property
     def places(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Pairs of learner and agents that queries are assigned to in turn; in a symmetric game the
-        learner alternates among the agents."""
+        """Pairs of learner and agents to which queries are assigned in turn; in a symmetric game
+        the learner alternates among the agents."""
         if self.together:
             return ()
         if self.symmetric:
@@ -353,18 +354,18 @@ class Pools:
         return tuple((name, (agent,)) for name, seats in self.seats.items() for agent in seats)
 
     def pool_of(self, agent: str) -> OpponentPool:
-        """The pool whose members play `agent`."""
+        """Return the pool whose members play `agent`."""
         return next(pool for pool in self.pools if agent in pool.agents)
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """Agents that a learner or slot may play; empty for other policies."""
+        """Return the agents that a learner or slot may play; empty for other policies."""
         pool = next((one for one in self.pools if policy in one.slots + one.evaluation_slots), None)
         return self.rosters.get(policy if pool is None else pool.learners[0], ())
 
     def added(
         self, population: PopulationSpec, policies: Mapping[str, PolicySpec]
     ) -> dict[str, PolicySpec]:
-        """The policies of the slots."""
+        """Return the policies of the slots."""
         found = {}
         urls = list(population.engine.urls) if population.engine is not None else []
         share = len(urls) // len(self.slots)
@@ -392,7 +393,7 @@ class Pools:
                 if policies[name].model_dump(include=served) != wanted:
                     raise ValueError(
                         f"policies.{name}: a slot serves versions of '{first}' and '{name}' in "
-                        "turn, and their models are not the same; give them one `model` and `lora`"
+                        "turn, but their models differ; give them one `model` and `lora`"
                     )
         least = len(self.agents) if self.symmetric else 1
         for field in ("slots", "evaluation_slots"):
@@ -405,7 +406,7 @@ class Pools:
         kinds = {learner.kind for learner in self.learners.values()}
         if population.algorithm != "league" and kinds != {"main"}:
             raise ValueError(
-                f"population.learners: exploiters are of a league, and this is "
+                f"population.learners: exploiters need a league, but this is "
                 f"`{population.algorithm}`; set population.algorithm to `league`, or remove `kind`"
             )
         if population.algorithm == "league" and "main" not in kinds:
@@ -420,14 +421,15 @@ class Pools:
                     )
         elif engine.urls and len(engine.urls) % len(self.slots):
             raise ValueError(
-                f"population.engine.urls: {len(engine.urls)} servers cannot be shared out evenly "
+                f"population.engine.urls: {len(engine.urls)} servers cannot be divided evenly "
                 f"among {len(self.slots)} slots ({', '.join(self.slots)})"
             )
 
     def _check_answers(
         self, agents: Mapping[str, AgentSpec], policies: Mapping[str, PolicySpec]
     ) -> None:
-        """Checks for `game`: sampling from the full distribution, and one prompt per pool."""
+        """Check the requirements of `game`: sampling from the full distribution, and one prompt per
+        pool."""
         for name in self.agents:
             sampling = agents[name].sampling
             cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0
@@ -446,7 +448,7 @@ class Pools:
                 )
         if others := [name for name in agents if name not in self.agents]:
             raise ValueError(
-                f"population.game: the agent '{others[0]}' is no player, and what it does is not "
+                f"population.game: the agent '{others[0]}' is not a player, so its actions are not "
                 "in the game's tree; remove either"
             )
 

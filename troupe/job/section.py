@@ -1,8 +1,8 @@
-"""Base class of job sections, with the bounds and checks that they share.
+"""Base class of job sections, with their common bounds and checks.
 
 Every number has a lower and an upper bound, and every list and mapping a maximum length: values
 must be representable in protobuf, JSON and the timeouts of gRPC and asyncio, and a typing error
-must not keep the orchestrator busy without end.
+must not keep the orchestrator busy forever.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 
-# More than any section has.
+# More than the fields of any section.
 _MAX_FIELDS: Final = 256
 MAX_STEPS: Final = 1_000_000_000
 # Tokens of anything: one response, a context, a micro-batch.
 MAX_TOKENS: Final = 1 << 24
-# A rate per second, a norm, a coefficient: far beyond use, far below where floats overflow.
+# A rate per second, a norm or a coefficient: far above any use, far below the overflow of floats.
 MAX_RATE: Final = 1e12
 MAX_COEFFICIENT: Final = 1e6
 MAX_NORM: Final = 1e12
 MAX_AGENTS: Final = 1024
 MAX_POLICIES: Final = 256
 MAX_FUNCTIONS: Final = 256
-# Queries of one step or evaluation, and what they may come to in trajectories.
+# Maximum queries of one step or evaluation, and their maximum number of trajectories.
 MAX_QUERIES: Final = 1 << 16
 MAX_TRAJECTORIES: Final = 1 << 18
 _MIN_SEED: Final = -(1 << 63)
@@ -80,8 +80,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, raw: Any) -> Any:
-        """Restores `on` and `off`, which YAML 1.1 and JSON read as booleans, in fields with these
-        choices; refuses booleans for numbers, which pydantic would convert to 1 or 0."""
+        """Restore `on` and `off`, which YAML 1.1 and JSON read as booleans, in fields with these
+        choices; refuse booleans for numbers, which pydantic would convert to 1 or 0."""
         if not isinstance(raw, dict):
             return raw
         _check_lengths(cls, raw)
@@ -102,7 +102,8 @@ class Section(BaseModel):
 def _check_lengths(section: type[BaseModel], raw: Mapping[str, Any]) -> None:
     """Raise ValidationError for mappings and lists that are too long.
 
-    Before their items are validated: pydantic would report a fault of each of a hundred thousand.
+    This precedes the validation of their items: pydantic would report a fault for each of a hundred
+    thousand.
     """
     bounds = [((name,), raw.get(name), most) for name, most in _most_items(section).items()]
     faults = [
@@ -124,7 +125,7 @@ def _check_lengths(section: type[BaseModel], raw: Mapping[str, Any]) -> None:
 
 @cache
 def _most_items(section: type[BaseModel]) -> Mapping[str, int]:
-    """The entries that each mapping or list of a section may have."""
+    """Return the maximum number of entries of each mapping or list of a section."""
     return {
         name: bound.max_length
         for name, field in section.model_fields.items()
@@ -135,7 +136,7 @@ def _most_items(section: type[BaseModel]) -> Mapping[str, int]:
 
 @cache
 def _shapes(section: type[BaseModel]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """By field: choices of those that have `on` or `off` among them; and the numeric fields."""
+    """Return, by field, the choices that include `on` or `off`; and the numeric fields."""
     switches, numbers = {}, []
     for name, field in section.model_fields.items():
         kinds = list(_kinds(field.annotation))
@@ -148,7 +149,7 @@ def _shapes(section: type[BaseModel]) -> tuple[dict[str, tuple[str, ...]], tuple
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a field's type."""
+    """Yield the alternatives of a field's type."""
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
         for one in get_args(annotation):
             yield from _kinds(one)
@@ -165,16 +166,16 @@ def check_entrypoint(value: str) -> str:
 
 
 def check_pattern(value: str | None) -> str | None:
-    """A regular expression. Raises ValueError."""
+    """Return `value` if it is a regular expression. Raises ValueError."""
     try:
         re.compile(value or "")
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"is no regular expression: {error}") from error
+        raise ValueError(f"is not a regular expression: {error}") from error
     return value
 
 
 def check_json(value: Any) -> Any:
-    """A value of any shape, with booleans where YAML 1.1 reads them. Raises ValueError unless it is
+    """Return a value of any shape, with booleans as in YAML 1.1. Raises ValueError unless it is
     JSON of bounded size."""
     try:
         measure(value, "the value")
@@ -188,17 +189,17 @@ def check_json(value: Any) -> Any:
 
 
 def no_directory(source: str) -> bool:
-    """Whether `source` is a path (no hub id has its form) and is not a directory."""
+    """Return whether `source` is a path (not of the form of a hub id) but not a directory."""
     meant = source.startswith((".", "/", "~")) or source.count("/") > 1
     path = Path(source).expanduser()
     return (meant or path.exists()) and not path.is_dir()
 
 
 def expand_home(value: str | None) -> str | None:
-    """The path with `~` expanded. Raises ValueError for a NUL character."""
+    """Return the path with `~` expanded. Raises ValueError for a NUL character."""
     if value is None:
         return None
     if "\0" in value:
-        raise ValueError("has a NUL character, which no path can have")
-    # The home of the user who writes the job, not that of the services.
+        raise ValueError("contains a NUL character, which paths cannot have")
+    # The home of the job's author, not of the services.
     return os.path.expanduser(value) if value.startswith("~") else value

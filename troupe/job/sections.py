@@ -199,7 +199,8 @@ class OfflineSpec(Section):
     def _demonstrated(cls, tasks: TasksSpec) -> TasksSpec:
         if tasks.verifiers is not None:
             raise ValueError(
-                "`verifiers` is an environment, whose tasks demonstrate nothing; give a `dataset` "
+                "`verifiers` is an environment, whose tasks are not demonstrations; give a "
+                "`dataset` "
                 "or a `source`"
             )
         return tasks
@@ -295,11 +296,11 @@ class PipelineSpec(Section):
     def _columns(cls, names: list[str]) -> list[str]:
         for name in names:
             if name == "reward":
-                raise ValueError("every sample waits for 'reward' anyway; remove it")
+                raise ValueError("every sample already waits for 'reward'; remove it")
             if not re.match(COLUMN, name):
                 raise ValueError(
                     f"{name!r} does not name a column: up to 64 letters, digits, '.', '_' or '-', "
-                    "a letter or '_' first"
+                    "beginning with a letter or '_'"
                 )
         return list(dict.fromkeys(names))
 
@@ -344,7 +345,8 @@ class CurriculumSpec(SuccessSpec):
             raise ValueError(f"band: {low:g} is above {high:g}; give the lower rate first")
         if (total := self.explore + self.replay + self.review) > 1:
             raise ValueError(
-                f"explore: it, `replay` and `review` are shares of a step, and come to {total:g}; "
+                "explore: it, `replay` and `review` are shares of a step, but their sum is "
+                f"{total:g}; "
                 "lower one of them"
             )
         return self
@@ -401,7 +403,7 @@ class EvaluationSetSpec(EvaluationSpec):
     @classmethod
     def _all_held_out(cls, tasks: TasksSpec | None) -> TasksSpec | None:
         if tasks is not None and tasks.held_out is not None:
-            raise ValueError("`held_out` is of training data; name what is asked as `split`")
+            raise ValueError("`held_out` is for training data; name the rows to use as `split`")
         return tasks
 
 
@@ -418,7 +420,7 @@ class BestSpec(Section):
     def _of_evaluation(cls, metric: str) -> str:
         if not metric.startswith((metric_names.EVALUATION, metric_names.EVALUATIONS)):
             raise ValueError(
-                "is no metric of an evaluation; write `evaluation/team/mean`, or "
+                "is not a metric of an evaluation; write `evaluation/team/mean`, or "
                 "`evaluations/NAME/pass@1` of a named one"
             )
         return metric

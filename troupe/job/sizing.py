@@ -1,8 +1,8 @@
-"""How much memory the policies of a job need in the trainer, from their models' configurations.
+"""Estimates of the trainer memory of a job's policies, from their models' configurations.
 
-Reads a transformers configuration (`config.json` of a directory, `model.config` of the job, or what
-the hub's cache has) without torch and without transformers, as a job's author may have neither.
-Architectures that are not listed here are counted where a trainer loads them.
+It reads a transformers configuration (`config.json` of a directory, `model.config` of the job, or
+the hub's cache) without torch and transformers, since a job's author may have neither. For
+architectures that are not listed here, the trainer that loads them does the estimate.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _DEFAULTS: Final = {
     "mixtral": (32000, 4096, 14336, 32, 32, 8, 0, 0, 8, 2),
     "qwen3_moe": (151936, 2048, 6144, 24, 32, 4, 0, 768, 128, 8),
 }
-# Part that a GPU really has of the memory that it is sold with: 79.2 of 80 GB (H100), 23.6 of 24.
+# Usable fraction of a GPU's nominal memory: 79.2 of 80 GB (H100), 23.6 of 24.
 SOLD: Final = 0.985
-# Part of a device's memory within which activations are kept (`activation_checkpointing: auto`):
-# drivers counted up to 1.1 of what the memory model says (docs/training.md).
+# Fraction of a device's memory within which activations are kept (`activation_checkpointing:
+# auto`): drivers reported up to 1.1 times the memory model's value (docs/training.md).
 _UNCHECKPOINTED: Final = 0.9
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of the causal language model of a transformers configuration.
+    """Return the shape of the causal language model of a transformers configuration.
 
-    None: another architecture, or values that are no numbers.
+    None: another architecture, or values that are not numbers.
     """
     kind = str(config.get("model_type", ""))
     if kind not in _DEFAULTS:
@@ -120,13 +120,14 @@ def _parameters(linears: Mapping[str, tuple[int, int]], biased: set[str]) -> int
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
-    """The number of layers with experts (Qwen3-MoE may mix them with dense ones)."""
+    """Return the number of layers with experts (Qwen3-MoE may mix them with dense ones)."""
     every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return sum(i not in plain and (i + 1) % max(1, every) == 0 for i in range(layers))
 
 
 def read_config(model: ModelSpec) -> Mapping[str, Any] | None:
-    """The transformers configuration of a job's model; None if this machine does not have it."""
+    """Return the transformers configuration of a job's model; None if this machine does not have
+    it."""
     if model.config is not None:
         return model.config
     assert model.path is not None  # exactly one of path and config
@@ -144,8 +145,8 @@ def read_config(model: ModelSpec) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The method by which a checkpoint is quantized (fp8, mxfp4, gptq, awq, ...), by its
-    configuration; empty if it is not."""
+    """Return the quantization method of a checkpoint (fp8, mxfp4, gptq, awq, ...) from its
+    configuration; empty if it is not quantized."""
     found = config.get("quantization_config")
     if not found:
         return ""
@@ -153,21 +154,21 @@ def quantization_of(config: Mapping[str, Any]) -> str:
 
 
 QUANTIZED_REMEDY: Final = (
-    "Train on whole weights: give the checkpoint in bfloat16 that it was made from, or write one "
+    "Train unquantized weights: give the bfloat16 checkpoint from which it was made, or write one "
     "(transformers: `from_pretrained` with the method's configuration and `dequantize=True`, then "
     "`save_pretrained` without `quantization_config`)."
 )
-"""What to do about a quantized checkpoint."""
+"""The remedy for a quantized checkpoint."""
 
 
 def read_shape(model: ModelSpec) -> ModelShape | None:
-    """The shape of a job's model; None if this machine cannot tell."""
+    """Return the shape of a job's model; None if this machine cannot tell."""
     config = read_config(model)
     return None if config is None else shape_of_config(config)
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """The snapshot of a repository in the hub's cache (huggingface_hub's layout)."""
+    """Return the snapshot of a repository in the hub's cache (huggingface_hub's layout)."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     folder = cache / f"models--{repository.replace('/', '--')}"
@@ -180,7 +181,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 
 def _frozen_bytes(model: ModelSpec) -> int:
-    """Bytes of a model's weights in its own type; 0 if this machine cannot tell."""
+    """Return the bytes of a model's weights in its own type; 0 if this machine cannot tell."""
     shape, half = read_shape(model), model.dtype in ("auto", "bfloat16")
     return 0 if shape is None else shape.parameters * (2 if half else 4)
 
@@ -195,14 +196,15 @@ def setup_of(
     forward_tokens: int = 0,
     ranks: int | None = None,
 ) -> TrainingSetup:
-    """How a device would train a policy of a job; decides `activation_checkpointing: auto`.
+    """Return how a device would train a policy of a job, and decide `activation_checkpointing:
+    auto`.
 
-    On a GPU of known memory activations are kept where the step fits so, beside the state of the
-    job's other policies, which is taken to be as large. Elsewhere the device's default holds: also
-    where engines share the devices, for what they leave is unknown.
+    On a GPU of known memory, activations are kept if the step then fits together with the states of
+    the job's other policies, assumed to be equally large. Otherwise the device's default applies,
+    also if engines share the devices, since the remaining memory is unknown.
 
     `device`: its type, "cpu" or "cuda"; `memory`: its bytes, 0 if unknown; `forward_tokens`: the
-    worker's setting; `ranks`: devices of the gang, default: as the job says.
+    worker's setting; `ranks`: devices of the gang; default: as in the job.
     """
     own, algorithm = spec.policies[policy], spec.algorithm
     lora = own.lora
@@ -215,7 +217,7 @@ def setup_of(
     slices = min(own.trainer.context_parallel, gang)
     tokens = wanted or given.tokens_of(shape.hidden)
     whole = tokens * slices * (CPU_UNCUT if device == "cpu" and not wanted else 1)
-    # Longer sequences are cut into pieces, but for those that the trainer cannot cut.
+    # Longer sequences are cut into pieces, if the trainer can cut them.
     if (lora is not None and lora.dropout > 0) or algorithm.router_aux_loss > 0:
         whole = max(whole, longest)
     history = max(0, longest - whole)
@@ -225,7 +227,7 @@ def setup_of(
     if lora is not None:
         names = None if lora.target_modules == "all-linear" else lora.target_modules
         adapter = shape.adapter(lora.rank, names)
-    # Checkpoints whose type is left open are nearly all in half precision.
+    # Nearly all checkpoints without a given type are in half precision.
     half = own.language_model.dtype in ("auto", "bfloat16")
     # The trainer's own kernels take plain tensors on a CPU, in float32.
     fused = own.trainer.kernels == "auto" and own.trainer.compile != "on" and gang == 1

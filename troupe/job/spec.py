@@ -1,4 +1,4 @@
-"""The job specification as a pydantic model: its fields, and what they must agree on."""
+"""The job specification as a pydantic model: its fields, and the checks that they agree."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from troupe.job.section import MAX_TRAJECTORIES, NAME, Section, check_entrypoint
 from troupe.job.sections import AgentSpec, EvaluationSetSpec, RoutingSpec
 from troupe.rpc.errors import NotFound
 
-# Defaults of jobs with an environment: fragments take equally long and are not compared.
+# Defaults for jobs with an environment: fragments take equally long and are not compared.
 _PIPELINE: Final = {"mode": "sync", "group_size": 1}
-# Of jobs whose tasks are those of environments of the `verifiers` library.
+# The workflow of jobs whose tasks come from environments of the `verifiers` library.
 VERIFIERS_WORKFLOW: Final = "troupe.workflow.environments.adapters.verifiers:play"
 # Paradigms that need the joint actions of all agents of a policy.
 _TEAMS: Final = ("vdn", "qmix", "maddpg")
 
 
 def _with_defaults(job: Any) -> Any:
-    """The unvalidated job, with the pipeline defaults of jobs that have an environment, and the
-    workflow of those whose tasks are all of the `verifiers` library."""
+    """Return the unvalidated job with defaults: of the pipeline if it has an environment, and of
+    the workflow if all its tasks come from the `verifiers` library."""
     if isinstance(job, dict) and job.get("environment") is not None:
         pipeline = job.get("pipeline")
         if isinstance(pipeline, dict):
@@ -70,7 +70,10 @@ class JobSpec(JobFields):
             played.update(distillation.teachers.values())
         unused = sorted(set(self.policies) - played)
         if unused:
-            raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
+            raise ValueError(
+                f"policies.{unused[0]}: no agent uses it; remove it, or name it in the `policy` of "
+                "an agent"
+            )
         if not self.trained_policies:
             raise ValueError("policies: none is trainable; set `trainable: true` on at least one")
         if metric_names.TEAM in self.agents:
@@ -82,8 +85,8 @@ class JobSpec(JobFields):
             if name not in self.policies:
                 continue
             raise ValueError(
-                f"policies.{name}: metrics of evaluations begin with this name, as those of a "
-                "policy do with its own; choose another name"
+                f"policies.{name}: metrics of evaluations begin with this name, and metrics "
+                "of a policy with the policy's; choose another name"
             )
         for section in (
             self.agents,
@@ -125,7 +128,7 @@ class JobSpec(JobFields):
                 )
             if self.environment is not None:
                 _check_network_pools(self, pools)
-            # Added to the job, so that they are served like all other policies.
+            # Added to the job, so that they are served like other policies.
             self.policies.update(pools.added(self.population, own))
         return self
 
@@ -137,7 +140,7 @@ class JobSpec(JobFields):
             own = one.tasks if isinstance(one, EvaluationSetSpec) else None
             if own is None and tasks is not None and not tasks.holds_out:
                 raise ValueError(
-                    f"tasks.held_out: is missing, and `{field}` asks it; name a split or a file, "
+                    f"tasks.held_out: is missing, but `{field}` needs it; name a split or a file, "
                     "or a fraction (0.05) of the rows"
                 )
             if self.environment is not None and (own is not None or not one.queries):
@@ -150,7 +153,8 @@ class JobSpec(JobFields):
             self._check_success(field, one.success)
         if not self.pipeline.steps and not self.evaluation_sets:
             raise ValueError(
-                "pipeline.steps: 0 steps train nothing, and the job has no evaluation; set "
+                "pipeline.steps: with 0 steps there is no training, and the job has no evaluation; "
+                "set "
                 "evaluation.queries, or take steps"
             )
         best = self.checkpoint.best
@@ -233,7 +237,7 @@ class JobSpec(JobFields):
                 )
             if pipeline.deterministic:
                 raise ValueError(
-                    "pipeline.deterministic: in mode `async` what a step consists of depends on "
+                    "pipeline.deterministic: in mode `async` the contents of a step depend on "
                     "time; use `sync` or `micro_batch`"
                 )
         elif kept := [n for n, p in self.policies.items() if p.engine.cache == "keep"]:
@@ -243,20 +247,19 @@ class JobSpec(JobFields):
             )
         elif pipeline.max_uses > 1:
             raise ValueError(
-                "pipeline.max_uses: a sample that is used again is of an older version; use mode "
-                "`async`"
+                "pipeline.max_uses: a reused sample comes from an older version; use mode `async`"
             )
         if pipeline.mode == "micro_batch" and self.algorithm.advantage == "reinforce_plus_plus":
             raise ValueError(
                 "algorithm.advantage: `reinforce_plus_plus` needs the rewards of the whole step "
-                "before its first gradient, and mode `micro_batch` begins before they are there; "
+                "before its first gradient, but mode `micro_batch` begins before they are known; "
                 "use pipeline.mode `sync` (or `serial`, `async`), or another advantage"
             )
         if pipeline.mode == "micro_batch" and self.algorithm.updates > 1:
             field = "epochs" if self.algorithm.epochs > 1 else "minibatches"
             raise ValueError(
                 f"algorithm.{field}: several updates need all samples of the step before the "
-                "first, and mode `micro_batch` begins before they are there; use pipeline.mode "
+                "first, but mode `micro_batch` begins before they are complete; use pipeline.mode "
                 "`sync` (or `serial`, `async`)"
             )
         replaced = self.correction != "none" and self.algorithm.loss == "ppo_clip"
@@ -290,7 +293,7 @@ class JobSpec(JobFields):
         if not pipeline.early_start:
             return self
         if pipeline.mode not in ("sync", "micro_batch"):
-            why = "has trajectories of several steps anyway"
+            why = "already has trajectories of several steps"
             if pipeline.mode == "serial":
                 why = "does one thing after another"
             raise ValueError(
@@ -299,8 +302,9 @@ class JobSpec(JobFields):
             )
         if self.population is not None or self.environment is not None:
             raise ValueError(
-                "pipeline.early_start: in a job of populations or networks it is known when a step "
-                "opens who plays whom, and with which weights; leave it out"
+                "pipeline.early_start: in a job of populations or networks, the pairing of players "
+                "and their "
+                "weights are known only when a step opens; leave it out"
             )
         if pipeline.rollout == "batch":
             raise ValueError(
@@ -356,13 +360,13 @@ class JobSpec(JobFields):
         if len(sources) > 1:
             one, other, *_ = sources.values()
             raise ValueError(
-                f"{field}: `team` reads what other agents saw token by token, and the tokenizers "
-                f"of policies '{one}' and '{other}' are not the same; use `agent`, or give them "
+                f"{field}: `team` reads the other agents' tokens, but the tokenizers "
+                f"of policies '{one}' and '{other}' differ; use `agent`, or give them "
                 "one `tokenizer`"
             )
         if self.pipeline.deterministic:
             raise ValueError(
-                f"{field}: what other agents had said when a turn began may depend on "
+                f"{field}: the replies of other agents at the beginning of a turn may depend on "
                 "time; use `agent` with `pipeline.deterministic`"
             )
 
@@ -373,7 +377,7 @@ class JobSpec(JobFields):
             field = f"algorithm.distillation.teachers.{agent}"
             if agent not in self.agents:
                 known = ", ".join(sorted(self.agents))
-                raise ValueError(f"{field}: there is no such agent; known: {known}")
+                raise ValueError(f"{field}: the job has no such agent; known: {known}")
             if teacher not in self.policies:
                 known = ", ".join(sorted(self.policies))
                 raise ValueError(f"{field}: '{teacher}' is not a policy; known: {known}")
@@ -382,7 +386,7 @@ class JobSpec(JobFields):
                 which = teacher if wise.trainable else self.agents[agent].policy
                 state = "trained" if wise.trainable else "frozen"
                 raise ValueError(
-                    f"{field}: a trained policy learns from a frozen one, and '{which}' is {state};"
+                    f"{field}: a trained policy learns from a frozen one, but '{which}' is {state};"
                     " set its `trainable`"
                 )
             if None in (student.model, wise.model) or student.simulated or wise.simulated:
@@ -392,13 +396,13 @@ class JobSpec(JobFields):
             sources = [one.language_model.tokenizer_source for one in (student, wise)]
             if sources[0] != sources[1]:
                 raise ValueError(
-                    f"{field}: token by token they must have one tokenizer, and theirs are "
+                    f"{field}: both must have the same tokenizer, but theirs are "
                     f"{sources[0]} and {sources[1]}; set `model.tokenizer` of one of them"
                 )
         if spec is not None and self.pipeline.dynamic_sampling:
             raise ValueError(
-                "pipeline.dynamic_sampling: drops groups whose rewards are equal, and a teacher "
-                "teaches with these, too; not with `algorithm.distillation`"
+                "pipeline.dynamic_sampling: drops groups whose rewards are equal, but a teacher "
+                "also teaches with these; not with `algorithm.distillation`"
             )
         return self
 
@@ -409,12 +413,12 @@ class JobSpec(JobFields):
             return self
         section = "supervised" if spec is self.supervised else "preferences"
         for field, given, why in (
-            ("environment", self.environment is not None, "networks learn no conversations"),
-            ("population", self.population is not None, "learners would meet no one"),
+            ("environment", self.environment is not None, "networks cannot learn conversations"),
+            ("population", self.population is not None, "learners would have no opponents"),
             (
                 "pipeline.dynamic_sampling",
                 self.pipeline.dynamic_sampling,
-                "it would drop rows, whose rewards say nothing",
+                "it would drop rows, whose rewards have no meaning",
             ),
             (
                 "algorithm.kl_coefficient",
@@ -443,7 +447,7 @@ class JobSpec(JobFields):
         trained = [n for n, a in self.agents.items() if self.policies[a.policy].trainable]
         if spec.agent is not None and spec.agent not in trained:
             raise ValueError(
-                f"{section}.agent: '{spec.agent}' is no agent of a trained policy; there are "
+                f"{section}.agent: '{spec.agent}' is not an agent of a trained policy; known: "
                 + ", ".join(trained)
             )
         return self
@@ -456,8 +460,8 @@ class JobSpec(JobFields):
             field = f"policies.{name}.trainer.gang"
             if self.pipeline.deterministic:
                 raise ValueError(
-                    f"{field}: sums that several devices share round in another order; use 1 with "
-                    "`pipeline.deterministic`"
+                    f"{field}: several devices add in another order and round differently; use 1 "
+                    "with `pipeline.deterministic`"
                 )
         self.balancing.check(self.policies)
         for name, policy in self.policies.items():
@@ -465,12 +469,12 @@ class JobSpec(JobFields):
                 continue
             if policy.simulated is not None:
                 raise ValueError(
-                    f"policies.{name}.lora: a simulated policy learns nothing; remove "
+                    f"policies.{name}.lora: a simulated policy does not learn; remove "
                     "`lora` or `simulated`"
                 )
             if policy.lora.dropout and self.pipeline.deterministic:
                 raise ValueError(
-                    f"policies.{name}.lora.dropout: what is dropped depends on how samples are cut "
+                    f"policies.{name}.lora.dropout: dropout depends on how samples are cut "
                     "into micro-batches; set it to 0 with `pipeline.deterministic`"
                 )
         return self
@@ -490,7 +494,7 @@ class JobSpec(JobFields):
             for field, name in self.routing.affinity.declared():
                 if name not in classes:
                     raise ValueError(
-                        f"routing.affinity.{field}: no engine is of class '{name}'; there are "
+                        f"routing.affinity.{field}: no engine has the class '{name}'; known: "
                         + ", ".join(sorted(classes))
                     )
         return self
@@ -502,8 +506,8 @@ class JobSpec(JobFields):
 
 
 def _check_roles(job: JobSpec) -> None:
-    """Raise ValueError, naming the field, for a role of an environment of the `verifiers` library
-    that is given to no agent of the job."""
+    """Raise ValueError that names the field if a role of a `verifiers` environment is assigned to
+    an agent that the job does not have."""
     given: dict[str, TasksSpec | None] = {"tasks": job.tasks}
     given |= {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
     for section, tasks in given.items():
@@ -512,13 +516,13 @@ def _check_roles(job: JobSpec) -> None:
             for role, agent in (one.verifiers.roles if one.verifiers else {}).items():
                 if agent not in job.agents:
                     raise ValueError(
-                        f"{field}.verifiers.roles.{role}: '{agent}' is no agent of the job; known: "
-                        + ", ".join(sorted(job.agents))
+                        f"{field}.verifiers.roles.{role}: '{agent}' is not an agent of the job; "
+                        "known: " + ", ".join(sorted(job.agents))
                     )
 
 
 def _check_networks(job: JobSpec) -> None:
-    """Raise ValueError, naming the field, for settings that do not fit networks, or language
+    """Raise ValueError that names the field for settings that do not match networks or language
     models."""
     networks = [name for name, policy in job.policies.items() if policy.network is not None]
     if job.environment is None:
@@ -544,13 +548,13 @@ def _check_networks(job: JobSpec) -> None:
 
 
 def _check_network_pools(job: JobSpec, pools: Pools) -> None:
-    """Raise ValueError, naming the field, for population settings that networks do not support."""
+    """Raise ValueError that names the field for population settings that networks do not
+    support."""
     population = job.population
     assert population is not None, "its pools are given"
     if population.engine is not None:
         raise ValueError(
-            "population.engine: networks play inside of the rollout workers, which nothing serves; "
-            "remove it"
+            "population.engine: networks run inside the rollout workers, without engines; remove it"
         )
     for name in pools.learners:
         network = job.policies[name].network
@@ -560,25 +564,26 @@ def _check_network_pools(job: JobSpec, pools: Pools) -> None:
         roster, learning = pools.roster(name), network.learning.paradigm
         if learning in _TEAMS and len(roster) > 1 and not pools.together:
             raise ValueError(
-                f"{field}.learning.paradigm: `{learning}` learns of what its agents do together, "
-                f"and opponents take the places of some of {', '.join(roster)}; take ppo, mappo or "
+                f"{field}.learning.paradigm: `{learning}` learns from joint actions of its agents, "
+                f"but opponents replace some of {', '.join(roster)}; use ppo, mappo or "
                 "dqn"
             )
         if population.game is not None and network.kind != "mlp":
             raise ValueError(
-                f"{field}.kind: with `population.game` a decision is known by the information "
-                "state alone; take `mlp`, or remove `game`"
+                f"{field}.kind: with `population.game` a decision must depend only on the "
+                "information "
+                "state; use `mlp`, or remove `game`"
             )
 
 
 def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
-    """Fields without a meaning for networks: path, whether it is set, what to do."""
+    """Yield fields without a meaning for networks: path, whether it is set, and the remedy."""
     gone = "networks play `environment`; remove it"
     for name in ("workflow", "tasks"):
         yield name, getattr(job, name) is not None, gone
     for name in ("tools", "rewards"):
         yield name, bool(getattr(job, name)), "an environment gives its own rewards; remove it"
-    learning = "how a network learns is said in policies.<name>.network.learning; remove it"
+    learning = "policies.<name>.network.learning defines how a network learns; remove it"
     yield "algorithm", job.algorithm != AlgorithmSpec(), learning
     text = "networks generate no turns; remove it"
     yield "routing", job.routing != RoutingSpec(), text
@@ -599,9 +604,9 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     tokens = "fragments of networks have no tokens; remove it"
     yield "pipeline.micro_batch_tokens", pipeline.micro_batch_tokens > 0, tokens
     yield "pipeline.balance_tokens", pipeline.balance_tokens, tokens
-    batch = "the copies of an environment move together as they are; remove it"
+    batch = "the copies of an environment already move together; remove it"
     yield "pipeline.rollout", pipeline.rollout == "batch", batch
-    kept = "what is used again is in the replay buffer of policies.<name>.network.learning; remove"
+    kept = "the replay buffer of policies.<name>.network.learning reuses samples; remove"
     yield "pipeline.max_uses", pipeline.max_uses > 1, f"{kept} it"
     filled = "columns of fragments cannot be filled; remove it"
     yield "pipeline.required_columns", bool(pipeline.required_columns), filled
@@ -612,11 +617,11 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
 
 
 def _check_population(job: JobSpec, pools: Pools) -> None:
-    """Raise ValueError, naming the field, for population settings that do not fit the job."""
+    """Raise ValueError that names the field for population settings that do not match the job."""
     population = job.population
     assert population is not None, "its pools are given"
     for name in pools.slots:
-        # A job that passed through a service has its slots already, all frozen.
+        # A job that passed through a service already has its slots, all frozen.
         if name in job.policies and job.policies[name].trainable:
             raise ValueError(
                 f"policies.{name}: is a slot, which the population adds; choose another name, or "
@@ -634,13 +639,13 @@ def _check_population(job: JobSpec, pools: Pools) -> None:
             by = "algorithm.kl_coefficient or algorithm.entropy_coefficient"
         if not held:
             raise ValueError(
-                f"population.algorithm: nothing holds '{name}', so that `regularized` would be "
-                f"`self_play`; set {by}, or take that"
+                f"population.algorithm: '{name}' has no regularizer, so `regularized` would equal "
+                f"`self_play`; set {by}, or use `self_play`"
             )
 
 
 def policy_of(spec: Mapping[str, Any], name: str) -> str:
-    """The policy called `name`, or else the policy that plays the agent called `name`.
+    """Return the policy called `name`, or else the policy that plays the agent called `name`.
 
     `spec`: a specification as JSON, perhaps of an older release. Raises `NotFound`.
     """
@@ -660,5 +665,5 @@ def policy_of(spec: Mapping[str, Any], name: str) -> str:
 
 
 def evaluation_prefix(name: str) -> str:
-    """What the metrics of an evaluation begin with; `name` is "" for the section `evaluation`."""
+    """Return the prefix of an evaluation's metrics; `name` is "" for the section `evaluation`."""
     return f"{metric_names.EVALUATIONS}{name}/" if name else metric_names.EVALUATION

@@ -1,4 +1,4 @@
-"""Location-agnostic set and get of weights and training state.
+"""Set and get of weights and training state, independent of their location.
 
 Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 """

@@ -15,7 +15,8 @@ from troupe.transfer.blob import version_in
 from troupe.transfer.errors import InvalidKey
 
 SEGMENT: Final = re.compile(r"[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*")
-# A file's name holds 255 characters: a segment of a key, and up to 40 more of a partial or a mark.
+# A file name has at most 255 characters: a segment of a key, and up to 40 more of a partial file or
+# a mark.
 _MOST_SEGMENT, _MOST_KEY = 200, 1024
 _MOST_VERSION = 2**63 - 1
 # The longest timeout, which gRPC can still express.
@@ -29,19 +30,21 @@ def check_key(key: Any) -> None:
 
 
 def why_no_key(key: Any) -> str:
-    """Why `key` is none; "" for a key."""
+    """Return why `key` is not a key; "" for a key."""
     segments = key.split("/") if isinstance(key, str) else [""]
     if not all(SEGMENT.fullmatch(segment) for segment in segments):
         return "is not a key"
     if len(key) > _MOST_KEY or max(map(len, segments)) > _MOST_SEGMENT:
-        return f"is longer than {_MOST_KEY} characters, or a segment than {_MOST_SEGMENT}"
+        return (
+            f"is longer than {_MOST_KEY} characters, or has a segment longer than {_MOST_SEGMENT}"
+        )
     if version_in(key) > _MOST_VERSION:
         return "has a version of more than 63 bits"
     return ""
 
 
 def deadline_in(timeout: Any) -> float | None:
-    """The end of `timeout` seconds from now, of the monotonic clock; None for 0 or None.
+    """Return the end of `timeout` seconds from now, on the monotonic clock; None for 0 or None.
 
     Raises InvalidArgument for anything but a finite number.
     """
@@ -49,7 +52,7 @@ def deadline_in(timeout: Any) -> float | None:
         return None
     if not isinstance(timeout, int | float) or not math.isfinite(timeout):
         raise InvalidArgument(
-            "is no number of seconds",
+            "is not a number of seconds",
             kind="transfer_timeout_invalid",
             field="timeout",
             value=timeout,
@@ -59,7 +62,7 @@ def deadline_in(timeout: Any) -> float | None:
 
 
 def metadata_of(metadata: Any) -> dict[str, str]:
-    """A copy of `metadata`. Raises InvalidArgument unless it maps str to str."""
+    """Return a copy of `metadata`. Raises InvalidArgument unless it maps str to str."""
     if metadata is None:
         return {}
     at: object = metadata
@@ -69,7 +72,7 @@ def metadata_of(metadata: Any) -> dict[str, str]:
             return dict(metadata)
         at = odd[0]
     raise InvalidArgument(
-        f"is a {type(metadata).__qualname__} that is not text by text",
+        f"is a {type(metadata).__qualname__} that does not map text to text",
         kind="transfer_metadata_invalid",
         field="metadata",
         value=at,
@@ -90,12 +93,12 @@ def check_checksum(expected: Any) -> None:
 
 
 def roots_in(root: Any, fallback: Any) -> list[Path]:
-    """The given directories, each once. Raises InvalidArgument for anything but a path."""
+    """Return the given directories, each once. Raises InvalidArgument for anything but a path."""
     given = {name: r for name, r in (("root", root), ("fallback", fallback)) if r is not None}
     for name, place in given.items():
         if not isinstance(place, str | os.PathLike):
             raise InvalidArgument(
-                f"is a {type(place).__qualname__}, which names no directory",
+                f"is a {type(place).__qualname__}, which does not name a directory",
                 kind="transfer_root_unusable",
                 field=name,
                 value=place,
@@ -105,13 +108,13 @@ def roots_in(root: Any, fallback: Any) -> list[Path]:
 
 
 def peers_in(peers: Any) -> tuple[Any, ...]:
-    """The sources to fetch from. Raises InvalidArgument for anything without `fetch`."""
+    """Return the sources to fetch from. Raises InvalidArgument for anything without `fetch`."""
     if not isinstance(peers, Collection) or isinstance(peers, str | bytes | Mapping):
         odd = peers
     elif (odd := next((p for p in peers if not callable(getattr(p, "fetch", None))), None)) is None:
         return tuple(peers)
     raise InvalidArgument(
-        f"a {type(odd).__qualname__} is nobody to fetch from",
+        f"a {type(odd).__qualname__} is not a source to fetch from",
         kind="transfer_peers_invalid",
         field="peers",
         value=odd,

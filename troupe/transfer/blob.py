@@ -1,8 +1,8 @@
 """The file format of a state: safetensors, with Troupe's manifest in the header's metadata.
 
-A state is one file, so that one rename makes all of it visible or none. A reader holds a shared
-lock for as long as it has the file mapped; a file without a name and readers may be filled again.
-Other programs (an inference server) read the same file in place.
+A state is one file, so that one rename makes either all of it visible or nothing. A reader holds a
+shared lock while it has the file mapped; a file without name and readers may be refilled. Other
+programs (an inference server) read the same file in place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from troupe.transfer.staging import DeviceBytes
 
 
 def named_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """`state`, which must be a mapping from names to dense tensors. Raises InvalidArgument."""
+    """Return `state` if it maps names to dense tensors. Raises InvalidArgument."""
     if not isinstance(state, Mapping):
         raise _refused("", f"is a {type(state).__qualname__}")
     for name, tensor in state.items():
@@ -57,7 +57,7 @@ def named_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidArgument for a tensor that is not a dense array with memory of its own."""
+    """Raise InvalidArgument for a tensor that is not a dense array with its own memory."""
     kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
     if tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested"
@@ -68,8 +68,8 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def _why_no_memory(tensor: torch.Tensor) -> str:
-    """Why a tensor's bytes cannot be read; "" when they can. A tensor that wraps others, or whose
-    storage was shrunk, would read as memory of another object."""
+    """Return why a tensor's bytes cannot be read; "" if they can. Reading a tensor that wraps
+    others, or whose storage was shrunk, would return memory of another object."""
     if tensor.numel() == 0:
         return ""
     try:
@@ -96,19 +96,19 @@ def _refused(name: str, why: str) -> InvalidArgument:
 
 _VERSION = re.compile(r"@([0-9]+)\Z")
 _SEAL_BYTES = len(',"seal":""}') + 32
-# Parsed manifests that are kept: they are read several times while their states move.
+# Number of cached parsed manifests, which are read several times while their states move.
 _MOST_KNOWN: Final = 8
 
 
 def version_in(key: str) -> int:
-    """`job/policy/weights@3` -> 3; -1 for a key without a version."""
+    """Return the version in a key: `job/policy/weights@3` -> 3; -1 for a key without a version."""
     match = _VERSION.search(key)
     # 20 digits are more than any version may have (63 bits), and `int` refuses thousands of them.
     return int(match[1].lstrip("0")[:20] or "0") if match else -1
 
 
 def stem_of(key: str) -> str:
-    """`job/policy/weights@3` -> `job/policy/weights`."""
+    """Return a key without its version: `job/policy/weights@3` -> `job/policy/weights`."""
     return _VERSION.sub("", key)
 
 
@@ -120,17 +120,17 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Number of stored bytes of a tensor."""
+        """Return the number of stored bytes of a tensor."""
 
     @abstractmethod
     def decode(
         self, data: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:
-        """The tensor that is stored in the buffer `data` from `offset` (bytes) on."""
+        """Return the tensor that is stored in the buffer `data`, beginning at `offset` (bytes)."""
 
 
 class RawCodec(Codec):
-    """The elements one after another in C order, as they are in memory."""
+    """The codec of elements in C order, as in memory."""
 
     def nbytes(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
         """See `Codec`."""
@@ -148,7 +148,7 @@ class RawCodec(Codec):
 
 
 RAW: Final = "raw"
-# What this release reads, by the names in manifests. It writes every tensor as `RAW`.
+# Codecs that this release reads, by their names in manifests. It writes every tensor as `RAW`.
 CODECS: Final[dict[str, Codec]] = {RAW: RawCodec()}
 
 
@@ -164,18 +164,18 @@ class TensorEntry:
     checksum: str
     # Checksums of each `PIECE_BYTES`; none for a tensor that is a single piece.
     pieces: tuple[str, ...] = ()
-    # Name of its `Codec`. Manifests leave out `RAW`, as all did before there were codecs.
+    # Name of its `Codec`. Manifests leave out `RAW`, as before codecs existed.
     codec: str = RAW
 
     def to_fields(self) -> dict[str, Any]:
-        """Its fields in the manifest."""
+        """Return its fields in the manifest."""
         fields = dict(vars(self))
         if self.codec == RAW:
             del fields["codec"]
         return fields
 
     def decoded(self, data: Any) -> torch.Tensor:
-        """The tensor, from the data section."""
+        """Return the tensor, from the data section."""
         return CODECS[self.codec].decode(data, self.offset, dtype_of(self.dtype), self.shape)
 
 
@@ -183,9 +183,9 @@ class TensorEntry:
 class Manifest:
     """The layout of one stored state.
 
-    `checksum` names the content: equal content has an equal checksum whatever the order in
-    which tensors were given. `version` is the number after '@' in the key, or -1. `base` is the
-    key of a state that most of this one equals, "" for none.
+    `checksum` names the content: equal content has an equal checksum, independent of the order of
+    the given tensors. `version` is the number after '@' in the key, or -1. `base` is the key of a
+    state with mostly equal content, "" for none.
     """
 
     key: str
@@ -210,17 +210,16 @@ class Manifest:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def to_json(self) -> bytes:
-        """Compact JSON, UTF-8, that ends with a checksum of itself, since `checksum` does not cover
-        metadata and base. (`dataclasses.asdict` takes seconds for thousands
-        of pieces.)"""
+        """Return compact JSON, UTF-8, that ends with its own checksum, since `checksum` does not
+        cover metadata and base. (`dataclasses.asdict` takes seconds for thousands of pieces.)"""
         made = {**vars(self), "entries": [entry.to_fields() for entry in self.entries]}
         text = json.dumps(made, separators=(",", ":"), default=dict).encode()
         return text[:-1] + _seal(text)
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Inverse of `to_json`; ValueError when `data` is no consistent manifest, UnknownCodec when
-        a tensor of it cannot be read."""
+        """Parse the result of `to_json`. Raises ValueError if `data` is not a consistent manifest,
+        and UnknownCodec if a tensor of it cannot be read."""
         if (known := _known.get(data)) is not None:
             return known
         given = data
@@ -250,7 +249,7 @@ class Manifest:
         return manifest
 
 
-# The most recently parsed manifests, by their JSON, and by the header that they are in.
+# The most recently parsed manifests, by their JSON and by their header.
 _known: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
 _headers: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
 
@@ -287,7 +286,7 @@ def _check_entry(key: str, entry: TensorEntry) -> None:
 
 @dataclass(frozen=True)
 class ChecksumSpan:
-    """Bytes of the data section with a checksum: a tensor, or a piece of a large one."""
+    """Bytes of the data section with a checksum: a tensor, or a piece of a large tensor."""
 
     offset: int
     nbytes: int
@@ -297,28 +296,29 @@ class ChecksumSpan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The unit that is sent, verified and sent again: neighbouring spans, at most `PIECE_BYTES`
-    together (and the padding between them)."""
+    """The unit of sending, verifying and repeating: adjacent spans, at most `PIECE_BYTES` together
+    (plus the padding between them)."""
 
     offset: int
     nbytes: int
     spans: tuple[ChecksumSpan, ...]
 
     def of(self, data: memoryview) -> memoryview:
-        """Bytes of the chunk in the data section."""
+        """Return bytes of the chunk in the data section."""
         return data[self.offset : self.offset + self.nbytes]
 
     def damaged(self, data: memoryview) -> str:
-        """Name of the first tensor in it whose bytes are not those that were set; "" for none."""
+        """Return the name of the first tensor in it whose bytes differ from the original; "" for
+        none."""
         check = Verification(self, data)
         check.upto(self.nbytes)
         return check.damaged
 
 
 class Verification:
-    """Verifies a chunk as its bytes arrive, in order, while they are still in the cache.
+    """The verification of a chunk while its bytes arrive in order and are still in the cache.
 
-    `damaged`: name of the first tensor whose bytes are not those that were set; "" for none so far.
+    `damaged`: name of the first tensor whose bytes differ from the original; "" for none so far.
     """
 
     def __init__(self, chunk: Chunk, data: memoryview) -> None:
@@ -345,13 +345,13 @@ class Verification:
 
 
 def messages_of(nbytes: int, message_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each message that a chunk is sent in; one message for `message_bytes` 0."""
+    """Return begin and end of each message of a chunk; one message for `message_bytes` 0."""
     size = message_bytes or nbytes
     return ((at, min(at + size, nbytes)) for at in range(0, nbytes, size))
 
 
 def spans_of(manifest: Manifest) -> Iterator[ChecksumSpan]:
-    """The spans of all tensors that have bytes, in the order of the data section."""
+    """Yield the spans of all tensors that have bytes, in the order of the data section."""
     for entry in manifest.entries:
         if not entry.pieces:
             if entry.nbytes:
@@ -364,7 +364,7 @@ def spans_of(manifest: Manifest) -> Iterator[ChecksumSpan]:
 
 
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
-    """All bytes of a state as chunks, cut the same way on every host."""
+    """Return all bytes of a state as chunks, cut the same way on every host."""
     made: list[Chunk] = []
     held: list[ChecksumSpan] = []
     for span in spans_of(manifest):
@@ -382,7 +382,7 @@ def _chunk(spans: list[ChecksumSpan]) -> Chunk:
     return Chunk(offset, last.offset + last.nbytes - offset, tuple(spans))
 
 
-# What every header begins with; the number is that of Troupe's format.
+# The beginning of every header, with the number of Troupe's format.
 _LEAD: Final = '{"__metadata__":{"format":"pt","troupe":"5","manifest":'
 _OTHER: Final = re.compile(rb'\{"__metadata__":\{"format":"pt","troupe":"([0-9]+)"')
 # The first bytes of format 4 and older ones, which were not safetensors.
@@ -391,7 +391,7 @@ _FORMER: Final = b"TROUPE\x00"
 ALIGN: Final = 64
 # Of the safetensors library.
 _MAX_HEADER_BYTES: Final = 100_000_000
-# Names of dtypes in safetensors. Others, and tensors that are not raw, are bytes there.
+# Names of dtypes in safetensors, where other dtypes and tensors with a codec are bytes.
 _SAFETENSORS: Final = {
     "float64": "F64",
     "float32": "F32",
@@ -410,7 +410,7 @@ _SAFETENSORS: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# A file is locked against readers for the moment between its rename and its unlocking.
+# A file is briefly locked against readers, between its rename and its unlocking.
 _LOCKED_SECONDS: Final = 5.0
 _NO_CHECKSUM: Final = "0" * 32
 
@@ -425,9 +425,9 @@ def draft(
     *,
     base: str = "",
 ) -> tuple[Manifest, list[Bytes]]:
-    """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
-    bytes in the manifest's order: without gaps (safetensors), those that keep their successors on
-    cache lines first, then those of wide dtypes. Deferred tensors are not made for it."""
+    """Return the manifest of `tensors` with empty checksums but its final length, and their bytes
+    in the manifest's order: without gaps (safetensors), first tensors that keep their successors on
+    cache lines, then tensors of wide dtypes. Deferred tensors are not made for it."""
     deferred = deferred_bytes(tensors) if isinstance(tensors, DeferredTensors) else {}
     layout = tensors.layout if isinstance(tensors, DeferredTensors) else tensors
     entries: list[TensorEntry] = []
@@ -458,7 +458,7 @@ def draft(
 
 
 def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> Manifest:
-    """A draft with the checksums of its tensors and their pieces."""
+    """Return a draft with the checksums of its tensors and their pieces."""
     entries = tuple(
         replace(entry, checksum=checksum, pieces=pieces)
         for entry, (checksum, pieces) in zip(manifest.entries, checksums, strict=True)
@@ -468,7 +468,7 @@ def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> 
 
 
 def prefix(manifest: Manifest) -> bytes:
-    """The bytes of a file before its tensors: length and header of safetensors."""
+    """Return the bytes of a file before its tensors: length and header of safetensors."""
     parts = [_LEAD, json.dumps(manifest.to_json().decode()), "}"]
     for entry in manifest.entries:
         dtype, shape = _SAFETENSORS.get(entry.dtype), list(entry.shape)
@@ -485,7 +485,7 @@ def prefix(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest alone. FileNotFoundError, or ValueError when the file is damaged."""
+    """Return only the manifest. Raises FileNotFoundError, or ValueError if the file is damaged."""
     with leased(path) as file:
         return _read_header(file)[0]
 
@@ -501,16 +501,16 @@ class MappedState:
     identity: tuple[int, int]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; raw ones lie over the mapping, without a copy."""
+        """Return the tensors by name; raw ones lie over the mapping, without a copy."""
         return {entry.name: entry.decoded(self.data) for entry in self.manifest.entries}
 
 
 def read(path: Path) -> MappedState:
     """Map `path`.
 
-    The mapping is copy-on-write: writing to a tensor changes neither the file nor what
-    other readers see, and the file may be deleted or replaced meanwhile.
-    FileNotFoundError, or ValueError when the file is damaged; UnknownCodec.
+    The mapping is copy-on-write: writing to a tensor changes neither the file nor what other
+    readers see, and the file may be deleted or replaced meanwhile. Raises FileNotFoundError,
+    ValueError if the file is damaged, or UnknownCodec.
     """
     manifest, start, file = opened(path)
     with file:
@@ -521,26 +521,26 @@ def read(path: Path) -> MappedState:
 
 
 def damaged(entry: TensorEntry, data: Any) -> bool:
-    """Whether the data section does not hold the bytes of a tensor that were set."""
+    """Return whether a tensor's bytes in the data section differ from the original."""
     stored = memoryview(data)[entry.offset : entry.offset + entry.nbytes]
     return bytes_checksum(stored) != entry.checksum
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Inode and time of the last write: they differ after the file at `path` was replaced or
-    written to. (Not the change time: a further name of a file changes that.)"""
+    """Return inode and time of the last write, which differ after the file at `path` was replaced
+    or written to. (The change time is unsuitable, since a further name of a file changes it.)"""
     return identity_in(path.stat())
 
 
 def identity_in(status: os.stat_result) -> tuple[int, int]:
-    """`identity` of a file that is open."""
+    """Return the `identity` of an open file."""
     return status.st_ino, status.st_mtime_ns
 
 
 def leased(path: Path) -> io.BufferedReader:
-    """Open the file at `path`, which is not filled again while it, or a mapping of it, is open.
+    """Open the file at `path`, which is not refilled while it, or a mapping of it, is open.
 
-    Raises FileNotFoundError, or ValueError for one that stays locked.
+    Raises FileNotFoundError, or ValueError if the file stays locked.
     """
     deadline = time.monotonic() + _LOCKED_SECONDS
     while True:
@@ -561,9 +561,9 @@ def leased(path: Path) -> io.BufferedReader:
 
 
 def opened(path: Path) -> tuple[Manifest, int, io.BufferedReader]:
-    """Manifest, where the tensors begin, and the file, leased while it is open.
+    """Return manifest, offset of the tensors, and the file, leased while it is open.
 
-    Raises what `leased` does; ValueError also when the file is damaged.
+    Raises the errors of `leased`, and ValueError if the file is damaged.
     """
     file = leased(path)
     try:
@@ -578,8 +578,8 @@ def opened(path: Path) -> tuple[Manifest, int, io.BufferedReader]:
 
 
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:
-    """The manifest, and where the tensors begin. ValueError unless every byte before them is what
-    was written: other programs read the rest of the header."""
+    """Return the manifest, and where the tensors begin. ValueError unless every byte before them is
+    what was written: other programs read the rest of the header."""
     first = file.read(8)
     if first.startswith(_FORMER) and len(first) == 8:
         raise _other_format(first[-1])

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class Choice:
-    """How a state was moved: `action` is "set" or "get".
+    """How a state was transferred: `action` is "set" or "get".
 
     Transports, and why they are chosen: in_process (written_here), shared_memory (same_host),
     file (shared_memory_full, root_on_disk), ucx (other_host), grpc (ucx_not_here, ucx_not_there,
@@ -26,7 +26,8 @@ class Choice:
 
 
 class TransferCounters(Collector):
-    """States moved and their bytes, by choice; chunks asked for again, by cause. Thread-safe."""
+    """Counters of transferred states and their bytes, by choice, and of repeated chunks, by cause.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,22 +47,22 @@ class TransferCounters(Collector):
             self._retries[cause] += 1
 
     def moves(self) -> dict[Choice, int]:
-        """States moved so far, by choice."""
+        """Return the number of states transferred so far, by choice."""
         with self._lock:
             return dict(self._moves)
 
     def retries(self) -> dict[str, int]:
-        """Retries so far, by cause."""
+        """Return the number of retries so far, by cause."""
         with self._lock:
             return dict(self._retries)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The counters, for a registry."""
+        """Yield the counters, for a registry."""
         labels = ["action", "transport", "reason"]
         moves = CounterMetricFamily("troupe_transfer_moves", "States set or got.", labels=labels)
         sizes = CounterMetricFamily("troupe_transfer_bytes", "Bytes set or got.", labels=labels)
         retries = CounterMetricFamily(
-            "troupe_transfer_retries", "Chunks asked for again.", labels=["cause"]
+            "troupe_transfer_retries", "Chunks that were requested again.", labels=["cause"]
         )
         with self._lock:
             for choice, count in self._moves.items():

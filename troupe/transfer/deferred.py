@@ -1,8 +1,9 @@
-"""Named tensors that are made when they are read, a group at a time.
+"""Named tensors that are made when they are read, one group at a time.
 
 A large model is often stored, published or written in another form: another dtype, other names,
-experts one by one. The whole model in that form would not fit into memory beside the model itself:
-names, shapes and dtypes are therefore known at once, and values exist while they are copied.
+experts one by one. The whole model in that form would not fit into memory in addition to the model
+itself. Therefore names, shapes and dtypes are known immediately, but values exist only while they
+are copied.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, groups: Sequence[TensorGroup], *, on_device: bool = False) -> None:
-        """`on_device`: tensors are made on a GPU. Raises ValueError for a name in two groups."""
+        """Create the mapping. `on_device`: tensors are made on a GPU. Raises ValueError for a name
+        in two groups."""
         self.groups, self.on_device = tuple(groups), on_device
         self.layout: dict[str, torch.Tensor] = {}
         self._group_of: dict[str, int] = {}
@@ -53,11 +55,11 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
         return sum(tensor.nbytes for tensor in self.layout.values())
 
     def group_of(self, name: str) -> int:
-        """Number of the group that `name` belongs to."""
+        """Return the number of the group that `name` belongs to."""
         return self._group_of[name]
 
     def made(self, number: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of a group. Raises ValueError when they do not fit its layout."""
+        """Return the tensors of a group. Raises ValueError when they do not fit its layout."""
         group = self.groups[number]
         with torch.no_grad():
             tensors = group.make()
@@ -74,12 +76,12 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
         number = self._group_of[name]
         with self._lock:
             if self._last is None or self._last[0] != number:
-                self._last = None  # before the next one is made
+                self._last = None  # freed before the next one is made
                 self._last = number, self.made(number)
             return self._last[1][name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.layout  # a mapping's own would read the tensor
+        return name in self.layout  # the default of `Mapping` would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         yield from self.layout
@@ -107,21 +109,21 @@ class DeferredBytes:
 
 
 class _DeferredReading:
-    """One pass over deferred tensors: groups in memory, and pieces of each tensor that are left."""
+    """One pass over deferred tensors: groups in memory, and the remaining pieces of each tensor."""
 
     def __init__(self, tensors: DeferredTensors) -> None:
         self.tensors = tensors
         self._locks = [threading.Lock() for _ in tensors.groups]
-        # Of each group that was begun: what was not read to its end.
+        # The tensors of each started group that were not read to the end.
         self._views: dict[int, dict[str, memoryview | DeviceBytes]] = {}
         self._left: dict[str, int] = {}
 
     def piece(self, name: str, where: slice) -> memoryview:
-        """A range of bytes of a tensor, whose group is made unless it is in memory."""
+        """Return a range of bytes of a tensor, whose group is made unless it is in memory."""
         number = self.tensors.group_of(name)
         with self._locks[number]:
             views = self._views.get(number)
-            if views is None or name not in views:  # a writer begins, or begins again
+            if views is None or name not in views:  # a writer begins, or restarts
                 made = self.tensors.made(number)
                 views = self._views[number] = {n: _bytes(made[n]) for n in made}
                 self._left |= {n: _pieces(made[n]) for n in made}
@@ -136,7 +138,7 @@ class _DeferredReading:
 
 
 def deferred_bytes(tensors: DeferredTensors) -> dict[str, DeferredBytes]:
-    """The bytes of all tensors, to be read in one pass."""
+    """Return the bytes of all tensors, to be read in one pass."""
     reading = _DeferredReading(tensors)
     return {name: DeferredBytes(reading, name) for name in tensors.layout}
 

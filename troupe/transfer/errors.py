@@ -1,4 +1,4 @@
-"""Errors of the transfer layer, each with the key that it is about."""
+"""Errors of the transfer layer, each with its key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class KeyNotFound(TransferError, NotFound):
 
 
 class Corrupt(TransferError, DataLoss):
-    """The stored bytes are not those that were set: refused, nothing was applied."""
+    """The stored bytes differ from the original ones; they were refused, and nothing was
+    applied."""
 
     default_kind = "transfer_corrupt"
     default_remedy = "Publish the version again."
@@ -58,7 +59,7 @@ class UnknownCodec(TransferError, FailedPrecondition):
 
 
 class StorageFull(TransferError, ResourceExhausted):
-    """No room for the state; what was stored before is intact."""
+    """There is no room for the state; earlier contents are intact."""
 
     default_kind = "storage_full"
     default_remedy = "Free space, or set TROUPE_TRANSFER_DIR to a directory with more room."

@@ -2,9 +2,9 @@
 
 The file of a state is safetensors (`troupe.transfer.blob`). An inference server that loads a
 checkpoint wants a directory: it gets one with a hard link of that file and the small files that
-belong to a checkpoint. Such a reader takes no lock; but a file with a further name is never filled
-again (`segment_pool`), so a state that is deleted or replaced meanwhile stays what it was until the
-directory is closed. Directories of dead processes are swept, as what they left half written is.
+belong to a checkpoint. Such a reader takes no lock; but a file with a further name is never
+refilled (`segment_pool`), so a state that is deleted or replaced meanwhile stays unchanged until
+the directory is closed. Directories of dead processes are swept, like their half-written files.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class ModelDirectory:
         self.path = path
 
     def close(self) -> None:
-        """Remove it. Readers that have the file open keep it. Repeatable."""
+        """Remove the directory. Readers keep files that they have open. Repeatable."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class ModelDirectories:
-    """Makes the model directories of this process under one root. Thread-safe."""
+    """The model directories of this process under one root. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / _PLACE
         self._mutex = threading.Lock()
         self._numbers = itertools.count()
         self._own: Path | None = None
-        # Held while this process lives: others tell by it that the directory is in use.
+        # Held while this process lives; it tells others that the directory is in use.
         self._lock: BinaryIO | None = None
 
     def make(self, path: Path, file: BinaryIO, files: Mapping[str, bytes]) -> ModelDirectory:
-        """A directory with a link of `file`, which is open and was found at `path`, and `files` by
-        name.
+        """Return a directory with a link of `file`, which is open and was found at `path`, and with
+        `files` by name.
 
-        Raises FileNotFoundError when another state has taken its path, and OSError where the file
-        system has no hard links or no room.
+        Raises FileNotFoundError if another state has taken its path, and OSError if the file system
+        has no hard links or no room.
         """
         made = ModelDirectory(self._place() / str(next(self._numbers)))
         try:
@@ -78,9 +78,9 @@ class ModelDirectories:
             self._own = self._lock = None
 
     def _place(self) -> Path:
-        """This process's own directory."""
+        """Return this process's own directory."""
         with self._mutex:
-            # (One that was not locked yet may have been swept.)
+            # (A directory that was not locked yet may have been swept.)
             while self._own is None or not self._own.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self.sweep()

@@ -1,10 +1,10 @@
-"""A pool of files of deleted states, which are filled again.
+"""A pool of the files of deleted states, for refilling.
 
-A fresh page of shared memory costs several times what copying into it does, and mapping one in
-costs about as much. A process that publishes version after version, or suspends policy after
-policy, therefore fills the same few files again and again, through mappings that stay open.
+Allocating a page of shared memory takes several times as long as copying into it, and mapping it
+takes about as long again. Therefore a process that publishes version after version, or suspends
+policy after policy, refills the same few files through mappings that stay open.
 
-A pooled file has a second name in `.spare/` of its root. It is free when its key's name is gone and
+A pooled file has a second name in `.spare/` of its root. It is free once its key's name is gone and
 no reader holds its lock.
 """
 
@@ -26,37 +26,38 @@ log = logging.getLogger(__name__)
 
 # Reusing smaller files gains nothing.
 MIN_BYTES: Final = 4 << 20
-# Free files that one process keeps under one root.
+# Maximum number of free files that one process keeps under one root.
 _MOST_FREE: Final = 2
-# A free file that was not used again for so long is removed.
+# A free file that is not reused for this time is removed.
 _IDLE_SECONDS: Final = 120.0
-# By which factor a file's size may differ: its pages are memory whether they are used or not.
+# Maximum ratio between a file's size and the needed size: its pages occupy memory even if unused.
 _FIT: Final = 2.0
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(eq=False)
 class PooledSegment:
-    """An open file with its second name, and the mapping that it was filled through, if any."""
+    """An open file with its second name, and the mapping through which it was filled, if any."""
 
     file: BinaryIO
     link: Path
     mapping: mmap.mmap | None = None
 
     def map(self, nbytes: int) -> memoryview:
-        """At least `nbytes` of it, writable. Raises OSError when there is no room."""
+        """Map at least `nbytes` of it for writing. Raises OSError if there is no room."""
         size = os.fstat(self.file.fileno()).st_size
         if size < nbytes:
-            # A store through a mapping without room behind it would kill the process.
+            # Writing through a mapping without room behind it would kill the process.
             os.posix_fallocate(self.file.fileno(), size, nbytes - size)
         if self.mapping is None or len(self.mapping) < nbytes:
             self.mapping = mmap.mmap(self.file.fileno(), nbytes, flags=mmap.MAP_SHARED | _POPULATE)
         return memoryview(self.mapping)
 
     def close(self) -> None:
-        """Forget it; its memory is free once no key names it and no process has it mapped."""
+        """Release the file; its memory becomes free once no key names it and no process has it
+        mapped."""
         if os.fstat(self.file.fileno()).st_nlink == 1 and _locked(self):
-            # It has no reader, but an owner process may still have it mapped.
+            # It has no readers, but an owner process may still have it mapped.
             self.file.truncate(0)
         self.link.unlink(missing_ok=True)
         self.mapping = None
@@ -72,7 +73,8 @@ class SegmentPool:
         self._kept: list[PooledSegment] = []
 
     def take(self, nbytes: int) -> PooledSegment | None:
-        """A free file of about `nbytes`, locked against readers; the caller `keep`s it again."""
+        """Return a free file of about `nbytes`, locked against readers; the caller then calls
+        `keep` again."""
         if nbytes < MIN_BYTES:
             return None
         with self._lock:
@@ -84,7 +86,7 @@ class SegmentPool:
         return None
 
     def keep(self, file: BinaryIO, path: Path, nbytes: int) -> PooledSegment | None:
-        """Give `file`, which is at `path`, its second name; None where it cannot be pooled."""
+        """Give `file`, which is at `path`, its second name; return None if it cannot be pooled."""
         if nbytes < MIN_BYTES:
             return None
         link = self._directory / secrets.token_hex(8)
@@ -97,21 +99,21 @@ class SegmentPool:
         return PooledSegment(file, link)
 
     def put(self, segment: PooledSegment) -> None:
-        """Put back a file that was published: it is used again when its key's name is gone."""
+        """Return a published file to the pool; it is reused once its key's name is gone."""
         with self._lock:
             self._kept.append(segment)
         self.trim()
         self.sweep()
 
     def trim(self) -> None:
-        """Remove free files beyond the number that is kept."""
+        """Remove free files beyond the maximum number."""
         with self._lock:
             for old in self._free()[: -_MOST_FREE or None]:
                 self._kept.remove(old)
                 old.close()
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
-        """Remove files that were free for `idle_seconds`, whichever process kept them."""
+        """Remove files of any process that were free for `idle_seconds`."""
         with contextlib.suppress(FileNotFoundError):
             for link in self._directory.iterdir():
                 with contextlib.suppress(OSError):
@@ -128,7 +130,7 @@ class SegmentPool:
             self._kept = [s for s in self._kept if os.fstat(s.file.fileno()).st_nlink > 0]
 
     def close(self) -> None:
-        """Remove all files that are free."""
+        """Remove all free files."""
         with self._lock:
             for segment in self._kept:
                 segment.close()
@@ -147,7 +149,7 @@ def _locked(segment: PooledSegment) -> bool:
         fcntl.flock(segment.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # Another process may have removed it before.
+    # Another process may have removed it already.
     if os.fstat(segment.file.fileno()).st_nlink == 1:
         return True
     fcntl.flock(segment.file, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""The segment store of a host: one file per state, in shared memory or on a disk, by key.
+"""The segment store of a host: one file per state, in shared memory or on disk, by key.
 
 `SegmentWriter` fills a file that becomes visible all at once, `SegmentStore` finds, lists, verifies
 and deletes them, `Mappings` keeps read-only mappings of them open. Other processes of the host use
-the same directories; what they must agree on is said by file locks and by marks beside a file.
+the same directories; they coordinate through file locks and marks next to a file.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ T = TypeVar("T")
 
 # The longest time between creating a temporary file and locking it.
 _TEMP_GRACE_SECONDS = 60.0
-# How long a state that a dead process had fetched in part is kept for one that continues it.
+# How long a dead process's partially fetched state is kept for continuation.
 _PART_GRACE_SECONDS = 600.0
-# Hashed and copied at once by a lone thread: small enough to be in the cache the second time.
-# (Several would wait for the interpreter's lock at each.)
+# Bytes hashed and copied at a time by a single thread: small enough to be in the cache the second
+# time. (Several threads would wait for the interpreter's lock at each block.)
 _BLOCK_BYTES: Final = 512 << 10
 _TRIES: Final = 100
 
 
 class SegmentWriter:
-    """A file to be filled, then published or abandoned. Use it as a context manager."""
+    """A file that is filled, then published or abandoned. Use it as a context manager."""
 
     def __init__(
         self, path: Path, nbytes: int, pool: SegmentPool | None, *, name: str = ""
     ) -> None:
         """Open a file of `nbytes` that will be at `path`: one of `pool`, else a new and empty one.
 
-        `name`: of the file until it is published; one of that name and size that a process left
-        half filled is continued (`resumed`). Raises OSError; InvalidKey where the path lies under
-        another state, or is a directory of states.
+        `name`: name of the file until it is published; a half-filled file of that name and size is
+        continued (`resumed`). Raises OSError, and InvalidKey if the path lies under another state
+        or is a directory of states.
         """
         self.path, self.nbytes, self._pool = path, nbytes, pool
         self.temp = path.parent / (name or f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -69,7 +69,7 @@ class SegmentWriter:
                 self._open(resume=bool(name))
                 break
             except (FileNotFoundError, FileExistsError):
-                # The directory goes with the last state in it, which another process deleted.
+                # The directory disappears with its last state, which another process deleted.
                 if last:
                     raise
 
@@ -89,7 +89,7 @@ class SegmentWriter:
             self.file = self._pooled.file
             return
         self.file = open(self.temp, "x+b", buffering=0)  # noqa: SIM115
-        # Held while the writer lives: `sweep` tells a dead writer's file by it.
+        # Held while the writer lives; it tells `sweep` whether the writer is dead.
         fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def __enter__(self) -> SegmentWriter:
@@ -100,7 +100,7 @@ class SegmentWriter:
 
     @property
     def mapped(self) -> memoryview:
-        """All of the file as writable memory. Raises OSError when there is no room."""
+        """The whole file as writable memory. Raises OSError if there is no room."""
         if self._data is None:
             # A store through a mapping without room behind it would kill the process.
             os.posix_fallocate(self.file.fileno(), 0, self.nbytes)
@@ -110,18 +110,18 @@ class SegmentWriter:
     def write(self, offset: int, block: memoryview) -> None:
         """Copy `block` to `offset`. Raises OSError when there is no room."""
         if self._data is not None:
-            # (An assignment to the memoryview would hold the interpreter's lock.)
+            # (Assigning to the memoryview would hold the interpreter's lock.)
             np.copyto(np.frombuffer(self._data[offset : offset + len(block)], np.uint8), block)
             return
-        # write(2), not a store through a mapping: on a full tmpfs the former is an error,
+        # write(2) instead of writing through a mapping: on a full tmpfs the former is an error, but
         # the latter kills the process.
         _write_all(self.file.fileno(), block, offset)
 
     def publish(self) -> None:
-        """Rename it to its path: all of it appears at once, in place of what was there."""
-        # A last tensor without bytes would leave it short, a pooled file may be too long.
+        """Rename it to its path, so that all of it appears at once and replaces the former file."""
+        # A last tensor without bytes would leave it too short, and a pooled file may be too long.
         self.file.truncate(self.nbytes)
-        # What was filled through a mapping has the times of its former content (`blob.identity`).
+        # A file filled through a mapping has the times of its former content (`blob.identity`).
         now = time.time_ns()
         os.utime(self.file.fileno(), ns=(now, now))
         if self._pooled is None and self._pool is not None:
@@ -139,7 +139,8 @@ class SegmentWriter:
             self._pool.put(self._pooled)
 
     def abandon(self, *, keep_file: bool = False) -> None:
-        """Give the room back, unless it is shown. `keep_file`: somebody may go on with it."""
+        """Free the room, unless the file is published. `keep_file`: another process may continue
+        it."""
         if self._published:
             return
         self._published = True
@@ -159,13 +160,14 @@ def write(
     views: Sequence[Bytes],
     pool: SegmentPool | None = None,
 ) -> Manifest:
-    """Hash and copy `views` into a file at `path`, in one pass; the manifest with the checksums.
+    """Hash and copy `views` into a file at `path` in one pass, and return the manifest with the
+    checksums.
 
-    OSError leaves `path` as it was.
+    After an OSError, `path` is unchanged.
     """
     start = len(blob.prefix(manifest))
     with SegmentWriter(path, start + manifest.end, pool) as room:
-        # Piece by piece, several at once where this process may use several threads.
+        # Piece by piece, several concurrently if this process may use several threads.
         jobs = [
             (start + entry.offset, view, at)
             for entry, view in zip(manifest.entries, views, strict=True)
@@ -206,7 +208,7 @@ def sweep(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of `path`. Raises InvalidKey where another state is in the way."""
+    """Make the directory of `path`. Raises InvalidKey if another state is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError):
@@ -214,7 +216,7 @@ def make_directory(path: Path) -> None:
             raise
         raise InvalidKey(str(path), "lies under another state") from None
     if path.is_dir():
-        raise InvalidKey(str(path), "is where other states lie")
+        raise InvalidKey(str(path), "is a directory of other states")
 
 
 def _left(temp: Path, nbytes: int) -> BinaryIO | None:
@@ -252,13 +254,13 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 # Seconds between two attempts to get a lock, at first and at most: its holder may need a
-# millisecond, or minutes.
+# millisecond or minutes.
 _SIDECAR_POLL_SECONDS = (0.0005, 0.005)
 
 
 def mark(path: Path, kind: str, text: str = "", *, identity: tuple[int, int] | None = None) -> None:
-    """Mark the file at `path` as "verified", "fetched" (`text`: from which address) or "damaged":
-    the file that is there now, or the one of `identity`."""
+    """Mark the file at `path` as "verified", "fetched" (`text`: the source's address) or "damaged":
+    the current file, or the one with `identity`."""
     with contextlib.suppress(OSError):
         inode, changed = identity or blob.identity(path)
         temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
@@ -267,7 +269,8 @@ def mark(path: Path, kind: str, text: str = "", *, identity: tuple[int, int] | N
 
 
 def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str | None:
-    """The text of a mark of the file at `path` (of this `identity`); None where there is none."""
+    """Return the text of a mark of the file at `path` (with this `identity`); None if there is
+    none."""
     try:
         inode, changed, text = _beside(path, kind).read_text().split(" ", 2)
         same = (int(inode), int(changed)) == (identity or blob.identity(path))
@@ -286,11 +289,11 @@ def clear(path: Path) -> None:
 def alone(
     path: Path, deadline: float, *, unless: Callable[[], bool] = lambda: False
 ) -> Iterator[bool]:
-    """A lock on `path`, held by one thread of one process of this host at a time; yields True.
+    """Hold a lock on `path`, which only one thread on this host can hold at a time; yield True.
 
-    Yields False, without the lock, once `unless()` says that the work it protects is done. Raises
-    TimeoutError at `deadline` (of the monotonic clock), InvalidKey where no state can be at `path`.
-    The lock of a process that dies is free.
+    Yield False, without the lock, once `unless()` shows that the protected work is done. Raises
+    TimeoutError at `deadline` (on the monotonic clock), and InvalidKey if no state can be at
+    `path`. The death of a process frees its lock.
     """
     lock = _beside(path, "lock")
     file = _locked(path, lock, deadline, unless)
@@ -305,7 +308,7 @@ def alone(
 
 
 def busy(path: Path) -> bool:
-    """Whether some thread or process seems to hold the lock of `path` (`alone`)."""
+    """Return whether some thread or process seems to hold the lock of `path` (`alone`)."""
     return _beside(path, "lock").exists()
 
 
@@ -317,13 +320,13 @@ def _locked(path: Path, lock: Path, deadline: float, unless: Callable[[], bool])
             file = stack.enter_context(open(lock, "ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its last holder may have removed it between our opening and our locking it.
+                # Its last holder may have removed it between our opening and locking.
                 if os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
                     stack.pop_all()
                     return file
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"another process works on {lock.name}") from None
+                    raise TimeoutError(f"another process is working on {lock.name}") from None
                 time.sleep(pause)
                 pause = min(2 * pause, most)
     return None
@@ -333,14 +336,14 @@ def _beside(path: Path, kind: str) -> Path:
     return path.parent / f".{path.name}.{kind}"
 
 
-# Of one policy two versions, of a few policies.
+# Two versions each of a few policies.
 _MOST_KEPT: Final = 16
 _IDLE_SECONDS: Final = 120.0
 
 
 @dataclass(eq=False)
 class Lease:
-    """The data section of a state, whose file is not filled again while this is referenced."""
+    """The data section of a state, whose file is not refilled while this is referenced."""
 
     data: memoryview
     file: BinaryIO
@@ -352,7 +355,7 @@ class Lease:
 @dataclass
 class _Kept:
     mapping: mmap.mmap
-    # Opened apart from any lease: a mapping keeps the file that it was made of open and locked.
+    # Opened separately from any lease: a mapping keeps its file open and locked.
     file: BinaryIO
     used: float
 
@@ -364,14 +367,14 @@ class _Leased(np.ndarray):  # type: ignore[type-arg]
 
 
 class Mappings:
-    """Copy-on-write mappings of states that stay open between reads, by file. Thread-safe."""
+    """Copy-on-write mappings of states, which stay open between reads, by file. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
 
     def lease(self, opened: tuple[Manifest, int, BinaryIO]) -> tuple[Manifest, Lease]:
-        """The state in an open file (`Transfer.opened`), not verified."""
+        """Return the unverified state in an open file (`Transfer.opened`)."""
         manifest, start, file = opened
         try:
             mapping = self._mapping(file)
@@ -381,7 +384,8 @@ class Mappings:
         return manifest, Lease(memoryview(mapping)[start : start + manifest.end], file)
 
     def read(self, path: Path) -> MappedState:
-        """`blob.read` through a mapping that stays open: its tensors must not be written to."""
+        """Do `blob.read` through a mapping that stays open, whose tensors must not be written
+        to."""
         self.sweep()
         manifest, lease = self.lease(blob.opened(path))
         data = np.frombuffer(lease.data, np.uint8).view(_Leased)
@@ -389,7 +393,7 @@ class Mappings:
         return MappedState(manifest, data, blob.identity_in(os.fstat(lease.file.fileno())))
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
-        """Close files that were deleted, and those that were not read for `idle_seconds`."""
+        """Close files that were deleted or not read for `idle_seconds`."""
         now = time.monotonic()
         with self._lock:
             for name, kept in list(self._kept.items()):
@@ -408,7 +412,7 @@ class Mappings:
                 with contextlib.ExitStack() as stack:
                     file = stack.enter_context(open(leased.name, "rb"))
                     if os.fstat(file.fileno()).st_ino != status.st_ino:
-                        # Replaced since: no other reader can use this mapping.
+                        # Replaced meanwhile: no other reader can use this mapping.
                         return mmap.mmap(leased.fileno(), 0, access=mmap.ACCESS_COPY)
                     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                     stack.pop_all()
@@ -424,7 +428,7 @@ class Mappings:
         self._kept.pop(name).file.close()
 
 
-# States from this size on are verified once per host; its other processes trust the mark.
+# States of at least this size are verified once per host; its other processes trust the mark.
 _MARKED_BYTES = 1 << 20
 # The longest time that one process verifies while others wait.
 _ALONE_SECONDS = 600.0
@@ -436,8 +440,8 @@ class SegmentStore:
     """The states under `roots`, of which the first is preferred. Other processes use them too."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Makes those of `roots` that do not exist. Raises InvalidArgument when one cannot be made,
-        or when another user may have made it or may lead it elsewhere."""
+        """Create missing `roots`. Raises InvalidArgument if one cannot be created, or if another
+        user may have created it or may redirect it."""
         self.roots = tuple(Path(root).absolute() for root in roots)
         for root in self.roots:
             try:
@@ -453,19 +457,19 @@ class SegmentStore:
         self.pools = {root: SegmentPool(root) for root in self.roots}
 
     def paths(self, key: str) -> list[Path]:
-        """Where `key` may be. Raises InvalidKey."""
+        """Return the possible paths of `key`. Raises InvalidKey."""
         check_key(key)
         return [root / key for root in self.roots]
 
     def path(self, key: str) -> Path:
-        """Where `key` is. Raises InvalidKey, KeyNotFound."""
+        """Return the path of `key`. Raises InvalidKey, KeyNotFound."""
         for path in self.paths(key):
             if path.is_file():
                 return path
         raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
 
     def holds(self, key: str, checksum: str | None = None) -> bool:
-        """Whether a state (with this checksum) is under `key`."""
+        """Return whether a state (with this checksum) is stored under `key`."""
         if checksum is None:
             return any(path.is_file() for path in self.paths(key))
         try:
@@ -474,20 +478,21 @@ class SegmentStore:
             return False
 
     def damaged(self, key: str) -> bool:
-        """Whether what is under `key` was found damaged, and not replaced since."""
+        """Return whether the state under `key` was found damaged and not replaced since."""
         return any(note(path, "damaged") is not None for path in self.paths(key))
 
     def manifest(self, key: str) -> Manifest:
-        """The manifest stored under `key`, without tensors. Raises KeyNotFound, Corrupt."""
+        """Return the manifest stored under `key`, without tensors. Raises KeyNotFound, Corrupt."""
         return self._read(key, blob.read_manifest)
 
     def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
-        """Manifest, start of the tensors, and the file of `key`, which is not filled again while it
-        is open. Raises KeyNotFound, Corrupt."""
+        """Return manifest, start of the tensors, and the file of `key`, which is not refilled while
+        it is open. Raises KeyNotFound, Corrupt."""
         return self._read(key, blob.opened)
 
     def bytes(self, key: str) -> tuple[Manifest, memoryview]:
-        """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
+        """Return manifest and mapped, unverified data section of `key`. Raises KeyNotFound,
+        Corrupt."""
         state = self._read(key, blob.read)
         return state.manifest, state.data
 
@@ -500,7 +505,7 @@ class SegmentStore:
             raise Corrupt(key, str(error)) from error
 
     def delete(self, key: str) -> bool:
-        """Delete `key`; False when there was none. Processes that have it mapped keep it."""
+        """Delete `key`; return False if there was none. Processes that have it mapped keep it."""
         existed = False
         for root, path in zip(self.roots, self.paths(key), strict=True):
             if not path.is_file():
@@ -522,18 +527,19 @@ class SegmentStore:
         return existed
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted; files that have no key's name are left out.
+        """Return all keys that start with `prefix`, sorted; files whose names are not keys are left
+        out.
 
-        Raises InvalidKey for a prefix that is no text."""
+        Raises InvalidKey for a prefix that is not text."""
         if not isinstance(prefix, str):
-            raise InvalidKey(str(prefix), "is no text that keys could start with")
+            raise InvalidKey(str(prefix), "is not a possible beginning of keys")
         found: set[str] = set()
-        # Only the directory that all of them are in, not every job's.
+        # Only their common directory, not every job's.
         *directory, _ = prefix.split("/")
         if not all(SEGMENT.fullmatch(segment) for segment in directory):
-            return []  # no key does, and what it names may lie outside
+            return []  # no key starts with it, and it may lead outside
         for root in self.roots:
-            # (`rglob` fails when a directory goes meanwhile, with the last state in it.)
+            # (`rglob` fails if a directory disappears meanwhile, with its last state.)
             for place, below, names in os.walk(root.joinpath(*directory)):
                 below[:] = filter(SEGMENT.fullmatch, below)
                 names = list(filter(SEGMENT.fullmatch, names))
@@ -542,7 +548,7 @@ class SegmentStore:
         return sorted(found)
 
     def fetched(self, prefix: str = "") -> Iterator[tuple[str, str]]:
-        """Keys whose content came from another host, and the address that it came from."""
+        """Yield keys whose content came from another host, and the address of that host."""
         for key in self.keys(prefix):
             for path in self.paths(key):
                 if (address := note(path, "fetched")) is not None:
@@ -550,13 +556,13 @@ class SegmentStore:
                     break
 
     def older(self, key: str) -> list[str]:
-        """The versions before `key` that came from other hosts."""
+        """Return the versions before `key` that came from other hosts."""
         stem, version = stem_of(key), version_in(key)
         fetched = (other for other, _ in self.fetched(f"{stem}@"))
         return [other for other in fetched if 0 <= version_in(other) < version]
 
     def sweep(self) -> None:
-        """Remove what was left half way, and pool that nobody uses."""
+        """Remove half-written files and unused pooled files."""
         for root in self.roots:
             for place, below, _ in os.walk(root):
                 below[:] = [name for name in below if not name.startswith(".")]
@@ -564,9 +570,9 @@ class SegmentStore:
             self.pools[root].sweep()
 
     def verify(self, path: Path, state: MappedState, deadline: float | None) -> None:
-        """See that `state`, mapped from the file at `path`, holds what was set.
+        """Check that `state`, mapped from the file at `path`, has its original content.
 
-        Large states are verified once per host, until they are written to: a second process waits
+        Large states are verified once per host, until they are written to; a second process waits
         for the first. Raises Corrupt, TransferTimeout.
         """
         if state.manifest.num_bytes < _MARKED_BYTES:
@@ -589,7 +595,7 @@ class SegmentStore:
 
 
 def unusable(root: Path, error: OSError) -> FailedPrecondition:
-    """The error of a `root` that cannot be written to any more."""
+    """Return the error of a `root` that is no longer writable."""
     return FailedPrecondition(
         f"it cannot be written to: {error.strerror}",
         kind=_UNUSABLE,

@@ -1,4 +1,4 @@
-"""Where a state may come from: directories of this host, and owners on other hosts."""
+"""Sources of states: directories of this host, and owners on other hosts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
 def default_root() -> Path:
-    """`/dev/shm/troupe-<uid>`, or a directory of that name for temporary files without one."""
+    """Return `/dev/shm/troupe-<uid>`, or, without `/dev/shm`, a directory of that name for
+    temporary files."""
     return memory_root() / f"troupe-{os.getuid()}"
 
 
 def in_memory(path: Path) -> bool:
-    """Whether `path` (or its nearest existing parent) lies in a memory file system."""
+    """Return whether `path` (or its nearest existing parent) lies in a memory file system."""
     path = path.absolute()
     while True:
         with contextlib.suppress(OSError):
@@ -39,7 +40,7 @@ def in_memory(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _in_memory(path: Path, device: int) -> bool:
-    """`in_memory` of a path on `device`; cached, because it is asked for every state that moves."""
+    """Return `in_memory` for a path on `device`; cached, because every transfer needs it."""
     best, kind = -1, ""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
@@ -54,7 +55,7 @@ def _in_memory(path: Path, device: int) -> bool:
 
 @dataclass(frozen=True)
 class FetchedState:
-    """A state that was fetched to this host, all of its bytes verified, and how it came."""
+    """A state that was fetched to this host and fully verified, and its transport."""
 
     path: Path
     choice: Choice
@@ -62,19 +63,19 @@ class FetchedState:
 
 @dataclass(frozen=True)
 class StateRequest:
-    """A state of another host that is to be fetched."""
+    """A request to fetch a state from another host."""
 
     key: str
-    # Of the monotonic clock; 0: the source's own.
+    # On the monotonic clock; 0: the source's own deadline.
     deadline: float
-    # The checksum that it must have; an owner with another content counts as not having it.
+    # The required checksum; an owner with different content counts as not having it.
     expected: str | None = None
-    # A key of this host whose content it mostly equals: pieces that both have are not sent.
+    # A key of this host with mostly equal content, whose common pieces are not sent.
     base: str | None = None
 
 
 class FetchSource(Protocol):
-    """Fetches states of other hosts: `troupe.transfer.remote.Peer`, `HostOwner`."""
+    """A source that fetches states from other hosts: `troupe.transfer.remote.Peer`, `HostOwner`."""
 
     @property
     def address(self) -> str: ...
@@ -98,7 +99,7 @@ def from_first(
 ) -> FetchedState:
     """Fetch from the first peer that has the state.
 
-    Raises KeyNotFound, or what the last peer raised.
+    Raises KeyNotFound, or the error of the last peer.
     """
     failure: TroupeError | None = None
     for peer in peers:
@@ -120,8 +121,8 @@ def from_first(
 
 
 def described_room(root: Path) -> str:
-    """The size of a memory file system and what is free of it, for warnings; in a container it may
-    be far smaller than the machine's memory."""
+    """Return size and free space of a memory file system, for warnings; in a container it may be
+    far smaller than the machine's memory."""
     try:
         usage = shutil.disk_usage(root)
     except OSError:
@@ -133,9 +134,9 @@ def described_room(root: Path) -> str:
 
 
 def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
-    """Transport and reason (`Choice`) of a state at `path`, in one of `roots`.
+    """Return transport and reason (`Choice`) of a state at `path`, in one of `roots`.
 
-    Where it lies is that of its root: a state that is in the first one has found room there.
+    They follow from its root: a state in the first root has found room there.
     """
     root = next((one for one in roots if path.is_relative_to(one)), path.parent)
     if in_memory(root):

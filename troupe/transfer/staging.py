@@ -1,8 +1,8 @@
 """Copies of tensors between GPUs and host memory, through small pinned buffers.
 
-The link reaches its full speed to pinned memory alone, and pinning the memory of a whole state
-costs more than the copy. So pieces go through pinned buffers, one for each of several threads,
-which copy on streams of their own while others hash. The device's own work is never held up.
+The link reaches its full speed only to pinned memory, but pinning the memory of a whole state costs
+more than the copy. So pieces go through pinned buffers, one for each of several threads, which copy
+on their own streams while others hash. The device's own work is never delayed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST_THREADS: Final = 8
-# Smaller states are copied by the time that threads have started.
+# Smaller states would be copied before threads have started.
 _PARALLEL_BYTES: Final = 64 << 20
 
 
 def threads_for(num_bytes: int, *, device: bool) -> int:
-    """The number of threads that copy `num_bytes`: those that this process may compute with; from
-    and to a device at least half of the cores, which have little else to do on such a host."""
+    """Return the number of threads that copy `num_bytes`: the process's compute threads; for a
+    device, at least half of the cores, which are mostly idle on such a host."""
     if num_bytes < _PARALLEL_BYTES:
         return 1
     own = torch.get_num_threads()
@@ -40,7 +40,7 @@ def threads_for(num_bytes: int, *, device: bool) -> int:
 
 
 def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
-    """The results of `call` for every job, in their order, from `threads` threads."""
+    """Return the results of `call` for every job, in their order, from `threads` threads."""
     if threads == 1:
         return [call(job) for job in jobs]
     return list(_pool(threads).map(call, jobs))
@@ -48,7 +48,7 @@ def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    # Threads are kept: a pinned buffer and a stream cost more than one copy through them.
+    # Threads are kept, since a pinned buffer and a stream cost more than one copy through them.
     return ThreadPoolExecutor(threads, thread_name_prefix="transfer-copy")
 
 
@@ -62,7 +62,7 @@ class DeviceBytes:
     on_device = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """A view of `tensor` when it is contiguous, else a copy on the device."""
+        """Take a view of `tensor` if it is contiguous, else a copy on the device."""
         self._flat = flat_bytes(tensor)
         # The tensor's writes were issued in the caller's stream.
         self._written = torch.cuda.current_stream(tensor.device).record_event()
@@ -71,7 +71,7 @@ class DeviceBytes:
         return self._flat.numel()
 
     def __getitem__(self, where: slice) -> memoryview:
-        """At most `PIECE_BYTES`, which stay what they are until this thread takes another piece."""
+        """Return at most `PIECE_BYTES`, which stay valid until this thread takes another piece."""
         piece = self._flat[where]
         with _copying(self._flat.device, self._written) as (buffer, stream):
             staged = buffer[: piece.numel()]
@@ -81,8 +81,8 @@ class DeviceBytes:
 
 
 def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Fill the first of each pair, contiguous on one device, with the second, in host memory and of
-    the same layout. All of it is there when this returns."""
+    """Copy the second tensor of each pair (in host memory) into the first (contiguous, on one
+    device, of the same layout). All copies are complete when this returns."""
     flats = [(flat_bytes(target), flat_bytes(source)) for target, source in pairs]
     if not flats:
         return
@@ -94,7 +94,7 @@ def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target, source = job
         with _copying(device, free) as (buffer, stream):
             staged = buffer[: source.numel()]
-            # (torch's own copy would hold as many threads as it computes with.)
+            # (torch's own copy would occupy all of its compute threads.)
             np.copyto(staged.numpy(), source.numpy())
             target.copy_(staged, non_blocking=True)
             stream.synchronize()
@@ -109,10 +109,10 @@ def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def brought(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of `tensors` (in host memory) on `device`; complete when this returns.
+    """Return copies of `tensors` (in host memory) on `device`; complete when this returns.
 
-    Computation on the device neither waits for them nor is waited for: their memory belongs to a
-    stream of its own, and is reused only when the caller's stream has finished with it.
+    Computation on the device and the copies do not wait for each other: their memory belongs to a
+    separate stream, and is reused only when the caller's stream has finished with it.
     """
     user = torch.cuda.current_stream(device)
     with torch.cuda.stream(_arrivals(device)):
@@ -136,7 +136,8 @@ _of_thread = threading.local()
 
 @contextmanager
 def _copying(device: torch.device, after: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """This thread's pinned buffer, and its stream, which goes on after the event `after`."""
+    """Yield this thread's pinned buffer, and its stream, which continues after the event
+    `after`."""
     kept: dict[torch.device, tuple[torch.Tensor, Any]] = _of_thread.__dict__.setdefault("kept", {})
     if device not in kept:
         buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)

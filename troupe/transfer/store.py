@@ -1,4 +1,4 @@
-"""`Transfer`: stores and fetches named tensors by key, whichever host they are on."""
+"""`Transfer`: stores and fetches named tensors by key, on any host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FetchRequest:
     timeout: float
     expected: str | None = None
     base: str | None = None
-    # Of the monotonic clock; None for a caller that does not wait.
+    # On the monotonic clock; None for a caller that does not wait.
     deadline: float | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,27 +62,28 @@ class FetchRequest:
 
     @property
     def wanted(self) -> StateRequest:
-        """The request as it is sent to peers."""
+        """The request to peers."""
         return StateRequest(self.key, self.deadline or 0.0, self.expected, self.base)
 
 
 log = logging.getLogger(__name__)
 
 _Tensors = dict[str, torch.Tensor]
-# A key appears at most once per step: looking this often costs nothing and delays nobody.
+# A key appears at most once per step: polling at this rate costs nothing and adds no delay.
 _POLL_SECONDS = 0.01
 # Seconds until peers that do not have a state yet are asked again.
 _ASK_PEERS_SECONDS = 0.25
 
 
 class Transfer:
-    """Stores and fetches states, which are tensors by name; callers never say where they are.
+    """A store of states, which are tensors by name; callers never name their location.
 
-    A state is a file under `root`: in shared memory normally, where readers map it without a copy.
-    When shared memory is full, or `root` is on a disk, plain files are used, with a warning. A key
-    appears when all of its bytes are there; replacing it leaves earlier readers their content.
+    A state is a file under `root`, normally in shared memory, where readers map it without a copy.
+    If shared memory is full, or `root` is on a disk, plain files are used, with a warning. A key
+    appears when all of its bytes are stored; earlier readers keep their content after a
+    replacement.
 
-    Blocking; from asyncio call it in a thread. Thread-safe.
+    Methods block; from asyncio, call them in a thread. Thread-safe.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class Transfer:
     ) -> None:
         """`root` defaults to `default_root()`, `fallback` to a directory for temporary files.
 
-        Without an explicit `root` both defaults apply; with one, there is no fallback unless
-        it is given, since all processes have to see it.
+        Without an explicit `root` both defaults apply; with one, there is no fallback unless it is
+        given, since all processes must see it.
 
-        `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host. It is
-        kept here, readable by all processes, until a newer version is fetched or it is deleted.
+        `peers` (`troupe.transfer.remote`) are asked, in order, for states that are not on this
+        host. Fetched states are kept here, readable by all processes, until a newer version is
+        fetched or they are deleted.
 
-        Raises InvalidArgument for a root that is no directory, or a peer that cannot fetch.
+        Raises InvalidArgument for a root that is not a directory, or a peer that cannot fetch.
         """
         if root is None:
             root = default_root()
@@ -116,7 +118,7 @@ class Transfer:
         self._mappings = Mappings()
         self._directories = {root: ModelDirectories(root) for root in self.roots}
         if not in_memory(self.roots[0]):
-            log.warning("%s is not in shared memory: state moves through files", self.roots[0])
+            log.warning("%s is not in shared memory: states move through files", self.roots[0])
 
     def set(
         self,
@@ -126,10 +128,10 @@ class Transfer:
         metadata: Mapping[str, str] | None = None,
         base: str | None = None,
     ) -> Manifest:
-        """Store a copy of `state` under `key`, replacing the former content all at once.
+        """Store a copy of `state` under `key`, replacing the former content atomically.
 
-        `state`: tensors by name; of `DeferredTensors` a group at a time is in memory. `base`: a
-        key whose content most of this one equals; hosts that have it fetch only what differs.
+        `state`: tensors by name; `DeferredTensors` are in memory one group at a time. `base`: a key
+        with mostly equal content; hosts that have it fetch only the differences.
 
         Raises InvalidKey, InvalidArgument, FailedPrecondition of kind "transfer_root_unusable", or
         StorageFull with the former content intact.
@@ -171,21 +173,21 @@ class Transfer:
         base: str | None = None,
         lasting: bool = False,
     ) -> tuple[_Tensors, Manifest]:
-        """The tensors under `key` by name, waiting up to `timeout` seconds for it to appear.
+        """Return the tensors under `key` by name, waiting up to `timeout` seconds for it to appear.
 
-        They lie over shared memory (copy-on-write, no copy made). `base`: a key of this host that
-        the state may resemble; from another host only what differs from that comes. `lasting`: for
-        a caller that only copies the tensors and never writes to them, through a mapping that stays
-        open.
+        They are views of shared memory (copy-on-write, without a copy). `base`: a key of this host
+        that the state may resemble; only differences are fetched from another host. `lasting`: use
+        a mapping that stays open, for a caller that only copies the tensors and never writes to
+        them.
 
-        Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt, InvalidArgument;
-        with peers also Unavailable and StorageFull.
+        Raises KeyNotFound (TransferTimeout if a timeout was given), Corrupt, InvalidArgument; with
+        peers also Unavailable and StorageFull.
         """
         request = FetchRequest(key, timeout, expected_checksum, base)
         try:
             return self._read(request, verify=verify, lasting=lasting)
         except Corrupt:
-            # The copy of this host was damaged: another host may have a good one.
+            # This host's copy was damaged, but another host may have a good one.
             if not self._segments.damaged(key) or not self._peers:
                 raise
             return self._read(request, verify=verify, lasting=lasting)
@@ -198,9 +200,9 @@ class Transfer:
         timeout: float = 0.0,
         base: str | None = None,
     ) -> tuple[Manifest, Choice]:
-        """Have `key` on this host, fetching it where it is not, without mapping it.
+        """Ensure that `key` is on this host, fetching it if necessary, without mapping it.
 
-        Raises what `get` does.
+        Raises the errors of `get`.
         """
         path, fetched = self._find(FetchRequest(key, timeout, expected_checksum, base))
         manifest = self._segments.manifest(key)
@@ -209,7 +211,7 @@ class Transfer:
         return manifest, fetched or Choice("get", *near(path, self.roots))
 
     def manifest(self, key: str) -> Manifest:
-        """The manifest of `key` on this host. Raises KeyNotFound, Corrupt."""
+        """Return the manifest of `key` on this host. Raises KeyNotFound, Corrupt."""
         return self._segments.manifest(key)
 
     def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
@@ -220,11 +222,13 @@ class Transfer:
     def model_directory(
         self, key: str, files: Mapping[str, bytes], *, expected_checksum: str
     ) -> ModelDirectory:
-        """A directory in which other processes of this host read `key` as `model.safetensors`, in
-        place, beside `files`; until it is closed the state is kept, whatever becomes of the key.
+        """Return a directory in which other processes of this host read `key` in place as
+        `model.safetensors`, together with `files`. The state is kept until the directory is closed,
+        even if the key is deleted.
 
-        Not verified: `get` does that. Raises KeyNotFound, Corrupt for another content, and OSError
-        where the file system has no hard links, or a tensor is stored by a codec of Troupe's own.
+        The state is not verified: `get` does that. Raises KeyNotFound, Corrupt for different
+        content, and OSError if the file system has no hard links or a tensor is stored with
+        Troupe's own codec.
         """
         path = self._segments.path(key)
         manifest, _, file = self.opened(key)
@@ -232,7 +236,7 @@ class Transfer:
             if manifest.checksum != expected_checksum:
                 raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
             if any(entry.codec != blob.RAW for entry in manifest.entries):
-                raise OSError(errno.ENOTSUP, "a tensor has a codec that only Troupe knows")
+                raise OSError(errno.ENOTSUP, "a tensor has Troupe's own codec")
             root = next(root for root in self.roots if path.is_relative_to(root))
             try:
                 return self._directories[root].make(path, file, files)
@@ -240,37 +244,38 @@ class Transfer:
                 raise KeyNotFound(key, "deleted while being read") from None
 
     def exists(self, key: str) -> bool:
-        """Whether a state is stored under `key` on this host."""
+        """Return whether a state is stored under `key` on this host."""
         return self._segments.holds(key)
 
     def delete(self, key: str) -> bool:
-        """Delete `key` on this host; False when there was none. Tensors already got stay valid."""
+        """Delete `key` on this host; return False if there was none. Tensors returned earlier stay
+        valid."""
         self._own.pop(key, None)
         return self._segments.delete(key)
 
     def forget_fetched(self, prefix: str) -> int:
-        """Delete states under `prefix` that were fetched from other hosts by any process; returns
-        how many. States that were set on this host stay."""
+        """Delete states under `prefix` that any process fetched from other hosts, and return their
+        number. States that were set on this host are kept."""
         return sum(self.delete(key) for key, _ in list(self._segments.fetched(prefix)))
 
     def clear(self, prefix: str) -> int:
-        """Delete all states of this host under `prefix`; returns how many. Tensors already got stay
-        valid."""
+        """Delete all states of this host under `prefix`, and return their number. Tensors returned
+        earlier stay valid."""
         return sum(self.delete(key) for key in self.keys(prefix))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys of this host that start with `prefix`, sorted."""
+        """Return all keys of this host that start with `prefix`, sorted."""
         return self._segments.keys(prefix)
 
     def sweep(self) -> None:
-        """Free idle mappings and pooled files, and files that dead processes left half filled."""
+        """Free idle mappings and pooled files, and half-filled files of dead processes."""
         self._mappings.sweep()
         self._segments.sweep()
         for directories in self._directories.values():
             directories.sweep()
 
     def close(self) -> None:
-        """Free the mappings and pooled files of this process. States stay where they are."""
+        """Free the mappings and pooled files of this process. States are kept."""
         self._mappings.sweep(0.0)
         for pool in self._segments.pools.values():
             pool.close()
@@ -285,7 +290,7 @@ class Transfer:
         except OSError as error:
             if pool is None or error.errno != errno.ENOSPC:
                 raise
-        # The pooled files take the room that this state needs.
+        # The pooled files occupy the room that this state needs.
         pool.close()
         pool.sweep(0)
         return segments.write(path, draft, views)
@@ -293,7 +298,7 @@ class Transfer:
     def _read(
         self, request: FetchRequest, *, verify: bool, lasting: bool
     ) -> tuple[_Tensors, Manifest]:
-        """Mapped and verified."""
+        """Map and verify a state."""
         key = request.key
         path, fetched = self._find(request)
         try:
@@ -302,7 +307,7 @@ class Transfer:
             state = read(path)
             manifest, identity = state.manifest, state.identity
             if manifest.key != key:
-                raise ValueError(f"holds what was set as '{manifest.key}'")
+                raise ValueError(f"contains the state '{manifest.key}'")
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
@@ -311,7 +316,7 @@ class Transfer:
         if request.expected and manifest.checksum != request.expected:
             raise Corrupt(key, f"holds {manifest.checksum}, expected {request.expected}")
         own = self._own.get(key) == identity
-        # A process hashed its own bytes as it copied them; what was fetched was verified.
+        # A process hashed its own bytes while copying them, and fetched states were verified.
         if verify and not own and fetched is None:
             try:
                 self._segments.verify(path, state, request.deadline)
@@ -322,7 +327,7 @@ class Transfer:
         return state.tensors(), manifest
 
     def _find(self, request: FetchRequest) -> tuple[Path, Choice | None]:
-        """The state's path, and how it came when it was just fetched."""
+        """Return the state's path, and its transport if it was just fetched."""
         ask_peers_at, key, deadline = 0.0, request.key, request.deadline
         while True:
             missing: TroupeError
@@ -357,8 +362,8 @@ class Transfer:
             del missing  # else a reference cycle that keeps the callers' frames
 
     def _at_hand(self, request: FetchRequest) -> Path:
-        """The state's path on this host. Raises KeyNotFound; where there are peers to ask, Corrupt
-        for a damaged file or another content."""
+        """Return the state's path on this host. Raises KeyNotFound; where there are peers to ask,
+        Corrupt for a damaged file or another content."""
         key, expected = request.key, request.expected
         path = self._segments.path(key)
         if self._peers and self._segments.damaged(key):

@@ -191,7 +191,7 @@ def test_a_teacher_must_know_the_students_tokens(tokenizer: Path) -> None:
 
 
 WRONG = [
-    ({"algorithm": {"distillation": {"teachers": {"nobody": "wise"}}}}, "no such agent"),
+    ({"algorithm": {"distillation": {"teachers": {"nobody": "wise"}}}}, "job has no such agent"),
     ({"algorithm": {"distillation": {"teachers": {"agent0": "nobody"}}}}, "is not a policy"),
     ({"algorithm": {"distillation": {"teachers": {"agent0": "solver"}}}}, "'solver' is trained"),
     ({"algorithm": {"distillation": {"teachers": {"wise": "wiser"}}}}, "'wise' is frozen"),

@@ -264,7 +264,7 @@ def test_damaged_adapters_are_no_adapters(tokenizer: Path) -> None:
     spec = lora_spec(tokenizer, ["a"])
     good = learner_of(spec, "a").published()
     name = next(n for n in good if n.endswith("lora_A.weight"))
-    with pytest.raises(NotAnAdapter, match="no pairs"):
+    with pytest.raises(NotAnAdapter, match="not pairs"):
         AdapterContent.of({n: t for n, t in good.items() if n != name})
     with pytest.raises(NotAnAdapter, match="its rank is 4"):
         AdapterContent.of({**good, name: good[name][:2]})

@@ -159,7 +159,7 @@ UNFIT: dict[
         lambda tensors: None,
         {"tie_word_embeddings": True},
         f"its config.json says that the output layer is the embedding (tie_word_embeddings: true), "
-        f"and it has '{HEAD}' with other values",
+        f"but it has '{HEAD}' with other values",
         "tie_word_embeddings: false",
     ),
     "one_missing": (True, lambda tensors: tensors.pop(UP), {}, f"it lacks tensor '{UP}'", "Save"),

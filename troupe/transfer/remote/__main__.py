@@ -1,7 +1,7 @@
 """`python -m troupe.transfer.remote PARENT_PID`: the owner process of a host (`OwnerProcess`).
 
-Its configuration comes as one line of JSON through stdin; it prints its port when it serves, or in
-one line why it cannot. It ends on SIGTERM, and when its parent does.
+It reads its configuration as one line of JSON from stdin, and prints its port when it serves, or
+one line with the reason why it cannot. It ends on SIGTERM, and with its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from troupe.transfer.remote.owner import TransferOwner
 
 
 def main() -> None:
-    """Serve until SIGTERM, or the end of the parent."""
+    """Serve until SIGTERM or the end of the parent."""
     end_with_parent(int(sys.argv[1]))
     # A crash of UCX leaves a stack trace in the log.
     faulthandler.enable()

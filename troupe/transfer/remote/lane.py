@@ -1,11 +1,11 @@
-"""Connections through UCX: tagged messages, and a progress loop that one thread at a time drives.
+"""Connections through UCX: tagged messages, and a progress loop driven by one thread at a time.
 
 A *lane* is a UCX worker with at most one endpoint.
 
-ucxx's asyncio API reaches a fifth of what its core API does, its progress thread stalls when
-cores are contended, and endpoints made through a listener never use the fastest transport; hence
-the core API, a loop that sleeps when there is nothing to do, and workers' addresses that the
-caller exchanges.
+ucxx's asyncio API reaches a fifth of the speed of its core API, its progress thread stalls when
+cores are contended, and endpoints made through a listener never use the fastest transport. So this
+module uses the core API, a loop that sleeps when idle, and worker addresses that the caller
+exchanges.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 # UCX sends 8 KiB at a time over TCP unless told otherwise: a fifth of the speed.
 _SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
-# Only these are several times as fast as the loopback, and none of them can tell that its peer
-# is dead: UCX leaves them out wherever errors are to be handled.
+# Only these are several times as fast as the loopback, but none of them notices the death of its
+# peer: UCX leaves them out if errors have to be handled.
 _NEAR: Final = "sm,self"
-# How often a sleeping loop looks whether the other side still lives.
+# How often a sleeping loop checks whether the other side still lives.
 _NAP_MS: Final = 20
 _CLOSE_SECONDS: Final = 1.0
-# Of lanes whose peer died; see `Lane.abandon`.
+# Resources of lanes whose peer died; see `Lane.abandon`.
 _abandoned: Final[list[object]] = []
 
 
@@ -41,7 +41,7 @@ class LaneBroken(Exception):
 
 @functools.cache
 def missing() -> str:
-    """Why UCX cannot be used in this process; "" when it can."""
+    """Return why UCX cannot be used in this process; "" if it can."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
         import ucxx._lib.arr
@@ -52,8 +52,8 @@ def missing() -> str:
 
 
 def machine() -> str:
-    """An id that all processes on this kernel share; "" when near lanes must not be used."""
-    # Transports that are named in the environment are used as they are.
+    """Return an id shared by all processes on this kernel; "" if near lanes must not be used."""
+    # Transports that the environment names are used unchanged.
     return "" if "UCX_TLS" in os.environ else _boot()
 
 
@@ -74,11 +74,11 @@ class Lane:
     """
 
     def __init__(self, *, near: bool = False) -> None:
-        """Raises `LaneBroken` when UCX cannot start."""
+        """Start a worker. Raises `LaneBroken` if UCX cannot start."""
         if why := missing():
             raise LaneBroken(why)
         self.near = near
-        # Whether anything was sent or received since the lane was taken from the pool.
+        # Whether any message was sent or received since the lane was taken from the pool.
         self.heard = False
         from ucxx._lib import arr, libucxx
 
@@ -115,7 +115,7 @@ class Lane:
         """Send messages to the worker at `address` from now on. Raises `LaneBroken`."""
         try:
             there = self._ucx.UCXAddress.create_from_buffer(address)
-            # With error handling a dead peer ends the requests instead of the process.
+            # With error handling, a dead peer ends the requests instead of the process.
             self._endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
                 self._worker, there, not self.near
             )
@@ -123,7 +123,7 @@ class Lane:
             raise LaneBroken(f"cannot reach the other worker: {error}") from error
 
     def send(self, data: memoryview, tag: int) -> Any:
-        """Start to send `data`, which must stay as it is until the request is done."""
+        """Start to send `data`, which must not change until the request is done."""
         request = self._endpoint.tag_send(self._array(data), self._ucx.UCXXTag(tag))
         self._flying.append(request)
         return request
@@ -143,12 +143,12 @@ class Lane:
     ) -> None:
         """Make progress until `done()`, which is called after every step and so must be cheap.
 
-        `meanwhile()` is called whenever there is nothing to do. Raises `LaneBroken` when a request
-        failed or nothing happened for `idle` seconds, and whatever `done` and `meanwhile` raise.
+        `meanwhile()` is called whenever there is nothing to do. Raises `LaneBroken` if a request
+        failed or nothing happened for `idle` seconds, and the errors of `done` and `meanwhile`.
         """
         last, moved = time.monotonic(), False
-        # One step at a time (512 KiB of shared memory, a segment of TCP): what has arrived is
-        # verified while more arrives. There are thousands of steps: nothing else is done in each.
+        # One step at a time (512 KiB of shared memory, or a TCP segment), so that arrived bytes are
+        # verified while more arrive. There are thousands of steps, so each does nothing else.
         while not done():
             if self._worker.progress_once():
                 moved = self.heard = True
@@ -159,30 +159,32 @@ class Lane:
                 last, moved = time.monotonic(), False
             elif time.monotonic() - last > idle:
                 raise LaneBroken(f"nothing arrived for {idle:g} s")
-            # (Armed only when nothing has come since.)
+            # (Armed only if nothing has arrived since.)
             if self._worker.arm():
                 self._events.poll(_NAP_MS)
-        # Some are done before they are waited for.
+        # Some requests are done before they are waited for.
         self._settle()
 
     def close(self) -> None:
-        """End all requests: afterwards UCX touches none of their memory."""
+        """End all requests; afterwards UCX does not touch their memory."""
         if self._worker is None:
             return
         if self._endpoint is None:
             self._worker.cancel_inflight_requests()
         elif self._endpoint.alive:
-            # Ends its requests too. (Cancelled first, closing crashes once the peer is dead.)
+            # Also ends its requests. (After cancelling them, closing would crash if the peer is
+            # dead.)
             self._endpoint.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
         while any(not r.completed for r in self._flying) and time.monotonic() < deadline:
             self._worker.progress()
         self._flying.clear()
-        # In this order: an endpoint outlives neither its worker nor that its context.
+        # In this order: an endpoint must not outlive its worker, nor a worker its context.
         self._endpoint = self._worker = self._context = None
 
     def abandon(self) -> None:
-        """`close` a lane whose peer may be dead, without touching what the peer was about to send.
+        """Close a lane whose peer may be dead, without touching the messages that the peer was
+        sending.
 
         To end a near worker, ucxx receives unexpected messages, which kills the process when their
         sender is dead. A lane on which nothing was received is closed; another one stays open,
@@ -191,7 +193,7 @@ class Lane:
         if not (self.near and self.heard):
             self.close()
         elif self._worker is not None:
-            log.warning("a lane of shared memory whose peer died stays open")
+            log.warning("a shared-memory lane stays open because its peer died")
             # Receive buffers are not kept: without progress nothing is written to them.
             _abandoned.append((self._worker, self._context, self._endpoint))
             self._flying.clear()
@@ -209,7 +211,7 @@ class Lane:
                 raise LaneBroken(f"{type(error).__name__}: {error}") from error
 
 
-# Each has a UCX worker, some hundred KiB and a few file descriptors.
+# Each lane has a UCX worker, some hundred KiB and a few file descriptors.
 _MOST_KEPT: Final = 32
 
 
@@ -222,7 +224,7 @@ class LanePool:
         self._idle: OrderedDict[tuple[bool, bytes], list[Lane]] = OrderedDict()
 
     def take(self, *, near: bool, address: bytes = b"") -> Lane:
-        """An idle lane, connected to `address` unless that is empty, or a new one.
+        """Return an idle lane, connected to `address` unless that is empty, or a new one.
 
         Raises LaneBroken.
         """
@@ -242,7 +244,7 @@ class LanePool:
         return lane
 
     def give(self, lane: Lane, *, address: bytes = b"") -> None:
-        """Put back a lane without requests in flight."""
+        """Return a lane without requests in flight to the pool."""
         with self._lock:
             idle = self._idle.setdefault((lane.near, address), [])
             idle.append(lane)
@@ -255,7 +257,7 @@ class LanePool:
             old.close()
 
     def close(self) -> None:
-        """Close all idle lanes, and those that are given back from now on."""
+        """Close all idle lanes, and lanes that are returned from now on."""
         with self._lock:
             self._closed = True
             lanes = [lane for idle in self._idle.values() for lane in idle]

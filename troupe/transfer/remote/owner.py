@@ -1,4 +1,4 @@
-"""`TransferOwner`: serves the states of a host to other hosts, and fetches theirs."""
+"""`TransferOwner`: serves the states of a host to other hosts, and fetches states from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_MIB: Final = 64
 _SWEEP_SECONDS: Final = 10.0
-# Clients of other hosts' owners that are kept.
+# Maximum number of cached clients of other hosts' owners.
 _MOST_PEERS: Final = 64
 _MOST_READERS: Final = 16
 
@@ -40,7 +40,7 @@ _MOST_READERS: Final = 16
 class TransferOwner:
     """A gRPC server over one `Transfer`, and UCX where it is installed. Serves until `stop`.
 
-    UCX has crashed processes: services have `OwnerProcess` run it apart from them.
+    UCX has crashed processes, so services run this in an `OwnerProcess`.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class TransferOwner:
         use_ucx: bool = True,
         socket: Path | None = None,
     ) -> None:
-        """Serve at `host:port` (0: any free port), to callers that send `token`; other hosts reach
-        it at the host `advertise`. `settings`: of calls to other owners. `socket`: for processes
-        that share its directory and not its loopback, as containers do.
+        """Serve at `host:port` (0: any free port), for callers that send `token`; other hosts reach
+        it at the host `advertise`. `settings`: for calls to other owners. `socket`: for processes
+        that share its directory but not its loopback, such as containers.
 
-        `credentials` turns TLS on for requests and checksums; bytes in UCX are in the clear and
-        verified against those. Raises Unavailable when the port is taken.
+        `credentials` turns TLS on for requests and checksums; bytes in UCX are not encrypted but
+        verified against the checksums. Raises Unavailable if the port is taken.
         """
         self._transfer, self._use_ucx = transfer, use_ucx
-        # The caller repeats a fetch: it may know other owners by then.
+        # The caller repeats a fetch, since it may know other owners by then.
         settings = settings or ClientSettings(token=token)
         self._settings = settings.model_copy(update={"retry": NO_RETRY})
         self._arrivals, self._held, self._lanes = IncomingStates(), PinnedStates(), LanePool()
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
-        # More threads than readers, so that descriptions do not wait for a long read.
+        # More threads than readers, so that descriptions do not wait for long reads.
         self._server = grpc.server(
             ThreadPoolExecutor(_MOST_READERS + 8, thread_name_prefix="transfer-owner"),
             interceptors=[*([] if token is None else [Bearer(token)]), TypedErrors()],
@@ -93,7 +93,7 @@ class TransferOwner:
         try:
             bound = self._listen(join_address(host, port), credentials)
             if socket is not None:
-                # Processes that may enter its directory may read and write the states anyhow.
+                # Processes with access to its directory can read and write the states anyway.
                 self._listen(f"unix:{socket}", None)
         except RuntimeError as error:
             raise Unavailable(
@@ -136,7 +136,7 @@ class TransferOwner:
             except TroupeError as error:
                 log.warning("%s: not from %s: %s", request.key, address, error)
                 failure = error
-                # gRPC answers UNKNOWN for an address that is none.
+                # gRPC returns UNKNOWN for an invalid address.
                 if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
                     failure = Unavailable(
                         error.message, kind="transfer_owner_away", field="owner", value=address
@@ -147,7 +147,7 @@ class TransferOwner:
                 reason=fetched.choice.reason,
                 retries=counters.retries(),
             )
-        raise failure or KeyNotFound(request.key, "no owner is known that could have it")
+        raise failure or KeyNotFound(request.key, "no known owner has it")
 
     def _peer(self, address: str) -> Peer:
         with self._lock:

@@ -1,4 +1,5 @@
-"""The file of a state that is being fetched: invisible under its key until it is complete."""
+"""The file of a state that is being fetched, which is invisible under its key until it is
+complete."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _NAP_SECONDS: Final = 1.0
 class PartialState:
     """The file and its chunks. `data` is the writable section of tensors.
 
-    One thread fills it; others may wait for chunks that they hand on to other hosts.
+    One thread fills it; others may wait for chunks, to forward them to other hosts.
     """
 
     def __init__(self, path: Path, manifest: Manifest, pool: SegmentPool | None) -> None:
-        """Allocate the whole file, or continue the one that a dead process left. Raises OSError."""
+        """Allocate the whole file, or continue a file left by a dead process. Raises OSError."""
         self.path, self.manifest = path, manifest
         self.chunks = chunks_of(manifest)
         head = blob.prefix(manifest)
@@ -46,7 +47,7 @@ class PartialState:
         # Why no more chunks will arrive.
         self._failure: TroupeError | None = None
         self.published = False
-        """Whether the complete file is under its key."""
+        """Whether the complete file is visible under its key."""
         self._changed = threading.Condition()
         if self._writer.resumed:
             self.missing = {i for i in self.missing if self.chunks[i].damaged(self.data)}
@@ -58,7 +59,7 @@ class PartialState:
         return len(self.chunks) - len(self.missing)
 
     def take_from(self, base: Manifest, data: memoryview) -> int:
-        """Copy the chunks that this state shares with another one; returns their bytes."""
+        """Copy the chunks that this state shares with another one, and return their bytes."""
         there = {span.checksum: span for span in spans_of(base)}
         copied = 0
         for index in sorted(self.missing):
@@ -77,13 +78,13 @@ class PartialState:
         return copied
 
     def arrived(self, index: int) -> None:
-        """Note that a chunk has arrived and was verified."""
+        """Record that a chunk has arrived and was verified."""
         with self._changed:
             self.missing.discard(index)
             self._changed.notify_all()
 
     def wait(self, index: int, timeout: float) -> memoryview | None:
-        """The bytes of a chunk; None when they have not arrived within `timeout` seconds.
+        """Return the bytes of a chunk; None when they have not arrived within `timeout` seconds.
 
         Raises Unavailable when they never will.
         """
@@ -109,8 +110,8 @@ class PartialState:
         segments.mark(self.path, "fetched", address)
 
     def fail(self, error: BaseException) -> None:
-        """End the fetch with `error`. Chunks that have arrived are kept for a later attempt, unless
-        the error says that they are of no use."""
+        """End the fetch with `error`. Arrived chunks are kept for a later attempt, unless the error
+        shows that they are useless."""
         no_use = isinstance(error, Corrupt | KeyNotFound | StorageFull)
         with self._changed:
             self._failure = error if isinstance(error, TroupeError) else Unavailable(repr(error))
@@ -120,7 +121,8 @@ class PartialState:
 
 @contextlib.contextmanager
 def partial_state_in(segments: SegmentStore, manifest: Manifest) -> Iterator[PartialState]:
-    """A partial state in the first root of `segments` that has room; the block's error ends it.
+    """Yield a partial state in the first root of `segments` that has room; an error of the block
+    ends it.
 
     Raises StorageFull.
     """
@@ -144,7 +146,7 @@ def _made(segments: SegmentStore, manifest: Manifest) -> PartialState:
                     raise
             if pool is None or again:
                 break
-            # The pooled files take the room that this state needs.
+            # The pooled files occupy the room that this state needs.
             pool.close()
             pool.sweep(0)
         log.warning("%s: no room for %d bytes in %s", manifest.key, manifest.num_bytes, root)

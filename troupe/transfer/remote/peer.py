@@ -1,7 +1,7 @@
-"""Fetching states of other hosts: `Peer` is the client of the owner on another host.
+"""Fetching states from other hosts: `Peer` is the client of the owner on another host.
 
-`Describer` asks what a state is and from whom to read it, `Fetch` brings its missing chunks,
-through UCX or gRPC, until all are there and verified or the deadline passes.
+`Describer` asks for the description and source of a state; `Fetch` gets its missing chunks through
+UCX or gRPC until all are verified or the deadline passes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 log = logging.getLogger(__name__)
 
-# A chunk that arrived damaged so many times is damaged at its source.
+# After this number of damaged arrivals, a chunk counts as damaged at its source.
 _MOST_CORRUPT: Final = 3
-# After so many UCX failures without a chunk in between, gRPC is used.
+# After this number of UCX failures without a chunk in between, gRPC is used.
 _MOST_BROKEN_LANES: Final = 2
 _BACKOFF_SECONDS: Final = (0.05, 2.0)
 
@@ -57,7 +57,7 @@ Reroute = Callable[[Sequence[str]], StateSource]
 
 
 class Fetch:
-    """Brings the missing chunks of a partial state, from one source after another."""
+    """The fetch of the missing chunks of a partial state, from one source after another."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class Fetch:
         checker: ThreadPoolExecutor,
         begun: LaneRead | None = None,
     ) -> None:
-        """`source`: the owner itself, or a reader that it named. `begun`: a read of all chunks."""
+        """Create the fetch. `source`: the owner itself, or a reader that it named. `begun`: a
+        started read of all chunks."""
         self._part, self._owner, self._source = part, owner, source
         self._reroute, self._counters, self._deadline = reroute, counters, deadline
         self._lanes, self._checker, self._begun = lanes, checker, begun
@@ -82,7 +83,7 @@ class Fetch:
         self._broken = 0
 
     def run(self) -> Choice:
-        """Bring all chunks; returns how they came. Raises what `Peer.fetch` does."""
+        """Get all chunks, and return the transport. Raises the errors of `Peer.fetch`."""
         pause = _BACKOFF_SECONDS[0]
         while self._part.missing:
             here, left = self._part.num_here, self._left()
@@ -95,7 +96,7 @@ class Fetch:
                 log.info("%s: %d chunks are missing: %s", self._key, missing, error)
                 failure: Exception = error
             except (NotFound, DataLoss, FailedPrecondition) as error:
-                # The copy of a reader that hands it on may be damaged when the owner's is not.
+                # A forwarding reader's copy may be damaged even if the owner's is not.
                 handed_on = self._source.address != self._owner.address
                 if (isinstance(error, Corrupt) and not handed_on) or not self._another(error):
                     raise
@@ -153,7 +154,7 @@ class Fetch:
         )
 
     def _another(self, error: TroupeError) -> bool:
-        """Whether another way is left after an answer that repeating will not change."""
+        """Return whether another transport or source is left after a permanent error."""
         source = self._source
         if error.kind == kinds.TRANSFER_NO_UCX:
             self._source = StateSource(source.address, source.stub, "ucx_not_there", False)
@@ -176,13 +177,14 @@ class Fetch:
         return False
 
     def _leave_source(self) -> None:
-        """Read from another source than the reader that failed: the owner names it, or is it."""
+        """Change to another source than the failed reader: one that the owner names, or the owner
+        itself."""
         self._failed.append(self._source.address)
         try:
             self._source = self._reroute(self._failed)
         except TroupeError as error:
             log.info(
-                "%s: %s does not say where to go on: %s", self._key, self._owner.address, error
+                "%s: %s does not name another source: %s", self._key, self._owner.address, error
             )
             self._source = self._owner
 
@@ -212,7 +214,8 @@ _DESCRIBE_SECONDS: Final = 20.0
 
 
 class Describer:
-    """Asks the owner at `address` what a state is, for a reader that serves at `serves_at`."""
+    """A client that asks the owner at `address` for descriptions, for a reader that serves at
+    `serves_at`."""
 
     def __init__(self, address: str, stub: transfer_grpc.TransferOwnerStub, serves_at: str) -> None:
         self._address, self._stub, self._serves_at = address, stub, serves_at
@@ -220,7 +223,7 @@ class Describer:
     def request(
         self, key: str, expected: str | None, failed: Sequence[str] = ()
     ) -> transfer_pb.DescribeStateRequest:
-        """The request. `failed`: sources that did not answer."""
+        """Return the request. `failed`: sources that did not answer."""
         return transfer_pb.DescribeStateRequest(
             key=key, checksum=expected or "", reader=self._serves_at, failed=failed
         )
@@ -233,10 +236,10 @@ class Describer:
         failed: Sequence[str] = (),
         begun: LaneRead | None = None,
     ) -> tuple[Manifest, transfer_pb.DescribeStateResponse]:
-        """The manifest and description of `key` there (with the checksum `expected`), until
-        `deadline` of the monotonic clock. `begun`: a read whose request asked for them.
+        """Return the manifest and description of `key` there (with the checksum `expected`), until
+        `deadline` on the monotonic clock. `begun`: a started read whose request asked for them.
 
-        Raises KeyNotFound, Corrupt, TransferTimeout, Unavailable, and whatever else the owner says.
+        Raises KeyNotFound, Corrupt, TransferTimeout, Unavailable, and other errors of the owner.
         """
         try:
             left = within(deadline)
@@ -248,7 +251,7 @@ class Describer:
             raise KeyNotFound(key, f"not at {self._address}: {error.message}") from error
         except DeadlineExceeded as error:
             if time.monotonic() >= deadline:
-                raise TransferTimeout(key, f"{self._address} did not say what it is") from error
+                raise TransferTimeout(key, f"{self._address} did not describe it") from error
             # Other owners may have it.
             raise Unavailable(
                 f"{self._address} did not describe {key} within {_DESCRIBE_SECONDS:g} s: "
@@ -262,16 +265,16 @@ class Describer:
         try:
             manifest = Manifest.from_json(answer.manifest)
         except ValueError as error:
-            raise Corrupt(key, f"{self._address} describes it wrongly: {error}") from error
+            raise Corrupt(key, f"{self._address} sent an invalid description: {error}") from error
         if manifest.key != key:
             raise Corrupt(key, f"{self._address} describes '{manifest.key}' instead")
         if expected and manifest.checksum != expected:
-            raise KeyNotFound(key, f"{self._address} holds another content")
+            raise KeyNotFound(key, f"{self._address} has different content")
         return manifest, answer
 
 
 def within(deadline: float) -> float:
-    """Seconds that a description may take until `deadline`."""
+    """Return the seconds that a description may take until `deadline`."""
     return min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))
 
 
@@ -295,18 +298,19 @@ class IncomingStates:
                 del self._parts[name]
 
     def find(self, key: str, checksum: str) -> PartialState | None:
-        """The state of this key and checksum ("": of any content), if it is being fetched."""
+        """Return the state of this key and checksum ("": of any content), if it is being
+        fetched."""
         with self._lock:
             if checksum:
                 return self._parts.get((key, checksum))
             return next((part for (k, _), part in self._parts.items() if k == key), None)
 
 
-# How long to wait for a reader that was named as source to answer.
+# Time limit of the answer of a reader that was named as source.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
-# Threads that verify: more than an owner ever has fetches. With fewer, two hosts could wait for
-# each other's chunks for ever.
+# Number of verifying threads, more than an owner ever has fetches. With fewer, two hosts could wait
+# for each other's chunks forever.
 _MOST_FETCHES: Final = 64
 
 
@@ -324,10 +328,11 @@ class Peer:
         arrivals: IncomingStates | None = None,
         lanes: LanePool | None = None,
     ) -> None:
-        """`deadline_seconds` bounds a fetch whose caller names no time.
+        """Connect to the owner. `deadline_seconds` bounds a fetch whose caller does not give a
+        time.
 
-        `serves_at`: the address of the owner in this process, which hands on what is being fetched
-        from `arrivals`. `lanes`: where UCX lanes are kept between fetches.
+        `serves_at`: the address of the owner in this process, which forwards the states being
+        fetched from `arrivals`. `lanes`: the pool of UCX lanes between fetches.
         """
         self.address = address
         self.deadline_seconds = deadline_seconds
@@ -341,7 +346,7 @@ class Peer:
         self._channels: dict[str, grpc.Channel] = {}
         self._stub = self._stub_of(address)
         self._describer = Describer(address, self._stub, serves_at)
-        # How the owner was read from the last time.
+        # How the owner was last read.
         self._last: StateSource | None = None
 
     def close(self) -> None:
@@ -360,12 +365,12 @@ class Peer:
     def fetch(
         self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters
     ) -> FetchedState:
-        """See `sources.FetchSource.fetch`. Repeats after failures with the chunks that are missing,
-        until the deadline. A state is visible when all of it is verified; a host fetches it once,
-        however many of its processes ask.
+        """See `sources.FetchSource.fetch`. After failures the missing chunks are requested again,
+        until the deadline. A state becomes visible when all of it is verified; a host fetches it
+        only once, even if several processes request it.
 
-        Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable when the owner did
-        not answer at all; Unauthenticated.
+        Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable if the owner did not
+        answer at all; Unauthenticated.
         """
         segments, key, deadline = self._segments(tuple(roots)), wanted.key, wanted.deadline
         path = segments.paths(key)[0]
@@ -397,17 +402,17 @@ class Peer:
                 begun.cancel()
 
     def delete(self, keys: Collection[str], *, timeout: float = 20.0) -> int:
-        """Delete states without a version there; returns how many there were.
+        """Delete states without a version at the owner, and return their number.
 
-        Raises InvalidArgument for a key with a version: its owner frees those.
+        Raises InvalidArgument for a key with a version, which only its publisher frees.
         """
         request = transfer_pb.DeleteStatesRequest(keys=keys)
         deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
         return deleted
 
     def _begin(self, wanted: StateRequest, path: Path) -> LaneRead | None:
-        """Begin a read of the whole state for `path` that also asks for its description; None where
-        another host may send it, or it is not likely to be needed."""
+        """Begin a read of the whole state for `path` that also asks for its description; None if
+        another host may send it, or if it is probably not needed."""
         last = self._last
         if last is None or last.why_not_ucx or not last.message_bytes or wanted.base:
             return None
@@ -475,7 +480,7 @@ class Peer:
         origin: StateSource,
         deadline: float,
     ) -> StateSource:
-        """The source that `answer` names, if it answers; else the owner itself."""
+        """Return the source that `answer` names, if it answers; else the owner itself."""
         if not answer.source:
             return origin
         stub = self._stub_of(answer.source)
@@ -485,7 +490,7 @@ class Peer:
             try:
                 there = stub.DescribeState(request, timeout=within(until))
             except TroupeError as error:
-                # It may have been asked for the state as lately as this host.
+                # It may have requested the state as recently as this host.
                 if isinstance(error, NotFound) and time.monotonic() < until:
                     time.sleep(_NAP_SECONDS)
                     continue

@@ -28,19 +28,20 @@ from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 log = logging.getLogger(__name__)
 
-# Gives owners that may have a key (with this checksum), likely ones first. May raise Unavailable.
+# Returns owners that may have a key (with this checksum), likely ones first. May raise Unavailable.
 Locate = Callable[[str, str | None], Sequence[str]]
 
-# How long an owner that died is waited for.
+# How long to wait for the restart of a dead owner.
 _PATIENCE_SECONDS: Final = 20.0
 _NAP_SECONDS: Final = 0.2
 
 
 class HostOwner:
-    """A `FetchSource`: has the owner process at `address`, on this host, fetch states. Thread-safe.
+    """A `FetchSource` that lets the owner process at `address`, on this host, fetch states.
+    Thread-safe.
 
-    UCX stays out of the caller's process; if the owner crashes, the fetch is repeated once it runs
-    again.
+    UCX stays out of the caller's process; if the owner crashes, the fetch is repeated after its
+    restart.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class HostOwner:
         locate: Locate,
         deadline_seconds: float = 600.0,
     ) -> None:
-        """`locate` is called before every attempt."""
+        """Connect to the owner. `locate` is called before every attempt."""
         self.address = address
         self.deadline_seconds = deadline_seconds
         self._locate = locate
-        # Calls are repeated here, each time with the owners that `locate` names then.
+        # Calls are repeated here, each time with the current owners from `locate`.
         settings = (settings or ClientSettings()).model_copy(update={"retry": NO_RETRY})
         self._channel = connect_sync(address, settings)
         self._stub = transfer_grpc.TransferOwnerStub(self._channel)
@@ -79,7 +80,7 @@ class HostOwner:
             )
             left = wanted.deadline - time.monotonic()
             if left <= 0:
-                raise TransferTimeout(key, f"the owner at {self.address} did not bring it in time")
+                raise TransferTimeout(key, f"the owner at {self.address} did not fetch it in time")
             try:
                 answer = self._stub.FetchState(request, timeout=left)
                 break
@@ -94,7 +95,7 @@ class HostOwner:
                     raise StorageFull(key, error.message) from error
                 failure: ResourceExhausted | Unavailable = error.with_traceback(None)
             except Unavailable as error:
-                # This host's owner is away, or all others that may have the state.
+                # This host's owner is unavailable, or all others that may have the state.
                 failure = error.with_traceback(None)
             if time.monotonic() > patience:
                 try:
@@ -114,7 +115,7 @@ class HostOwner:
 
 _READY_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 8.0
-# After a process that died sooner than this after its start, the pause before the next one grows.
+# If a process dies sooner than this after its start, the pause before the next start grows.
 _STEADY_SECONDS: Final = 30.0
 _BACKOFF_SECONDS: Final = (0.1, 10.0)
 
@@ -122,8 +123,8 @@ _BACKOFF_SECONDS: Final = (0.1, 10.0)
 class OwnerProcess:
     """The supervised owner process of a host's states: UCX may crash it, never its parent.
 
-    It is started again at the same port after a crash; readers then continue with the chunks that
-    they miss. It ends with its parent, however that ends.
+    It is restarted at the same port after a crash; readers then continue with their missing chunks.
+    It ends with its parent, even if the parent is killed.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class OwnerProcess:
     ) -> None:
         """Start it and wait until it serves at `host:port` (0: any free port).
 
-        Others reach it at the host `advertise`, processes that share `roots` also at `socket`.
-        `settings`: the cluster's token and authority, both for its callers and for its calls.
+        Others reach it at the host `advertise`, and processes that share `roots` also at `socket`.
+        `settings`: the cluster's token and authority, for its callers and for its own calls.
         `tls_cert` and `tls_key` (PEM) turn TLS on.
 
-        Raises Unavailable when it does not serve within a minute.
+        Raises Unavailable if it does not serve within a minute.
         """
         settings = settings or ClientSettings()
         token = settings.token
@@ -172,7 +173,8 @@ class OwnerProcess:
         self._failure: Unavailable | OSError | None = None
         self.port = port
         self.restarts = 0
-        # This thread makes all starts: the kernel ends a child with the thread that started it.
+        # This thread does all starts, since the kernel ends a child together with the thread that
+        # started it.
         self._keeper = threading.Thread(target=self._keep, name="transfer-keeper", daemon=True)
         self._keeper.start()
         self._begun.wait()
@@ -183,7 +185,7 @@ class OwnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that serves now."""
+        """Id of the process that serves now."""
         assert self._process is not None
         return self._process.pid
 
@@ -205,7 +207,7 @@ class OwnerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Leave the cores to the processes that compute on this host.
+            # Leaves the cores to the computing processes of this host.
             env={"OMP_NUM_THREADS": "1", **os.environ},
             # Ctrl-C is handled by its parent, which stops it in order.
             start_new_session=True,
@@ -214,7 +216,7 @@ class OwnerProcess:
         assert process.stdout is not None
         answer = ""
         try:
-            # By a pipe: a list of processes or an environment would show the token.
+            # Sent by a pipe: a process list or an environment would show the token.
             process.stdin.write(json.dumps(self._config) + "\n")
             process.stdin.flush()
             if select.select([process.stdout], [], [], _READY_SECONDS)[0]:
@@ -231,7 +233,7 @@ class OwnerProcess:
                 kind="transfer_owner_away",
                 field="port",
                 value=self._config["port"],
-                remedy="Its log says why. Choose another port if it is taken.",
+                remedy="See its log. Choose another port if this one is taken.",
             )
         return process, int(answer)
 
@@ -259,7 +261,7 @@ class OwnerProcess:
                 started = self._again()
 
     def _again(self) -> bool:
-        """Start another process; returns whether it serves."""
+        """Start another process, and return whether it serves."""
         with self._lock:
             if self._closed.is_set():
                 return False

@@ -1,7 +1,7 @@
-"""Reading a state from its owner: the chunks of its file through UCX, or in gRPC messages.
+"""Reading a state from its owner: its file's chunks arrive through UCX or in gRPC messages.
 
-With UCX the bytes go straight into the file that will be mapped, and are verified as they arrive.
-The call `ReadState` then carries no bytes: its stream says that the owner lives, and how the read
+With UCX the bytes go directly into the file that will be mapped, and are verified as they arrive.
+The call `ReadState` then carries no bytes: its stream shows that the owner lives, and how the read
 ended.
 """
 
@@ -30,7 +30,7 @@ from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 
 class StreamReader:
-    """A gRPC stream that a thread of its own reads, so that callers can wait with a deadline.
+    """A gRPC stream read by a separate thread, so that callers can wait with a deadline.
 
     `first`: its first message; None before that. `failure`: the error that ended it, if any.
     """
@@ -51,7 +51,8 @@ class StreamReader:
             raise self.failure
 
     def begins(self, timeout: float) -> Any:
-        """The first message. Raises the stream's error, or DeadlineExceeded after `timeout` s."""
+        """Return the first message. Raises the stream's error, or DeadlineExceeded after `timeout`
+        s."""
         if not self._begun.wait(timeout):
             raise DeadlineExceeded(f"no message within {timeout:g} s")
         if self.first is None:
@@ -60,8 +61,8 @@ class StreamReader:
         return self.first
 
     def then(self, after: Callable[[bool], None]) -> None:
-        """Call `after` once the stream has ended (at its deadline at the latest) with whether it
-        ended without an error; in this thread or in the stream's."""
+        """Call `after`, in this thread or the stream's, once the stream has ended (at its deadline
+        at the latest); its argument is whether the stream ended without an error."""
         with self._lock:
             if not self._ended:
                 self._after = after
@@ -87,26 +88,26 @@ class StreamReader:
                 after(self.failure is None)
 
 
-# Bytes that UCX copies at once out of another process: source and copy fit in a core's own cache,
+# Bytes that UCX copies at a time from another process: source and copy fit in a core's own cache,
 # where they are hashed several times as fast as a whole chunk.
 STEP_BYTES: Final = 512 << 10
 _WORD: Final = 8
-# As likely as any other word to be part of the data: then progress is underestimated, never more.
+# If the data contain this word, progress is only underestimated.
 _MARK: Final = secrets.randbits(8 * _WORD)
 
 
 class ReceiveWatermark:
-    """How much of a message has arrived, before all of it has.
+    """A measure of how much of a message has arrived, before it is complete.
 
     A random word is written at the end of every `step` bytes (a multiple of 8) of the receive
-    buffer. Transports within a machine write in order, whole words, in the polling thread: what
-    lies before a word that was overwritten has arrived. The rest of the last step is not seen.
+    buffer. Transports within a machine write whole words in order, in the polling thread: all bytes
+    before an overwritten word have arrived. The rest of the last step is not noticed.
     """
 
     def __init__(self, memory: memoryview, step: int = STEP_BYTES) -> None:
         self._step = step // _WORD
         self._words = memory[: len(memory) // step * step].cast("Q")
-        # The next one to be overwritten.
+        # The next word to be overwritten.
         self._next = self._step - 1
         for place in range(self._next, len(self._words), self._step):
             self._words[place] = _MARK
@@ -117,16 +118,16 @@ class ReceiveWatermark:
         return self._next < len(self._words) and self._words[self._next] != _MARK
 
     def upto(self) -> int:
-        """The number of first bytes that have arrived, at least."""
+        """Return a lower bound of the number of first bytes that have arrived."""
         while self.passed:
             self._next += self._step
         return (self._next + 1 - self._step) * _WORD
 
 
-# Called with a chunk and the name of a tensor of it that arrived damaged, "" for none.
+# Called with a chunk and the name of a damaged tensor in it, "" for none.
 Arrived = Callable[[int, str], None]
 
-# Receives that wait ahead of the owner's sends.
+# Number of receives posted ahead of the owner's sends.
 _WINDOW: Final = 16
 _IDLE_SECONDS: Final = 30.0
 
@@ -170,7 +171,7 @@ def receive_by_two(
         if failures:
             raise failures[0]
     except BaseException as error:
-        # Also when this thread was interrupted: the other must not drive its lane any longer.
+        # Also if this thread was interrupted: the other must not drive its lane any longer.
         failures.append(error)
         wait([second])
         raise
@@ -188,10 +189,10 @@ def receive(
     message_bytes: int = 0,
 ) -> None:
     """Receive the chunks of `due`, each with its first tag, in order, in messages of
-    `message_bytes` (0: one message per chunk). `check` raises when the owner has ended.
+    `message_bytes` (0: one message per chunk). `check` raises an error if the owner has ended.
 
     Without `checker` this thread verifies: through shared memory each step while it is in the
-    cache, else each message once the next receive is posted; meanwhile data waits in the kernel, or
+    cache, else each message after the next receive is posted; meanwhile data waits in the kernel or
     at the owner.
     """
     flying: deque[_Message] = deque()
@@ -227,7 +228,8 @@ def receive(
             for index, damaged in checks.over():
                 arrived(index, damaged)
     finally:
-        # Also what arrived before a failure; and no thread may hash memory that is freed next.
+        # Also the bytes that arrived before a failure; and no thread may hash memory that is freed
+        # next.
         checks.end()
         for index, damaged in checks.over():
             arrived(index, damaged)
@@ -240,23 +242,24 @@ class _Message:
     chunk: int
     begin: int
     end: int
-    # Tells how much of it has arrived before it is complete, where the transport allows that.
+    # Shows how much of it has arrived before it is complete, if the transport allows that.
     marks: ReceiveWatermark | None
     request: Any
 
     def more(self) -> bool:
-        """Whether it is complete, or more has arrived than before. Called after every step."""
+        """Return whether the message is complete or more of it has arrived than before. Called
+        after every step."""
         return self.request.completed or (self.marks is not None and self.marks.passed)
 
     def upto(self) -> int:
-        """The number of the chunk's first bytes that have arrived."""
+        """Return the number of the chunk's first bytes that have arrived."""
         return self.begin if self.marks is None else self.begin + self.marks.upto()
 
 
 def _messages(
     part: PartialState, due: Sequence[tuple[int, int]], message_bytes: int
 ) -> Iterator[tuple[int, int, memoryview, int]]:
-    """Every message of the read: chunk, end in the chunk, buffer, tag."""
+    """Yield every message of the read: chunk, end in the chunk, buffer, tag."""
     for index, tag in due:
         memory = part.chunks[index].of(part.data)
         for number, (at, stop) in enumerate(messages_of(len(memory), message_bytes)):
@@ -264,10 +267,11 @@ def _messages(
 
 
 class _Checks:
-    """Verifies chunks of a partial state: in a thread of `pool`, or without one in the caller's.
+    """The verification of a partial state's chunks, in a thread of `pool`, or without one in the
+    caller's.
 
     One task of the pool verifies all chunks: a task per chunk would cost the receiving thread a
-    fifth of what the hashing does.
+    fifth of the hashing time.
     """
 
     def __init__(self, part: PartialState, pool: ThreadPoolExecutor | None) -> None:
@@ -278,14 +282,15 @@ class _Checks:
         self._task = None if pool is None else pool.submit(self._check_due)
 
     def upto(self, index: int, nbytes: int) -> None:
-        """Note that the first `nbytes` of a chunk have arrived."""
+        """Record that the first `nbytes` of a chunk have arrived."""
         if self._task is None:
             self._check(index, nbytes)
         else:
             self._due.put((index, nbytes))
 
     def over(self) -> Iterator[tuple[int, str]]:
-        """Chunks verified since the last call, each with the name of a damaged tensor or ""."""
+        """Yield chunks verified since the last call, each with the name of a damaged tensor or
+        ""."""
         while self._over:
             yield self._over.popleft()
 
@@ -306,13 +311,14 @@ class _Checks:
         check = self._now[1]
         check.upto(nbytes)
         if nbytes == chunk.nbytes:
-            # Once more as a whole: bytes may have arrived in another order than they were hashed.
+            # Checked again as a whole: bytes may have arrived in a different order than they were
+            # hashed.
             self._over.append((index, check.damaged and chunk.damaged(self._part.data)))
             self._now = None
 
 
 def _core() -> int:
-    """The core that this thread runs on; -1 where the system does not tell."""
+    """Return the core that this thread runs on; -1 where the system does not tell."""
     with contextlib.suppress(OSError, AttributeError):
         return int(ctypes.CDLL(None).sched_getcpu())
     return -1
@@ -321,7 +327,8 @@ def _core() -> int:
 def _leave(core: int) -> None:
     """Move this thread away from `core`; afterwards the scheduler may place it as before.
 
-    Linux wakes a thread where its waker runs: the two took turns on one core for some 4 ms.
+    Linux wakes a thread on its waker's core: otherwise the two would take turns on one core for
+    some 4 ms.
     """
     may = os.sched_getaffinity(0)
     if others := may - {core}:
@@ -330,10 +337,10 @@ def _leave(core: int) -> None:
             os.sched_setaffinity(0, may)
 
 
-# After all bytes have arrived: how long to wait for the owner to end the stream.
+# How long to wait for the owner to end the stream after all bytes have arrived.
 _END_SECONDS: Final = 2.0
 # Cores that a TCP read keeps busy: the receiver's, and the kernel's (between containers of one
-# host, the sender's). A thread that verifies beside them needs a third.
+# host, the sender's). A verifying thread needs a third core.
 _BUSY_CORES: Final = 2
 
 
@@ -343,10 +350,10 @@ class StateSource:
 
     address: str
     stub: transfer_grpc.TransferOwnerStub = field(compare=False)
-    # Why UCX cannot be used; "" when it can.
+    # Why UCX cannot be used; "" if it can.
     why_not_ucx: str
     near: bool
-    # Lanes of one reader that it sends to at once.
+    # Number of lanes of one reader to which it sends simultaneously.
     lanes: int = 1
     # Bytes of one message of a chunk; 0: one message per chunk.
     message_bytes: int = 0
@@ -361,7 +368,7 @@ def by_messages(
 ) -> None:
     """Read the chunks of `request` in gRPC messages into `part`, calling `arrived` for each.
 
-    Raises TroupeError; chunks that arrived before stay.
+    Raises TroupeError; chunks that arrived before are kept.
     """
     stream: Any = stub.ReadState(request, timeout=timeout)
     messages = iter(stream)
@@ -386,7 +393,7 @@ def by_messages(
                 check.upto(at)
             arrived(index, chunk.spans[0].name if short else check.damaged)
             if short:
-                raise Unavailable("a chunk had another length", kind="transfer_cut_short")
+                raise Unavailable("a chunk had the wrong length", kind="transfer_cut_short")
         _see_end(stream, messages)
     finally:
         stream.cancel()
@@ -394,7 +401,7 @@ def by_messages(
 
 def _see_end(stream: Any, messages: Iterator[Any]) -> None:
     """Read the stream to its end. An owner whose stream is cancelled after the last message cannot
-    know that all of it arrived, and would keep the state for another attempt half a minute."""
+    know that everything arrived, and would keep the state for half a minute for another attempt."""
     late = threading.Timer(_END_SECONDS, stream.cancel)
     late.daemon = True
     late.start()
@@ -404,11 +411,11 @@ def _see_end(stream: Any, messages: Iterator[Any]) -> None:
 
 
 class LaneRead:
-    """A read through UCX that has begun: the owner sends as soon as receives are posted.
+    """A started read through UCX, in which the owner sends as soon as receives are posted.
 
-    Through shared memory the receiver's core copies: where the owner offers two lanes, two threads
-    each receive and verify every other chunk. Otherwise a second thread verifies where a core is
-    free for it; without one, chunks come in messages that are verified while in the cache.
+    Through shared memory the receiver's core copies: if the owner offers two lanes, two threads
+    each receive and verify every other chunk. Otherwise a second thread verifies if a core is free
+    for it; if not, chunks arrive in messages that are verified while in the cache.
     """
 
     def __init__(
@@ -449,8 +456,8 @@ class LaneRead:
         return bool(self._taken)
 
     def described(self, timeout: float) -> transfer_pb.DescribeStateResponse | None:
-        """The description of the state, where the request asked for it. When the owner could not be
-        reached the read is cancelled, and None returned. Raises TroupeError."""
+        """Return the description of the state if the request asked for it. If the owner cannot be
+        reached, cancel the read and return None. Raises TroupeError."""
         try:
             first: transfer_pb.StateChunk = self._stream.begins(timeout)
         except NotFound:
@@ -469,8 +476,8 @@ class LaneRead:
         arrived: Arrived,
         checker: ThreadPoolExecutor,
     ) -> None:
-        """Receive the chunks into `part`, verifying them. A thread of `checker` drives the second
-        lane, or verifies what the only one receives. Raises TroupeError or LaneBroken.
+        """Receive the chunks into `part`, and verify them. A thread of `checker` drives the second
+        lane, or verifies the chunks of the only lane. Raises TroupeError or LaneBroken.
         """
         size = self._message_bytes
         tags = PIECE_BYTES // size if size else 1
@@ -484,8 +491,8 @@ class LaneRead:
         except BaseException as error:
             self.cancel(owner_lives=not isinstance(error, LaneBroken | Unavailable))
             raise
-        # All bytes are verified. The owner still releases its file, which takes a tenth of the time
-        # that sending it did: the lanes are free after that, but the caller need not wait for it.
+        # All bytes are verified. The owner still releases its file, which takes a tenth of the
+        # sending time. The lanes are free after that, but the caller need not wait.
         taken, self._taken = self._taken, []
         self._stream.then(lambda well: self._end(taken, well=well))
 
@@ -515,5 +522,5 @@ class LaneRead:
 
 
 def _cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -43,12 +43,12 @@ from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 
 # Messages in flight through one lane.
 _WINDOW: Final = 16
-# Bytes of one gRPC message: gRPC copies each several times, so they are small.
+# Bytes of one gRPC message, which is small because gRPC copies it several times.
 MESSAGE_BYTES: Final = 2 << 20
-# Bytes of a UCX message, for readers that verify each as it arrives: half of a core's own cache.
-# (Each message costs some 20 us on either side.)
+# Bytes of a UCX message, for readers that verify each message as it arrives: half of a core's own
+# cache. (Each message costs some 20 us on either side.)
 UCX_MESSAGE_BYTES: Final = 1 << 20
-# A reader that takes nothing for so long is given up; it asks again if it is alive.
+# A reader that takes nothing for this time is abandoned; if it is alive, it asks again.
 _IDLE_SECONDS: Final = 30.0
 
 
@@ -60,7 +60,7 @@ class StoredState:
         self._lease = lease
 
     def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
-        """The bytes of a chunk."""
+        """Return the bytes of a chunk."""
         return self.chunks[index].of(self._lease.data)
 
 
@@ -73,9 +73,10 @@ class ArrivingState:
         self._stored: StoredState | None = None
 
     def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
-        """The bytes of a chunk, once they have arrived. Raises Unavailable when they do not."""
+        """Wait for a chunk to arrive, and return its bytes. Raises Unavailable if it does not
+        arrive."""
         if self._stored is None and self._part.published:
-            # From now on the file may be deleted and filled again: keep a lease on it.
+            # From now on the file may be deleted and refilled, so keep a lease on it.
             key = self._part.manifest.key
             manifest, lease = self._mappings.lease(self._transfer.opened(key))
             if manifest.checksum != self._part.manifest.checksum:
@@ -89,7 +90,7 @@ class ArrivingState:
                 raise ucx.LaneBroken("the reader went away")
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"chunk {index} did not come here within {_IDLE_SECONDS:g} s",
+                    f"chunk {index} did not arrive here within {_IDLE_SECONDS:g} s",
                     kind="transfer_source_failed",
                 )
         return arrived
@@ -104,8 +105,8 @@ def send(
     source: ServedState,
     alive: Callable[[], bool],
 ) -> None:
-    """Send the chunks in turns through `lanes`, from this thread; through shared memory the
-    receiver does the copying."""
+    """Send the chunks alternately through `lanes`, from this thread; through shared memory the
+    receiver copies."""
     size = request.lanes[0].message_bytes
     tags = PIECE_BYTES // size if size else 1
     flying: deque[tuple[ucx.Lane, Any]] = deque()
@@ -142,25 +143,26 @@ def _message(index: int, offset: int, data: memoryview) -> transfer_pb.StateChun
     return transfer_pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
 
 
-# How much longer than the first reader of a chain the last one may take. For more readers the owner
-# begins another chain, so that a slow reader holds up few others.
+# How much longer the last reader of a chain may take than the first. For more readers the owner
+# begins another chain, so that a slow reader delays only a few others.
 _LATE: Final = 0.25
 _LONGEST: Final = 16
 
 
 class ReaderTree:
-    """Which reader of a state reads from which other one: chains that begin at the owner."""
+    """The sources of a state's readers, which form chains that begin at the owner."""
 
     def __init__(self, num_chunks: int) -> None:
         self._longest = min(max(int(_LATE * num_chunks), 1), _LONGEST)
-        # Reader -> the reader that it reads from (None: the owner), in order of arrival.
+        # Reader -> its source (None: the owner), in order of arrival.
         self._source: dict[str, str | None] = {}
 
     def join(self, reader: str, failed: Iterable[str] = ()) -> str | None:
-        """The source of `reader`; None: the owner itself. `failed` did not answer it.
+        """Return the source of `reader`; None: the owner itself. `failed`: sources that did not
+        answer it.
 
-        A reader that joins again gets another source than those that failed and those that read
-        from it. Readers of a source that failed join again by themselves.
+        A reader that joins again gets a source that neither failed nor reads from it. Readers of a
+        failed source also join again.
         """
         below = self._below(reader)
         for address in failed:
@@ -172,17 +174,18 @@ class ReaderTree:
             for one in self._source
             if one not in busy and one not in below and 0 < self._depth(one) < self._longest
         ]
-        # The longest chain that is not too long; of equal ones the one that began first.
+        # The longest chain that is not too long; of equal chains the oldest.
         source = max(free, key=self._depth, default=None)
         self._source[reader] = source
         return source
 
     def leave(self, reader: str) -> None:
-        """Remove a reader: it is no source any more."""
+        """Remove a reader, which is then no longer a source."""
         self._source.pop(reader, None)
 
     def _depth(self, reader: str) -> int:
-        """The number of readers from the owner to this one; 0 when one between them has left."""
+        """Return the number of readers from the owner to this one; 0 if one between them has
+        left."""
         depth, at = 1, self._source[reader]
         while at is not None:
             if at not in self._source:
@@ -191,7 +194,7 @@ class ReaderTree:
         return depth
 
     def _below(self, reader: str) -> set[str]:
-        """`reader`, and all that read from it directly or indirectly."""
+        """Return `reader`, and all that read from it directly or indirectly."""
         found = {reader}
         while True:
             more = {one for one, source in self._source.items() if source in found} - found
@@ -200,9 +203,9 @@ class ReaderTree:
             found |= more
 
 
-# A reader that got a description begins to read, or to read the rest, within this.
+# A reader that got a description must begin or resume reading within this time.
 _PIN_SECONDS: Final = 30.0
-# A reader tree without requests for so long is forgotten.
+# A reader tree without requests for this time is forgotten.
 _TREE_SECONDS: Final = 300.0
 
 
@@ -211,12 +214,12 @@ class _Pin:
     manifest: Manifest
     lease: Lease
     until: float
-    # Readers that got its description and have not read all of it.
+    # Number of readers that got its description and have not read all of it.
     readers: int = 0
 
 
 class PinnedStates:
-    """States that stay mapped for readers that got their description, though they be deleted; and
+    """States that stay mapped for readers that got their description, even after deletion; and
     their reader trees. Thread-safe."""
 
     def __init__(self) -> None:
@@ -233,16 +236,16 @@ class PinnedStates:
             hold.until = time.monotonic() + _PIN_SECONDS
 
     def find(self, key: str, checksum: str) -> tuple[Manifest, Lease]:
-        """The pinned state of this content. Raises NotFound."""
+        """Return the pinned state of this content. Raises NotFound."""
         with self._lock:
             hold = self._pins.get((key, checksum))
             if hold is None:
-                raise NotFound(f"no state of this content is kept of '{key}'")
+                raise NotFound(f"no state with this content is kept for '{key}'")
             hold.until = time.monotonic() + _PIN_SECONDS
             return hold.manifest, hold.lease
 
     def read(self, key: str, checksum: str) -> None:
-        """A reader has all of it."""
+        """Record that a reader has read all of it."""
         with self._lock:
             if (hold := self._pins.get((key, checksum))) is not None:
                 hold.readers -= 1
@@ -252,7 +255,7 @@ class PinnedStates:
     def source_for(
         self, manifest: Manifest, num_chunks: int, reader: str, failed: list[str]
     ) -> str:
-        """The address that `reader` reads from; "": this owner."""
+        """Return the address of the source of `reader`; "": this owner."""
         name = (manifest.key, manifest.checksum)
         with self._lock:
             tree = self._trees.get(name, (ReaderTree(num_chunks), 0.0))[0]
@@ -260,7 +263,7 @@ class PinnedStates:
             return tree.join(reader, failed) or ""
 
     def sweep(self) -> None:
-        """Unpin states and forget trees that were not asked for in time."""
+        """Unpin states and forget trees that were not requested in time."""
         now = time.monotonic()
         with self._lock:
             self._pins = {n: hold for n, hold in self._pins.items() if hold.until > now}
@@ -271,7 +274,7 @@ log = logging.getLogger(__name__)
 
 
 def from_here(peer: str) -> bool:
-    """Whether a caller, by gRPC's name `peer`, is a process of this host."""
+    """Return whether a caller, by gRPC's name `peer`, is a process of this host."""
     kind, _, place = peer.partition(":")
     if kind == "unix":
         return True
@@ -288,8 +291,8 @@ def abort(context: Any, error: TroupeError) -> NoReturn:
 
 
 class TypedErrors(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns exceptions of handlers, and requests that cannot be parsed, into typed errors; gRPC by
-    itself answers UNKNOWN."""
+    """An interceptor that turns exceptions of handlers, and requests that cannot be parsed, into
+    typed errors; gRPC itself would return UNKNOWN."""
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         handler = continuation(details)
@@ -332,7 +335,7 @@ def _typed(context: Any) -> Iterator[None]:
 
 
 class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses callers without the cluster's token."""
+    """An interceptor that refuses callers without the cluster's token."""
 
     def __init__(self, token: SecretStr) -> None:
         self._expected = f"Bearer {token.get_secret_value()}".encode()
@@ -356,16 +359,17 @@ class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-# Lanes of one reader: two of its cores copy and verify, which are all that the smallest hosts have.
+# Maximum lanes of one reader: two of its cores copy and verify, which are all cores of the smallest
+# hosts.
 MOST_LANES: Final = 2
-# The least bytes of a message: smaller ones would cost more than they gain.
+# Minimum bytes of a message: smaller ones would cost more than they gain.
 _LEAST_BYTES: Final = 512 << 10
-# Fetches a state of another host until a deadline (monotonic clock).
+# Fetches a state from another host, until a deadline (monotonic clock).
 FetchHere = Callable[[transfer_pb.FetchStateRequest, float], transfer_pb.FetchStateResponse]
 
 
 class Servicer(transfer_grpc.TransferOwnerServicer):
-    """Answers for the states of one `Transfer`, and for those that it is fetching."""
+    """The servicer of the states of one `Transfer`, including states that it is fetching."""
 
     def __init__(
         self,
@@ -382,7 +386,7 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
         self._lanes, self._mappings, self._fetch = lanes, mappings, fetch
         self._why_not = ucx.missing() if use_ucx else "switched off"
         if self._why_not:
-            log.warning("other hosts read from here through gRPC: %s", self._why_not)
+            log.warning("other hosts read from this host through gRPC: %s", self._why_not)
 
     def DescribeState(  # noqa: N802
         self, request: transfer_pb.DescribeStateRequest, context: grpc.ServicerContext
@@ -424,7 +428,7 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
         try:
             if not from_here(context.peer()):
                 raise FailedPrecondition(
-                    "only processes of its own host have an owner fetch",
+                    "an owner fetches only for processes of its own host",
                     kind="transfer_not_from_here",
                     field="peer",
                     value=context.peer(),
@@ -443,7 +447,7 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
             for key in request.keys:
                 if version_in(key) >= 0:
                     raise InvalidArgument(
-                        f"'{key}' has a version: who published it frees it",
+                        f"'{key}' has a version, so only its publisher frees it",
                         kind="transfer_versioned_key",
                         field="keys",
                         value=key,
@@ -490,7 +494,7 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
         return manifest
 
     def _source(self, request: transfer_pb.ReadStateRequest) -> ServedState:
-        """The source of the chunks that a request reads.
+        """Return the source of the chunks that a request reads.
 
         Raises NotFound; FailedPrecondition of kind "transfer_replaced" for another content.
         """
@@ -503,7 +507,7 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
             manifest, lease = self._mappings.lease(self._transfer.opened(request.key))
         if manifest.checksum != request.checksum:
             raise FailedPrecondition(
-                f"holds {manifest.checksum} by now",
+                f"has the content {manifest.checksum} now",
                 kind=kinds.TRANSFER_REPLACED,
                 field="checksum",
                 value=request.checksum,
@@ -530,8 +534,8 @@ class Servicer(transfer_grpc.TransferOwnerServicer):
             self._lanes.give(lane, address=asked.address)
 
     def _lane_to(self, asked: transfer_pb.UcxLane) -> ucx.Lane:
-        """A lane to a reader. Raises LaneBroken; FailedPrecondition where a near reader cannot be
-        reached."""
+        """Return a lane to a reader. Raises LaneBroken, and FailedPrecondition if a near reader
+        cannot be reached."""
         try:
             return self._lanes.take(near=asked.near, address=asked.address)
         except ucx.LaneBroken as error:
@@ -555,17 +559,17 @@ def _check(request: transfer_pb.ReadStateRequest, num_chunks: int) -> None:
             f"one reader has at most {MOST_LANES} lanes here",
             field="lanes",
             value=len(request.lanes),
-            remedy="Ask for no more than the state's description says.",
+            remedy="Request at most the number in the state's description.",
         )
     for asked in request.lanes:
         size = asked.message_bytes
         cuts = not size or (size >= _LEAST_BYTES and PIECE_BYTES % size == 0)
         if size != request.lanes[0].message_bytes or not cuts:
             raise InvalidArgument(
-                f"a chunk comes in messages of at least {_LEAST_BYTES} bytes that make it up",
+                f"a chunk must be divided into messages of at least {_LEAST_BYTES} bytes",
                 field="message_bytes",
                 value=size,
-                remedy="Ask for what the state's description says, in all lanes, or for none.",
+                remedy="Request the number in the state's description in all lanes, or none.",
             )
     if beyond := [chunk for chunk in request.chunks if chunk >= num_chunks]:
         raise InvalidArgument(f"the state has {num_chunks} chunks", field="chunks", value=beyond[0])

@@ -55,7 +55,7 @@ class OpenSpiel(Environment):
             self.game = pyspiel.load_game(game)
         except pyspiel.SpielError as error:
             raise EntrypointError(
-                f"OpenSpiel does not have this game: {str(error).splitlines()[0]}",
+                f"OpenSpiel has no such game: {str(error).splitlines()[0]}",
                 field="game",
                 value=game,
                 remedy="`pyspiel.registered_names()` lists them.",
