@@ -31,7 +31,7 @@ MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
 # budget is due for a look: something may have gone, or belongs elsewhere, or the budget is wrong.
 BUDGETS: Final = {
     "services/trainer": (16_000, "learners of three kinds, gangs, crash-exact state, publication"),
-    "services/rollout": (15_000, "an embedded engine and servers, routing, trajectories, moves of engines"),
+    "services/rollout": (15_000, "an embedded engine and servers, routing, trajectories"),
     "services/orchestrator": (14_000, "jobs, pipeline, placement, populations, their records"),
     "troupe/workflow": (11_000, "what users write: agents, environments, conversations, trials"),
     "services/reward": (9_500, "functions that scale from zero, sandboxes, quotas"),
