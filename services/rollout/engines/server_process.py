@@ -22,6 +22,16 @@ from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, 
 _NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 # For a server to end its own children; then the whole process group is killed.
 TERM_SECONDS: Final = 10.0
+# Variables of this process that are not a server's: they change which packages its interpreter
+# finds, or hold secrets of the cluster.
+_OWN_VARIABLES: Final = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONSTARTUP",
+    "TROUPE_TOKEN",
+    "TROUPE_REDIS_URL",
+    "TROUPE_STORE_REDIS_URL",
+)
 _TAIL_BYTES: Final = 4096
 # A log lies in host memory: a server that runs for weeks must not fill it.
 _LOG_BYTES: Final = 16 << 20
@@ -121,7 +131,8 @@ class ServerProcess:
         *,
         environment: Mapping[str, str] = _NO_VARIABLES,
     ) -> None:
-        """`environment`: variables of the server, unless this process's own sets them."""
+        """`environment`: variables of the server, unless this process's own sets them. It inherits
+        the others, but for `_OWN_VARIABLES`."""
         self.command = command
         self.log_path = log_path
         # On shared cores more threads spin instead of working.
@@ -131,7 +142,8 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start it. Raises OSError when the program or the log cannot be opened."""
-        environment = self._defaults | dict(os.environ)
+        inherited = {name: one for name, one in os.environ.items() if name not in _OWN_VARIABLES}
+        environment = self._defaults | inherited
         if self._devices is not None:
             environment |= visible(self._devices)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -91,6 +91,27 @@ async def test_a_server_sees_its_devices_alone(
         assert json.loads(out.read_text()) == expected
 
 
+async def test_a_server_inherits_neither_import_paths_nor_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter has other packages, and it needs nothing of the cluster."""
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('a package of another program')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TROUPE_TOKEN", "secret-1")
+    monkeypatch.setenv("TROUPE_REDIS_URL", "redis://:secret-2@127.0.0.1/0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    out = tmp_path / "seen"
+    program = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
+    process = ServerProcess([sys.executable, "-c", program, str(out)], tmp_path / "log")
+    await process.start()
+    assert process._process is not None
+    assert await process._process.wait() == 0, process.tail()
+    seen = json.loads(out.read_text())
+    assert "secret-" not in json.dumps(seen)
+    assert "PYTHONPATH" not in seen
+    assert seen["HF_HOME"] == str(tmp_path / "hub")
+
+
 def policy(**engine: object) -> PolicySpec:
     model = {"path": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}
     return PolicySpec.model_validate({"model": model, "engine": {"kind": "sglang", **engine}})
