@@ -24,6 +24,7 @@ async def _claimed(stage: TrainingStage) -> StepClaims:
 async def test_a_renewal_that_meets_our_own_commit_is_no_loss(stage: TrainingStage) -> None:
     # A renewal that was sent while the commit was under way: there is nothing left to renew.
     claims = await _claimed(stage)
+    await stage.bound(common_pb.WeightsRef(job_id=stage.job_id, policy="solver"))
     weights = common_pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
     await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {})
     await claims.renew()
