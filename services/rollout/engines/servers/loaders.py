@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import EngineStartFailed, Refused
 from services.rollout.engines.servers.interface import InferenceServer, ServerDescription, Way
-from services.rollout.engines.servers.verification import buckets
 from troupe.transfer import Transfer
 from troupe.transfer.in_place import ModelDirectory
 from troupe.v1 import common_pb2 as common_pb
@@ -295,3 +294,19 @@ def choose_loader(
         return tensors
     # It reads the published file in place, unless it is in a container that does not see it.
     return EitherLoader(directory, tensors)
+
+
+def buckets(
+    items: Iterable[tuple[str, torch.Tensor]], limit: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """`items` in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in items:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,8 +1,8 @@
-"""Proof that a server serves a published version, shared by engines that are servers.
+"""Proof that a server serves a published version.
 
-Three things. A `Proof`: log-probs of a fixed prompt, computed here by a plain forward pass over the
-published weights, which the server must give too. `NamesCheck`: whether the server takes every
-tensor that is published. `buckets`: tensors in groups of a bounded size, to send them.
+A `Proof`: log-probs of a fixed prompt, computed here by a plain forward pass over the published
+weights, which the server must give too. `NamesCheck`: whether the server takes every tensor that is
+published.
 
 Loaders of servers skip names that they do not know without a word, and a server launched without
 weights then serves random ones in their place. The proof does not show all of that: the prompt
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import ChainMap, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -226,22 +226,6 @@ class NamesCheck:
             if not largest_difference(self._reference.logprobs(altered), wanted) <= _EFFECT:
                 return True
         return False
-
-
-def buckets(
-    items: Iterable[tuple[str, torch.Tensor]], limit: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """`items` in groups of at most `limit` bytes; a larger tensor is a group of its own."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in items:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def update_failed(
