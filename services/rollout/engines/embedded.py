@@ -78,7 +78,7 @@ class EmbeddedEngine(ServingEngine):
     `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to.
 
     `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
-    has a copy of the weights per engine; another process never computes there.
+    has a copy of the weights per engine.
     """
 
     kind: ClassVar[str] = "embedded"
