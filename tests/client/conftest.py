@@ -30,7 +30,7 @@ policies:
 pipeline: {steps: 3, queries_per_step: 4}
 """
 
-QUICK = ClientSettings(deadline_seconds=10, retry=RetryPolicy(initial_backoff=0.01, seed=1))
+QUICK = ClientSettings(deadline_seconds=PATIENCE, retry=RetryPolicy(initial_backoff=0.01, seed=1))
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.support.ports import free_port
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import DiskFull
 from troupe.cluster.layout import ChildSpec
@@ -63,7 +63,7 @@ def redis_child(disk: Path, max_restarts: int) -> tuple[ChildSpec, str]:
         probe=Probe(ProbeKind.REDIS, url),
         address=f"127.0.0.1:{port}",
         max_restarts=max_restarts,
-        start_seconds=20,
+        start_seconds=PATIENCE,
     )
     return spec, url
 
@@ -116,7 +116,7 @@ async def test_a_service_that_dies_waits_for_a_disk_that_is_read_only(disk: Path
         probe=Probe(ProbeKind.REDIS, f"redis://127.0.0.1:{port}/0"),
         address=f"127.0.0.1:{port}",
         max_restarts=1,
-        start_seconds=20,
+        start_seconds=PATIENCE,
     )
     told: list[str] = []
     supervisor = Supervisor([spec], place, lambda child, event: told.append(event))

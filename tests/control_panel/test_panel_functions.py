@@ -29,7 +29,7 @@ EXACT: dict[str, Any] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(town: Town) -> AsyncIterator[httpx.AsyncClient]:
-    settings = ClientSettings(deadline_seconds=20, retry=RetryPolicy(initial_backoff=0.01))
+    settings = ClientSettings(deadline_seconds=PATIENCE, retry=RetryPolicy(initial_backoff=0.01))
     app = create_app(town.address, None, settings)
     transport = httpx.ASGITransport(app)
     async with (

@@ -245,7 +245,7 @@ async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit:
 
     newer_wins(cluster)
     cluster.rollouts[0].script.fail = fail
-    text = game(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    text = game(limits={"step_seconds": PATIENCE, "max_failed_fraction": limit})
     job = await cluster.wait(await cluster.submit(text))
     assert (job.state, job.problem.kind) == (common_pb.JOB_STATE_FAILED, "too_many_failed_matches")
     assert "the game broke" in job.problem.message

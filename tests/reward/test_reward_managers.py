@@ -34,7 +34,7 @@ class Client:
     async def register(self, name: str, **fields: Any) -> None:
         fields = {
             "entrypoint": f"managed_functions:{fields.pop('of', name)}",
-            "timeout_seconds": 20,
+            "timeout_seconds": PATIENCE,
             "version": "1",
             **fields,
         }
@@ -183,7 +183,7 @@ async def test_whom_more_wait_for_goes_first_and_nobody_is_passed_for_ever(tmp_p
 
 def served(log: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "model_server.py"), "{port}", str(log), *options]
-    return {"command": command, "start_seconds": 30}
+    return {"command": command, "start_seconds": PATIENCE}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["own host", "another host"])

@@ -159,7 +159,7 @@ async def test_output_of_a_gibibyte(caged: Caged) -> None:
 
 async def test_an_answer_that_was_forged_is_none(caged: Caged) -> None:
     for text in ("\xff\xff\xff\xff", "\0\0\0\2{}", '\0\0\0\x0f["ok", 1, null]'):
-        error = await caged.call("forges", {"text": text}, timeout_seconds=30)
+        error = await caged.call("forges", {"text": text}, timeout_seconds=PATIENCE)
         assert error.kind == Kind.KIND_WORKER_DIED, error
         if caged.stateful:  # a call forges none but its own
             assert (await caged.call("where"))["uid"] != 0

@@ -48,7 +48,7 @@ class Client:
         self.versions: dict[str, str] = {}
 
     async def register(self, name: str, **fields: Any) -> None:
-        fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": 20, **fields}
+        fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": PATIENCE, **fields}
         version = fields.pop("version", str(fields))
         spec = reward_pb.FunctionSpec(name=name, version=version, **fields)
         request = reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)

@@ -25,7 +25,7 @@ ATTACHED: dict[str, Any] = {
             "engine": {
                 "kind": "sglang",
                 "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"],
-                "start_timeout_seconds": 30,
+                "start_timeout_seconds": PATIENCE,
             }
         }
     }

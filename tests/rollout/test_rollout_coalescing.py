@@ -16,6 +16,7 @@ from services.chassis.app import serve
 from services.reward.call import fitted
 from services.reward.server import RewardService, RewardSettings
 from services.rollout.rewards import Coalescer
+from tests.support.waiting import PATIENCE
 from troupe.rpc import InvalidArgument, connect, new_id
 from troupe.v1 import reward_pb2 as reward_pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -61,7 +62,7 @@ async def stub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Counti
                 spec = reward_pb.FunctionSpec(
                     name=name,
                     entrypoint=f"coalesced_rewards:{name}",
-                    timeout_seconds=20,
+                    timeout_seconds=PATIENCE,
                     kind="reward",
                 )
                 request = reward_pb.RegisterFunctionRequest(request_id=new_id(), function=spec)

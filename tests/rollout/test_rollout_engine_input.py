@@ -112,7 +112,7 @@ async def test_a_job_on_a_server_with_another_vocabulary_is_not_prepared(tmp_pat
     fake.vocabulary = 151_936
     async with serve(fake) as url, open_house(tmp_path) as house:
         spec = make_spec("long_winded")
-        engine = {"kind": "sglang", "urls": [url], "start_timeout_seconds": 20}
+        engine = {"kind": "sglang", "urls": [url], "start_timeout_seconds": PATIENCE}
         spec["policies"]["big"]["engine"] |= engine
         with pytest.raises(FailedPrecondition, match="vocabulary of 151936 tokens") as info:
             await house.prepare_raw(spec)

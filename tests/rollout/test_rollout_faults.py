@@ -92,7 +92,7 @@ async def test_without_determinism_the_trajectorys_time_is_the_bound(
     tmp_path: Path, reward: ServiceProcess, traces: Path
 ) -> None:
     async with open_house(tmp_path, reward=reward.address) as house:
-        await house.prepare("one_turn", limits={"trajectory_seconds": 8}, **SCORED)
+        await house.prepare("one_turn", limits={"trajectory_seconds": 20}, **SCORED)
         running = asyncio.create_task(house.run_one())
         await calls(traces, 1)
         reward.kill()

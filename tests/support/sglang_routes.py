@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSglang
 
@@ -274,7 +276,8 @@ def _joined(body: dict[str, Any]) -> Any:
     """The group of one rank after the trainer's."""
     address = f"tcp://{body['master_address']}:{body['master_port']}"
     rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]
-    store, rank, size = next(c10d.rendezvous(address, rank, size, timeout=timedelta(seconds=30)))
+    patience = timedelta(seconds=PATIENCE)
+    store, rank, size = next(c10d.rendezvous(address, rank, size, timeout=patience))
     group, _ = c10d._new_process_group_helper(
         size,
         rank,
@@ -282,7 +285,7 @@ def _joined(body: dict[str, Any]) -> Any:
         dist.Backend(body["backend"]),
         c10d.PrefixStore(name, store),
         group_name=name,
-        timeout=timedelta(seconds=30),
+        timeout=patience,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from tests.support.waiting import PATIENCE
 from troupe.rpc import ClientSettings
 from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import Transfer
@@ -33,6 +34,6 @@ def owner(there: Transfer) -> Iterator[TransferOwner]:
 @pytest.fixture
 def here(tmp_path: Path, owner: TransferOwner) -> Iterator[Transfer]:
     """What this host stores; it knows the other one."""
-    source = Peer(owner.address, SETTINGS, deadline_seconds=20)
+    source = Peer(owner.address, SETTINGS, deadline_seconds=PATIENCE)
     yield Transfer(tmp_path / "here", peers=[source])
     source.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE
 from tests.transfer.conftest import TOKEN
 from troupe.rpc import ClientSettings
 from troupe.rpc.retry import RetryPolicy
@@ -38,7 +39,7 @@ def here(request: Any, tmp_path: Path, owner: TransferOwner) -> Iterator[Transfe
     """Reaches `owner` by itself, or through an owner of its own as services do."""
     root = tmp_path / "here"
     if request.param == "peer":
-        peer = Peer(owner.address, SETTINGS, deadline_seconds=20)
+        peer = Peer(owner.address, SETTINGS, deadline_seconds=PATIENCE)
         yield Transfer(root, peers=[peer])
         peer.close()
         return

@@ -121,7 +121,7 @@ def ended(ticket: rollout_pb.Ticket, *, failed: bool = False) -> rollout_pb.Traj
 async def test_few_failures_are_few_of_the_iteration(limit: float) -> None:
     """The rounds after the first are of those that failed: one of one is not half of all."""
     broken = {"m0x1-t1", "m0x1-t4", "m0x1-t5"}
-    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    spec = job_of(limits={"step_seconds": PATIENCE, "max_failed_fraction": limit})
     table = Table(spec, lambda one: ended(one, failed=one.trajectory_id in broken))
     assert await table.fill() == 4
     assert {cell.matches for cell in table.state.table.cells.values()} == {4}
@@ -137,7 +137,7 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
             played.append(ticket.trajectory_id)
         return ended(ticket, failed=failed)
 
-    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    spec = job_of(limits={"step_seconds": PATIENCE, "max_failed_fraction": limit})
     with pytest.raises(ResourceExhausted, match="the game broke") as caught:
         await Table(spec, play).fill()
     assert caught.value.kind == "too_many_failed_matches"
@@ -156,7 +156,7 @@ async def test_a_match_that_pays_only_some_is_no_match() -> None:
 
 
 async def test_what_failed_before_a_resume_does_not_end_it() -> None:
-    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": 0.25})
+    spec = job_of(limits={"step_seconds": PATIENCE, "max_failed_fraction": 0.25})
     left = ["m1x1-t2", "m1x1-t3"]
 
     def broken(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent | None:

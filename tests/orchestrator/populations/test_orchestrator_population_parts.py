@@ -152,7 +152,7 @@ def populated(record: Record, dropped: list[int]) -> Any:
         store=record,
         populations=SimpleNamespace(load=load),
         workers=Hosts(host),
-        settings=SimpleNamespace(cleanup_seconds=30.0),
+        settings=SimpleNamespace(cleanup_seconds=PATIENCE),
         log=SimpleNamespace(forget=lambda job_id: None),
         deaths=SharedDeaths(),
     )

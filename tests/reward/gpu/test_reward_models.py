@@ -28,7 +28,7 @@ SERVER = Path(__file__).parents[1] / "model_server.py"
 
 def served(log: Path, *options: str, gpus: int = 1, **fields: Any) -> ModelSettings:
     command = (sys.executable, str(SERVER), "{port}", str(log), *options)
-    return ModelSettings(command=command, gpus=gpus, start_seconds=30, **fields)
+    return ModelSettings(command=command, gpus=gpus, start_seconds=PATIENCE, **fields)
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ class Service:
         self.stub, self.address = stub, address
 
     async def register(self, name: str, **fields: Any) -> reward_pb.FunctionSpec:
-        fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": 30, **fields}
+        fields = {"entrypoint": f"reward_functions:{name}", "timeout_seconds": PATIENCE, **fields}
         spec = reward_pb.FunctionSpec(
             name=name, version=fields.pop("version", str(fields)), **fields
         )

@@ -13,7 +13,7 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, make_spec
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from troupe.job import JobSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as common_pb
@@ -22,7 +22,7 @@ from troupe.workflow.backend import Sampling
 
 COMPLETED = common_pb.TRAJECTORY_STATE_COMPLETED
 TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
-PATIENT = {"turn_seconds": 50, "trajectory_seconds": 55}
+PATIENT = {"turn_seconds": PATIENCE, "trajectory_seconds": PATIENCE}
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
 
@@ -95,11 +95,11 @@ async def test_the_later_piece_has_the_tokens_and_log_probs_of_the_whole(
     [engine] = workshop.engines["big"]
     for seed in range(3):
         how = Sampling(max_new_tokens=60, seed=seed)
-        whole = await engine.generate("whole", [5, 6, 7], how, deadline_seconds=20)
+        whole = await engine.generate("whole", [5, 6, 7], how, deadline_seconds=PATIENCE)
         for cut in {1, len(whole.token_ids) // 2, len(whole.token_ids) - 1}:
             prompt = [5, 6, 7, *whole.token_ids[:cut]]
             how = Sampling(max_new_tokens=60 - cut, seed=seed, drawn=cut)
-            rest = await engine.generate("rest", prompt, how, deadline_seconds=20)
+            rest = await engine.generate("rest", prompt, how, deadline_seconds=PATIENCE)
             assert rest.token_ids == whole.token_ids[cut:]
             assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
             assert rest.finish_reason == whole.finish_reason
@@ -129,14 +129,14 @@ async def test_a_simulated_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Pat
     await engine.update_weights(ref, transfer)
     for seed in range(5):
         whole = await engine.generate(
-            "whole", [5], Sampling(max_new_tokens=64, seed=seed), deadline_seconds=5
+            "whole", [5], Sampling(max_new_tokens=64, seed=seed), deadline_seconds=PATIENCE
         )
         half = len(whole.token_ids) // 2
         rest = await engine.generate(
             "rest",
             [5, *whole.token_ids[:half]],
             Sampling(max_new_tokens=64 - half, seed=seed, drawn=half),
-            deadline_seconds=5,
+            deadline_seconds=PATIENCE,
         )
         assert rest.token_ids == whole.token_ids[half:]
         assert rest.finish_reason == whole.finish_reason
