@@ -69,7 +69,7 @@ def test_devices_are_read_from_text(text: str, expected: list[tuple[str, int]]) 
         '{"index": 0}',
     ],
 )
-def test_a_text_that_is_no_list_of_devices_is_refused(text: str) -> None:
+def test_an_invalid_list_of_devices_is_refused(text: str) -> None:
     """The error names the field, the whole text and what to write instead."""
     with pytest.raises(InvalidArgument) as refused:
         parse_devices(text, "TROUPE_DEVICES")
@@ -126,7 +126,7 @@ def test_a_machine_without_a_driver_has_no_devices() -> None:
     assert device_use(find_devices(FOUR)) == {}
 
 
-def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_the_driver_become_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML's answers become devices; the library is the real one, its driver is not here."""
     monkeypatch.setattr(troupe.devices, "_driver", troupe.devices._Driver())
     opened: list[str] = []

@@ -186,7 +186,7 @@ def test_property_a_text_is_read_in_time_that_grows_with_its_length(reader: str)
         "\ufeff{}",
     ],
 )
-def test_what_readers_differ_on_is_no_json(text: str) -> None:
+def test_text_that_json_readers_disagree_on_is_refused(text: str) -> None:
     assert read_json(text, "none") == "none"
 
 

@@ -61,7 +61,7 @@ class Problem:
     coupled=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_is_the_plain_loss(
+def test_linear_loss_equals_the_plain_loss(
     lengths: list[int], block: int, bias: bool, hot: bool, coupled: bool, dtype: torch.dtype
 ) -> None:
     """Loss, scores and gradients, however tokens are cut into blocks."""

@@ -237,7 +237,7 @@ def test_a_token_of_no_weight_is_taken_out_too() -> None:
 
 @pytest.mark.parametrize("block", [None, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_losses_under_an_output_layer_are_those_of_whole_logits(
+def test_losses_under_an_output_layer_equal_losses_of_full_logits(
     correction: Correction, block: int | None
 ) -> None:
     """Masked tokens reach neither the hidden states nor the layer, also block by block."""

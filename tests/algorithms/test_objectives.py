@@ -123,7 +123,7 @@ def test_sequence_masked_by_hand() -> None:
     torch.testing.assert_close(grad, _f64(0.0, 0.0, -1.2, -0.5))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_losses_refuse_corrections_that_contradict_them() -> None:
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="needs `sequences`"):
         grpo_loss_sum(x, x, x, x, **CLIP, loss="gspo")

@@ -100,7 +100,7 @@ WRONG: list[tuple[Field, str, str]] = [
 
 
 @pytest.mark.parametrize(("field", "name", "why"), WRONG)
-def test_what_is_wrong_is_found_when_it_is_loaded(field: Field, name: str, why: str) -> None:
+def test_a_bad_own_function_is_refused_when_it_is_loaded(field: Field, name: str, why: str) -> None:
     with pytest.raises(EntrypointError) as caught:
         OwnFunction(field, f"{OWN}:{name}")
     assert caught.value.field == f"algorithm.{field}"

@@ -90,7 +90,7 @@ def test_intervals_are_wilsons() -> None:
 
 
 @pytest.mark.parametrize("bad", [(4, 5, 1), (4, 2, 5), (4, 2, 0), (4, -1, 1)])
-def test_what_is_no_estimate_is_refused(bad: tuple[int, int, int]) -> None:
+def test_pass_at_k_refuses_impossible_counts(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(*bad)
 
@@ -123,5 +123,5 @@ def test_the_interval_of_rewards_is_that_of_the_normal_distribution() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [2.0], [0.5, math.nan], [0.5, math.inf], [1e308, -1e308]])
-def test_what_has_no_interval_gets_none(values: list[float]) -> None:
+def test_values_without_an_interval_get_none(values: list[float]) -> None:
     assert mean_interval(values) is None

@@ -30,7 +30,7 @@ def run(module: str, reference: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_quick_run_trains_beside_trl(reference: Path) -> None:
+def test_a_quick_run_compares_training_with_trl(reference: Path) -> None:
     found = run("end_to_end", reference)
     # A busy machine says little about speed; that all of it is there, it does.
     assert found["over_trl"] > 0

@@ -50,7 +50,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return io.StringIO()
 
 
-def test_what_a_part_says_is_shown_while_it_runs(said: io.StringIO) -> None:
+def test_output_of_a_part_is_shown_while_it_runs(said: io.StringIO) -> None:
     assert run(["made_part", "works"], 100, Console(file=said)) == {"seconds": 1.5}
     assert "begins" in said.getvalue()
 

@@ -9,7 +9,7 @@ from tests.benchmarks.quick import quick_run
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_runs() -> None:
+def test_a_quick_run_of_networks_reports_its_figures() -> None:
     found = quick_run("networks")
     assert found.keys() == {"mappo", "maddpg", "qmix", "vdn"}
     for row in found.values():

@@ -40,7 +40,9 @@ def test_a_curve_that_begins_late_has_no_untrained_model() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_quick_run_of_selfplay_reports_its_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     main(["--quick", "--out", str(tmp_path)])
     printed = capsys.readouterr().out.strip()
     *table, _, _ = printed.splitlines()  # and the machine, and the object

@@ -32,7 +32,7 @@ def row(mib: int, near: float | None, tcp: float | None) -> Row:
     )
 
 
-def test_what_is_compared_with_the_goal_is_the_worst_of_all_sizes_and_ways() -> None:
+def test_the_goal_is_compared_with_the_worst_ratio_of_all_sizes_and_ways() -> None:
     networks = {64 << 20: Pair.of([1.0], [0.7])}
     rest = Rest(networks, None, (0.1, 1.0, 1), "")
     found = as_json([row(64, 0.6, 0.8), row(4096, 0.95, None)], rest)
@@ -41,7 +41,7 @@ def test_what_is_compared_with_the_goal_is_the_worst_of_all_sizes_and_ways() -> 
     assert found["ucx_ratios_by_mib"] == {"64": ways, "4096": {"near": 0.95}}
 
 
-def test_without_ucx_there_is_no_ratio() -> None:
+def test_without_ucx_the_ratio_is_none() -> None:
     found = as_json([row(64, None, None)], Rest({}, None, (0.1, 1.0, 1), "no ip"))
     assert found["ucx_ratio"] is None
     assert found["ucx_ratio_of"] is None

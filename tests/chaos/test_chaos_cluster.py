@@ -48,7 +48,7 @@ def tracer_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("TracerPid:")[2].split()[0])
 
 
-async def test_what_is_killed_is_dead_counted_and_replaced(cluster: DisturbedCluster) -> None:
+async def test_killed_services_are_counted_and_replaced(cluster: DisturbedCluster) -> None:
     before = pids(cluster)
     assert set(before) == set(cluster.services)
     planned = [

@@ -62,7 +62,7 @@ async def ask(stub: Any, job_id: str = "x") -> str:
     return str(reply.job.job_id)
 
 
-async def test_what_is_whole_passes_everything(link: Link) -> None:
+async def test_an_intact_link_passes_all_messages(link: Link) -> None:
     async with connect(link.address) as channel:
         stub = orchestrator_grpc.OrchestratorStub(channel)
         assert await asyncio.gather(*(ask(stub, str(i)) for i in range(50))) == [

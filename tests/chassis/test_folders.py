@@ -37,7 +37,7 @@ async def changed(source: Path, **changes: object) -> AsyncIterator[ReadCheckpoi
     yield chunks[-1]
 
 
-async def test_it_arrives_as_it_was(source: Path, tmp_path: Path) -> None:
+async def test_a_streamed_folder_arrives_unchanged(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "there" / "v3"
     size = await write_folder(target, read_folder(source, ReadCheckpointResponse))
     assert contents(target) == contents(source)

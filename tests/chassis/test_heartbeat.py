@@ -44,7 +44,7 @@ class Listener(orchestrator_grpc.OrchestratorServicer):
         return orchestrator_pb.HeartbeatResponse(next_seconds=self.next_seconds)
 
 
-async def test_it_beats_fills_in_and_says_goodbye() -> None:
+async def test_a_heartbeat_beats_fills_in_and_says_goodbye() -> None:
     listener = Listener()
     async with serve(listener, ServiceSettings(drain_seconds=0.2)) as server:
         worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
@@ -132,7 +132,9 @@ def in_a_thread(service: Listener) -> Iterator[str]:
         thread.join()
 
 
-async def test_it_survives_the_orchestrators_absence(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_heartbeat_survives_the_orchestrator_s_absence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     settings = ServiceSettings(drain_seconds=0.2)
     async with serve(Listener(), settings) as server:
         port = server.settings.port

@@ -41,7 +41,7 @@ class Owner:
         self.owners.running.remove(self.address)
 
 
-def test_one_runs_it_and_another_takes_over_at_the_same_port(tmp_path: Path) -> None:
+def test_another_service_takes_the_owner_over_at_the_same_port(tmp_path: Path) -> None:
     owners = Owners()
     first, second = (HostOwnership(tmp_path, "c", 0, owners.start) for _ in range(2))
     assert first.place() is None
@@ -65,7 +65,7 @@ def test_one_runs_it_and_another_takes_over_at_the_same_port(tmp_path: Path) -> 
     assert owners.running == []
 
 
-def test_another_port_where_the_former_is_taken(tmp_path: Path) -> None:
+def test_an_owner_takes_another_port_if_its_port_is_taken(tmp_path: Path) -> None:
     owners = Owners()
     first = HostOwnership(tmp_path, "c", 0, owners.start)
     first.look()

@@ -158,7 +158,7 @@ async def test_a_hint_serves_while_the_directory_is_away(house: House) -> None:
     assert not house.directory.asked
 
 
-async def test_another_attempt_at_a_version_hides_the_right_one_from_nobody(house: House) -> None:
+async def test_another_attempt_at_a_version_does_not_hide_the_right_one(house: House) -> None:
     wrong, right, left = [await house.host(name) for name in ("wrong", "right", "left")]
     wrong.set(KEY, {"layer": torch.zeros(3)})
     manifest = right.set(KEY, WEIGHTS)

@@ -29,7 +29,7 @@ CALLS = st.lists(
 
 @given(CALLS)
 @settings(max_examples=60, deadline=None)
-def test_one_effect_per_id(calls: list[tuple[int, bytes, str, bool]]) -> None:
+def test_every_request_id_has_one_effect(calls: list[tuple[int, bytes, str, bool]]) -> None:
     asyncio.run(_play(calls))
 
 

@@ -161,7 +161,9 @@ async def test_tokenizers_and_adapters_are_copied_too(tmp_path: Path, disk: Path
             assert Path(path or "").is_relative_to(tmp_path / "here/models")
 
 
-async def test_what_no_host_has_is_an_error_that_names_them(tmp_path: Path, disk: Path) -> None:
+async def test_a_model_that_no_host_has_is_refused_with_the_hosts_named(
+    tmp_path: Path, disk: Path
+) -> None:
     async with serving(OtherHost(disk)) as address:
         # No directory of a model is served, whoever asks.
         with pytest.raises(NotFound):
@@ -229,7 +231,7 @@ async def test_a_model_that_changes_meanwhile_is_not_taken_for_the_other(disk: P
         assert caught.value.kind == "model_changed"
 
 
-async def test_a_damaged_copy_is_none(tmp_path: Path, disk: Path) -> None:
+async def test_a_damaged_copy_of_a_model_is_refused(tmp_path: Path, disk: Path) -> None:
     host = OtherHost(disk)
     host.damaged = True
     async with serving(host) as address:

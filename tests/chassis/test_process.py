@@ -125,7 +125,7 @@ def test_bad_settings_and_failed_starts_are_one_clear_line(launch: Launch) -> No
     assert said == "echo_service.py: model.path: no model here. Give a path that exists.\n"
 
 
-def test_it_stops_when_its_parent_is_gone(launch: Launch, tmp_path: Path) -> None:
+def test_a_service_stops_when_its_parent_is_gone(launch: Launch, tmp_path: Path) -> None:
     port_file = tmp_path / "ports"
     parent = launch(
         sys.executable,

@@ -274,7 +274,7 @@ BAD_URLS = {
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-async def test_a_text_that_is_no_redis_url_is_refused_before_anything_starts(url: str) -> None:
+async def test_an_invalid_redis_url_is_refused_before_anything_starts(url: str) -> None:
     raised = []
     with pytest.raises(FailedPrecondition) as caught:
         client_of(url)

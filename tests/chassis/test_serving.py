@@ -439,7 +439,7 @@ METHODS = ("GetJob", "SubmitJob", "WatchJob")
     ],
     ids=["no tag", "cut off", "a string that is not UTF-8", "an endless number"],
 )
-async def test_bytes_that_are_no_request_are_an_invalid_argument(
+async def test_malformed_requests_are_refused_as_invalid_arguments(
     server: RunningServer[ServiceSettings], method: str, body: bytes
 ) -> None:
     path = f"/troupe.v1.Orchestrator/{method}"
@@ -453,7 +453,7 @@ async def test_bytes_that_are_no_request_are_an_invalid_argument(
     assert caught.value.remedy
 
 
-async def test_bytes_that_are_no_request_of_a_stream_are_an_invalid_argument(
+async def test_malformed_requests_of_a_stream_are_refused_as_invalid_arguments(
     server: RunningServer[ServiceSettings],
 ) -> None:
     async with connect(server.address, NOT_RETRIED) as channel:

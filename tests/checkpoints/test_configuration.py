@@ -69,7 +69,7 @@ def test_a_number_that_no_model_can_have_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("value", BAD["eos_token_id"])
-def test_an_end_of_generation_that_is_no_token_is_refused(
+def test_an_end_token_outside_the_vocabulary_is_refused(
     model: Path, tmp_path: Path, value: Any
 ) -> None:
     folder = changed(model, tmp_path, "generation_config.json", "eos_token_id", value)

@@ -111,7 +111,7 @@ def test_a_checkpoint_with_stacked_experts_is_published_one_by_one(tmp_path: Pat
     assert_same(dict(arranged), dict(model.state_dict()))
 
 
-def test_tensors_that_are_no_checkpoint_of_the_model_are_named() -> None:
+def test_tensors_that_do_not_belong_to_the_model_are_named() -> None:
     model = make("qwen3_moe")
     published = dict(CheckpointFormat(model, torch.float32).of(distinct_tensors(model)))
     odd = published | {"model.layers.0.mlp.experts.0.extra.weight": torch.zeros(1)}
@@ -141,7 +141,7 @@ def test_other_modules_stay_as_they_are() -> None:
         ModelArrangement(plain, {"2.weight": torch.zeros(1)})
 
 
-def test_what_an_architecture_keeps_exact_is_not_rounded() -> None:
+def test_tensors_that_an_architecture_keeps_in_float32_are_not_rounded() -> None:
     model = make("deepseek_v3")
     exact = in_float32(model, torch.bfloat16)
     assert list(exact) == ["model.layers.1.mlp.gate.e_score_correction_bias"]

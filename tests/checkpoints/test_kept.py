@@ -37,7 +37,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [version for version, _ in versions_in(folder)] == [9, 10]
 
 
-def test_who_asks_in_vain_learns_what_there_is() -> None:
+def test_a_missing_checkpoint_names_the_existing_ones() -> None:
     error = none_such("solver", 3, ["solver@1", "solver@2"])
     assert "no checkpoint of solver@3; there are: solver@1, solver@2" in error.message
     assert (error.field, none_such("solver", None, []).field) == ("version", "policy")

@@ -88,7 +88,7 @@ def test_an_upload_goes_on_where_it_was(
     assert len(hub.repositories["me/model"]) == len(before)
 
 
-def test_what_is_in_the_directory_must_be_that_export(
+def test_a_directory_with_another_export_is_refused(
     hub: FakeHub, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = tmp_path / "out"

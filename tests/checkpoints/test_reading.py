@@ -105,7 +105,7 @@ def test_columns_of_ranks_are_put_together(tmp_path: Path) -> None:
         ((3).to_bytes(8, "little") + b"[1]", "is not a safetensors file"),
     ],
 )
-def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=told):
@@ -189,9 +189,7 @@ def test_a_header_that_ends_outside_of_its_file_is_refused(tmp_path: Path, lengt
         ),
     ],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused(
-    tmp_path: Path, index: str
-) -> None:
+def test_an_index_must_name_files_of_its_own_folder(tmp_path: Path, index: str) -> None:
     (tmp_path / reading.INDEX).write_text(index)
     with pytest.raises(ValueError, match="is not an index of a checkpoint"):
         StoredTensors.of_checkpoint(tmp_path)

@@ -48,7 +48,7 @@ def test_a_damaged_file_is_named_and_nothing_is_exported(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\0"])
-def test_a_damaged_description_is_no_older_release(
+def test_a_damaged_description_is_not_taken_for_an_older_release(
     checkpoint: Path, tmp_path: Path, text: str
 ) -> None:
     (checkpoint / "troupe.json").write_text(text)
@@ -67,7 +67,9 @@ def test_a_target_that_cannot_be_written_is_named(checkpoint: Path, tmp_path: Pa
         assert (caught.value.field, caught.value.value) == ("to", str(target))
 
 
-def test_what_is_whole_or_says_nothing_passes(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_damage_or_without_checksums_passes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     (checkpoint / "README.md").write_text("added")
     assert verify(copy_checkpoint(checkpoint, tmp_path / "exported")) is None
     known = Lineage.read(checkpoint)

@@ -184,7 +184,9 @@ def test_a_hostile_chat_template_is_a_fault(run: Run, job_yaml: str, tmp_path: P
     assert run("job", "validate", str(path), *given)[0] == 0
 
 
-def test_what_a_job_needs_is_shown_for_devices(run: Run, job_yaml: str, tmp_path: Path) -> None:
+def test_memory_that_a_job_needs_is_shown_for_devices(
+    run: Run, job_yaml: str, tmp_path: Path
+) -> None:
     """The parts on each device, and the smallest gang that fits; 1 if a policy fits nowhere."""
     path = tmp_path / "job.yaml"
     path.write_text(job_yaml)
@@ -264,7 +266,7 @@ def test_a_fault_of_ours_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KeyError" in "".join(explain(KeyError("x"))[0])
 
 
-def test_a_path_or_a_disk_of_the_user_is_no_bug_of_ours() -> None:
+def test_errors_of_the_users_files_are_not_reported_as_bugs() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         Path("/proc/samples.parquet").write_text("")  # not even root can write there
     lines, status = explain(caught.value)

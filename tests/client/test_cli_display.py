@@ -58,7 +58,7 @@ def test_progress_follows_rewards_policies_and_time(job: Job) -> None:
     assert progress.policy("checker").version == 0
 
 
-def test_the_pace_is_measured_when_nobody_tells_it_and_a_pause_is_no_pace(job: Job) -> None:
+def test_the_pace_is_measured_without_pauses(job: Job) -> None:
     progress = Progress(job)
     progress.apply(step(1, 10, reward__mean=0.1))
     assert progress.seconds_left is None

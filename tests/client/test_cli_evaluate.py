@@ -53,13 +53,13 @@ def test_a_job_is_its_newest_checkpoints_or_those_of_a_version(job: Path) -> Non
         found_checkpoints("old", 9, job.parent)
 
 
-def test_what_is_neither_job_nor_checkpoint_is_refused(job: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_neither_job_nor_checkpoint_is_refused(job: Path, tmp_path: Path) -> None:
     assert found_checkpoints(str(job / "job.yaml"), None, tmp_path) == (job / "job.yaml", {})
     with pytest.raises(InvalidArgument, match="neither a job file"):
         found_checkpoints("nowhere", None, job.parent)
 
 
-def test_it_submits_a_job_without_steps(job: Path, raw: dict[str, Any]) -> None:
+def test_evaluate_submits_a_job_without_steps(job: Path, raw: dict[str, Any]) -> None:
     written = yaml.safe_load((job / "job.yaml").read_text())
     for given in (raw, written):
         spec = job_of(only_evaluated(given, ["gsm8k"], {"solver": job / "v5"}))

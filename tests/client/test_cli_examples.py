@@ -20,7 +20,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_all_are_listed_with_what_they_show(run: Run) -> None:
+def test_examples_are_listed_with_descriptions(run: Run) -> None:
     status, out, _ = run("examples", "list")
     lines = out.splitlines()
     assert status == 0
@@ -49,7 +49,7 @@ def test_the_copy_of_the_demo_is_code_of_its_own(run: Run) -> None:
     assert Path("examples/reasoning_team/warm_start.py").exists()
 
 
-def test_another_name_is_refused_with_those_that_there_are(run: Run) -> None:
+def test_an_unknown_example_is_refused_with_the_known_names(run: Run) -> None:
     status, _, err = run("examples", "copy", "reasoning")
     assert status == 2
     assert "NAME = reasoning: there is no example of this name; there are " in err

@@ -42,7 +42,7 @@ def check(result: tuple[int, str, str], field: str, said: str | None) -> None:
     assert said in err
 
 
-def test_what_can_be_imported_is_named(run: Run, job_yaml: str) -> None:
+def test_validation_names_the_code_that_can_be_imported(run: Run, job_yaml: str) -> None:
     team = "async def solve(query, agents, tools): ..."
     path = job(job_yaml, team=team, tasks="class Tasks: ...")
     status, out, err = run("job", "validate", str(path), "--imports")

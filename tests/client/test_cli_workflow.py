@@ -129,7 +129,7 @@ def test_random_echo_and_seeds(run: Run) -> None:
     assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
 
 
-def test_what_the_workflow_raises_is_shown_with_its_own_frames(run: Run) -> None:
+def test_an_error_of_the_workflow_is_shown_with_its_own_frames(run: Run) -> None:
     status, out, err = run("workflow", "try", f"{PLAYS}:fails", *ONE)
     assert (status, err) == (1, "")
     assert "FAILED after 1 turns: workflow_raised" in out

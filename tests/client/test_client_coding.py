@@ -42,7 +42,7 @@ def test_files_stay_between_the_calls_of_a_trajectory(client: Client) -> None:
     assert call("run_python", "other", code="import os; print(os.listdir())")["stdout"] == "[]\n"
 
 
-def test_what_a_model_runs_reaches_nothing_outside(client: Client) -> None:
+def test_code_that_a_model_runs_cannot_reach_the_host(client: Client) -> None:
     probe = (
         "import os, socket\n"
         "print(os.getuid(), 'TROUPE_REDIS_URL' in os.environ, os.path.exists('/etc/shadow'))\n"

@@ -178,7 +178,7 @@ def test_a_version_stands_for_one_function_for_good(client: Client, source: Path
     assert client.functions.get("exact").version == "1"
 
 
-def test_what_was_deployed_outlives_the_service_that_runs_it(
+def test_deployed_functions_survive_a_restart_of_the_reward_service(
     town: Town, client: Client, deployed: list[Function]
 ) -> None:
     town.reward.kill()
@@ -246,7 +246,7 @@ def test_logs_are_what_calls_printed(client: Client, deployed: list[Function]) -
         ("def f(: pass\n", "SyntaxError"),
     ],
 )
-def test_what_cannot_be_deployed_is_said_before_anything_is_sent(
+def test_a_file_that_cannot_be_deployed_is_refused_before_it_is_sent(
     client: Client, tmp_path: Path, text: str, said: str
 ) -> None:
     (tmp_path / "bad.py").write_text(text)
@@ -397,7 +397,7 @@ def odd(client: Client, tmp_path: Path) -> list[Function]:
     "name",
     ["nan", "infinite", "huge", "hostile", "set", "key", "deep", "deeper", "deepest"],
 )
-def test_an_answer_that_is_no_json_is_a_typed_error(
+def test_an_answer_that_is_not_json_is_a_typed_error(
     client: Client, odd: list[Function], name: str
 ) -> None:
     with pytest.raises(InvocationFailed) as failed:
@@ -424,7 +424,7 @@ def test_whatever_a_function_raises_is_its_error(
 
 
 @pytest.mark.parametrize("value", [float("nan"), 10**5000, {1}, {(1, 2): 3}], ids=type_name)
-def test_arguments_that_are_no_json_are_refused(
+def test_arguments_that_are_not_json_are_refused(
     client: Client, odd: list[Function], value: object
 ) -> None:
     with pytest.raises(InvalidArgument, match="not JSON") as refused:
@@ -433,14 +433,14 @@ def test_arguments_that_are_no_json_are_refused(
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "[1e400]", "[" * 900 + "]" * 900, "1" * 5000])
-def test_what_a_sandbox_may_answer_is_a_typed_error(text: str) -> None:
+def test_malformed_answers_of_a_sandbox_become_typed_errors(text: str) -> None:
     ended = Invocation.of_call("name", "id", reward_pb.InvokeResponse(result_json=text))
     assert ended.value is None
     assert ended.error is not None
     assert ended.error.kind == "bad_result"
 
 
-def test_a_schema_that_is_none_is_refused_where_it_is_registered(town: Town) -> None:
+def test_an_invalid_schema_is_refused_when_it_is_registered(town: Town) -> None:
     async def register() -> None:
         async with connect(town.reward.address) as channel:
             spec = reward_pb.FunctionSpec(

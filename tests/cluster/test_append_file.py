@@ -153,7 +153,7 @@ def test_a_file_that_is_gone_is_refused_where_a_redis_has_run(tmp_path: Path) ->
     assert data.mend() == ""
 
 
-def test_what_a_killed_redis_began_to_write_is_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_redis_are_removed(tmp_path: Path) -> None:
     data = Data(tmp_path)
     (data.home / "temp-rewriteaof-17.aof").write_bytes(bytes(100))
     (data.home / "temp-17.rdb").write_bytes(bytes(100))

@@ -56,7 +56,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_what_a_cluster_writes_is_its_users_alone(settings: ClusterSettings) -> None:
+async def test_only_the_user_can_read_the_files_of_a_cluster(settings: ClusterSettings) -> None:
     data_dir = settings.data_dir
     data_dir.mkdir(mode=0o755)
     for name in ("redis/appendonly.aof", "logs/reward.log"):  # of a cluster of an older release
@@ -287,7 +287,7 @@ INTRUDER = textwrap.dedent(
 
 @pytest.mark.slow
 @needs_root
-async def test_another_user_reaches_nothing(
+async def test_another_user_reaches_no_file_and_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

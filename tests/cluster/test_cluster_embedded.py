@@ -176,7 +176,7 @@ async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> 
     assert str(caught.value).startswith("redis_url = 127.0.0.1:9/0")
 
 
-async def test_a_redis_url_that_is_none_is_named(settings: ClusterSettings) -> None:
+async def test_an_invalid_redis_url_is_named(settings: ClusterSettings) -> None:
     with pytest.raises(FailedPrecondition) as caught:
         await EmbeddedCluster(settings.model_copy(update={"redis_url": "nonsense"})).start()
     assert caught.value.kind == "redis_url"

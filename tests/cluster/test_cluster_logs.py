@@ -89,7 +89,7 @@ def test_the_newest_lines_are_kept_whatever_comes_during_the_copy(
     assert b"bytes between were cut" not in path.read_bytes()
 
 
-def test_what_was_cut_is_counted(tmp_path: Path) -> None:
+def test_a_rotated_log_counts_the_bytes_that_were_cut(tmp_path: Path) -> None:
     path = tmp_path / "noisy.log"
     line = b"line 7 " + b"x" * 92 + b"\n"
     path.write_bytes(line * 30_000)

@@ -118,7 +118,7 @@ async def test_a_killed_child_comes_back_at_the_same_address(run) -> None:  # ty
     assert recorder.events[1] == "a is back"
 
 
-async def test_what_a_dead_child_started_is_ended_with_it(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+async def test_processes_that_a_dead_child_started_are_ended(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     note = tmp_path / "grandchild"
     script = (
         "import subprocess, sys, pathlib\n"
@@ -286,7 +286,7 @@ def test_an_order_that_cannot_work_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("attempts", "good"), [(4, True), (3, False), (1, False)])
-async def test_what_may_end_at_first_is_started_again_so_often(
+async def test_a_child_that_ends_early_is_started_as_often_as_allowed(
     run: Callable[..., tuple[Supervisor, Recorder]], tmp_path: Path, attempts: int, good: bool
 ) -> None:
     dies_thrice = textwrap.dedent(

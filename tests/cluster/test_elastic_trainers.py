@@ -53,7 +53,7 @@ def states(supervisor: Supervisor) -> list[ChildState]:
     return [supervisor.children[name].state for name in NAMES]
 
 
-async def test_who_is_not_wanted_ends_and_who_is_comes_back(supervisor: Supervisor) -> None:
+async def test_trainers_end_without_demand_and_return_with_it(supervisor: Supervisor) -> None:
     binder = Binder()
     binder.says = TrainerDemand(0, 1)
     pids = [child.pid for child in supervisor.children.values()]
@@ -89,7 +89,7 @@ async def test_who_is_not_wanted_ends_and_who_is_comes_back(supervisor: Supervis
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_who_does_not_come_back_is_given_up(supervisor: Supervisor) -> None:
+async def test_a_trainer_that_does_not_return_is_given_up(supervisor: Supervisor) -> None:
     await supervisor.park(NAMES[0])
     child = supervisor.children[NAMES[0]]
     child.spec = spec(NAMES[0], 1, script="raise SystemExit(3)")

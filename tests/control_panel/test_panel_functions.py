@@ -75,7 +75,7 @@ async def test_a_function_is_deployed_called_and_deleted(http: httpx.AsyncClient
         ({"kind": "game"}, "body.kind"),
     ],
 )
-async def test_what_cannot_be_deployed_is_a_problem(
+async def test_a_function_that_cannot_be_deployed_is_answered_with_a_problem(
     http: httpx.AsyncClient, change: dict[str, Any], field: str
 ) -> None:
     refused = await http.post("/api/functions", json=EXACT | change)
@@ -83,7 +83,9 @@ async def test_what_cannot_be_deployed_is_a_problem(
     assert refused.json()["field"] == field
 
 
-async def test_what_utf8_cannot_say_is_a_problem(http: httpx.AsyncClient) -> None:
+async def test_text_that_utf8_cannot_encode_is_answered_with_a_problem(
+    http: httpx.AsyncClient,
+) -> None:
     body = json.dumps(EXACT | {"files": {"x.py": "\ud800"}})
     headers = {"content-type": "application/json"}
     refused = await http.post("/api/functions", content=body, headers=headers)
@@ -108,7 +110,9 @@ def odd(name):
 """
 
 
-async def test_answers_and_arguments_that_are_no_json_are_typed(http: httpx.AsyncClient) -> None:
+async def test_answers_and_arguments_that_are_not_json_are_typed_errors(
+    http: httpx.AsyncClient,
+) -> None:
     function = {
         "name": "odd-answers",
         "entrypoint": "odd:odd",

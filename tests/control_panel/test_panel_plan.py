@@ -51,7 +51,7 @@ async def test_a_plan_has_its_split_its_fields_and_a_picture_of_a_step(panel: Pa
         ("devices=8xH100-80GB", {"name": "x"}, "", ""),
     ],
 )
-async def test_what_cannot_be_planned_is_a_problem(
+async def test_a_job_that_cannot_be_planned_is_answered_with_a_problem(
     panel: Panel, query: str, spec: dict[str, Any] | None, field: str, said: str
 ) -> None:
     reply = await planned(panel, query, spec)

@@ -52,7 +52,7 @@ def answered(client: httpx.Client, url: str) -> httpx.Response:
             time.sleep(0.1)
 
 
-def test_it_warns_without_a_token(tmp_path: Path) -> None:
+def test_the_panel_warns_without_a_token(tmp_path: Path) -> None:
     with running(tmp_path) as (port, log), httpx.Client(trust_env=False) as client:
         assert answered(client, f"http://127.0.0.1:{port}/healthz").status_code == 200
         assert "every user of this machine can run code through it; set TROUPE_TOKEN" in (
@@ -60,7 +60,7 @@ def test_it_warns_without_a_token(tmp_path: Path) -> None:
         )
 
 
-def test_it_speaks_tls_as_services_do(tmp_path: Path) -> None:
+def test_the_panel_speaks_tls_like_services(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificate with the openssl program")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"

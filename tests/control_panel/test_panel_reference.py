@@ -31,7 +31,7 @@ def test_every_call_is_documented_and_every_documented_call_is_there() -> None:
 
 
 @pytest.mark.parametrize("call", SERVED, ids=" ".join)
-def test_all_that_a_call_takes_is_documented(call: tuple[str, str]) -> None:
+def test_all_parameters_of_a_call_are_documented(call: tuple[str, str]) -> None:
     operation, said = SERVED[call], set(re.findall(r"`([^`]+)`", CALLS[call]))
     parameters = operation.get("parameters", [])
     own = {one["name"] for one in parameters if one["in"] == "query"}

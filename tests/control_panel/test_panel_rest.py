@@ -75,7 +75,7 @@ async def test_a_parameter_that_there_is_not_is_refused(panel: Panel) -> None:
     assert none.json()["remedy"] == "This call takes: none."
 
 
-async def test_a_body_that_is_no_json_is_told_where(panel: Panel) -> None:
+async def test_a_body_that_is_not_json_is_refused_with_the_position(panel: Panel) -> None:
     job_id = await panel.submit()
     path = f"/api/jobs/{job_id}/policies/solver/generate"
     headers = {"Content-Type": "application/json"}

@@ -54,7 +54,7 @@ async def test_a_link_opens_one_session(panel: Panel) -> None:
 
 
 @with_token
-async def test_what_is_no_session_opens_nothing(panel: Panel) -> None:
+async def test_an_invalid_session_cookie_is_refused(panel: Panel) -> None:
     good = LinkCodes(SecretStr(TOKEN)).session()
     link = one_time_link("", SecretStr(TOKEN)).partition("=")[2]
     other = LinkCodes(SecretStr("other")).session()

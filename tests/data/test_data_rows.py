@@ -61,7 +61,7 @@ def all_of(rows: DataRows) -> list[dict[str, Any]]:
     return [rows[index] for index in range(len(rows))]
 
 
-def test_what_is_dropped_is_counted_and_named(lines: Callable[..., str]) -> None:
+def test_dropped_rows_are_counted_with_reasons(lines: Callable[..., str]) -> None:
     spec = RowsSpec(dataset=lines(ROWS), columns=COLUMNS, max_characters={"question": 9})
     rows = load_rows(spec, "tasks")
     assert all_of(rows) == [
@@ -133,7 +133,7 @@ def test_a_folder_has_splits_and_a_pattern_several_files(
         ),
     ],
 )
-def test_what_cannot_be_read_names_the_field(
+def test_an_unreadable_data_set_names_the_field(
     lines: Callable[..., str], change: dict[str, Any], field: str, kind: str, said: str
 ) -> None:
     spec = RowsSpec.model_validate({"dataset": lines(ROWS), **change})
@@ -150,7 +150,7 @@ def test_a_broken_file_says_what_is_wrong(tmp_path: Path) -> None:
     assert (caught.value.field, caught.value.kind) == ("tasks.dataset", "dataset_unreadable")
 
 
-def test_a_split_that_is_none_is_named(tmp_path: Path, lines: Callable[..., str]) -> None:
+def test_a_missing_split_is_named(tmp_path: Path, lines: Callable[..., str]) -> None:
     (tmp_path / "set").mkdir()
     lines([{"a": "1"}], "set/train.jsonl")
     with pytest.raises(DataError) as caught:
@@ -236,7 +236,7 @@ async def test_a_resumed_job_gets_the_rows_that_it_would_have_got(many: str) -> 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_of_equal_rows_the_first_is_kept(tmp_path_factory: Any, numbers: list[int]) -> None:
+def test_the_first_of_equal_rows_is_kept(tmp_path_factory: Any, numbers: list[int]) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
     rows = load_rows(RowsSpec(dataset=str(path)), "tasks")

@@ -164,7 +164,7 @@ def test_dates_in_json_lines_are_text(write: Write) -> None:
     assert all_of(load(write("rows.jsonl", lines(rows)))) == rows
 
 
-def test_a_byte_order_mark_and_blank_lines_are_no_rows(write: Write) -> None:
+def test_a_byte_order_mark_and_blank_lines_are_skipped(write: Write) -> None:
     assert all_of(load(write("a.jsonl", '\ufeff{"q": "1"}\r\n\r\n{"q": "2"}\r\n'))) == [
         {"q": "1"},
         {"q": "2"},
@@ -214,7 +214,7 @@ def test_without_the_hub_downloaded_files_are_read_as_written(
     assert all_of(load("someone/dates")) == rows
 
 
-def test_rows_that_json_tells_apart_are_no_duplicates(write: Write) -> None:
+def test_rows_that_json_distinguishes_are_not_duplicates(write: Write) -> None:
     rows = [{"a": 1}, {"a": "1"}, {"a": 1.0}, {"a": True}, {"a": 1, "b": None}, {"a": 1}]
     path = write("rows.jsonl", lines(rows))
     assert all_of(load_rows(RowsSpec(dataset=path), "tasks")) == rows[:-1]
@@ -397,7 +397,7 @@ def held_out_of(path: str, fraction: float) -> tuple[list[Any], list[Any]]:
     )
 
 
-def test_of_rows_that_are_mostly_equal_the_other_one_is_held_out(write: Write) -> None:
+def test_the_distinct_row_of_mostly_equal_rows_is_held_out(write: Write) -> None:
     path = write("rows.jsonl", lines([{"q": "a"}] * 9 + [{"q": "b"}]))
     assert held_out_of(path, 0.2) == (["a"] * 9, ["b"])
 

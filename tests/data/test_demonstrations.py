@@ -55,7 +55,7 @@ def test_every_reply_of_a_conversation_is_a_sample_that_ends_its_turn() -> None:
         {"messages": HELLO, "agent": "solver"},
     ],
 )
-def test_all_forms_say_the_same(row: dict[str, Any]) -> None:
+def test_all_forms_of_a_demonstration_give_the_same_rows(row: dict[str, Any]) -> None:
     who = roles("solver", "checker")
     found = demonstrations_of(row, who, agent="solver")
     assert found == demonstrations_of({"messages": HELLO}, roles("solver"))
@@ -146,7 +146,7 @@ def test_tools_may_be_json_text(given: Any) -> None:
 @pytest.mark.parametrize(
     "row", [{"prompt": "a\ud83d", "completion": "b"}, {"prompt": "a", "completion": "b\udc00"}]
 )
-def test_half_a_surrogate_pair_is_no_reason_to_fail(row: dict[str, Any]) -> None:
+def test_half_a_surrogate_pair_is_accepted(row: dict[str, Any]) -> None:
     """JSON may hold one, and tokenizers refuse it."""
     (one,) = demonstrations_of(row, roles("solver"), template=False)
     assert len(one.prompt_ids + one.response_ids) >= 3
@@ -303,7 +303,7 @@ def test_a_prompt_that_closes_the_thought_is_answered_without_an_inline_one() ->
     assert texts(demonstrations_of(row, who), who)[0][1] == f"hello{END}"
 
 
-def test_calls_beside_a_thought_are_learned() -> None:
+def test_calls_next_to_a_thought_are_learned() -> None:
     shown = _ANSWER + "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
     who = roles("solver", template=_THINKS.replace("SHOWN", shown))
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -333,7 +333,7 @@ def test_messages_without_weight_are_shown_and_not_learned(weight: float | None)
 
 
 @pytest.mark.parametrize("weight", [0.5, -1, 2, "0", [1]])
-def test_another_weight_is_refused(weight: Any) -> None:
+def test_a_weight_other_than_zero_or_one_is_refused(weight: Any) -> None:
     row = {"messages": [*MORE[:3], {**MORE[3], "weight": weight}]}
     with pytest.raises(WorkflowError, match="message 3 has the `weight`") as refused:
         demonstrations_of(row, roles("solver"))
@@ -390,7 +390,7 @@ PAIRS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", PAIRS)
-def test_all_forms_of_a_pair_say_the_same(row: dict[str, Any]) -> None:
+def test_all_forms_of_a_pair_give_the_same_rows(row: dict[str, Any]) -> None:
     who = roles("solver")
     found = preferences_of(row, who)
     (prompt, good), (same, bad) = texts(found, who)
@@ -399,7 +399,7 @@ def test_all_forms_of_a_pair_say_the_same(row: dict[str, Any]) -> None:
     assert [(one.chosen, one.turn) for one in found] == [(True, 0), (False, 1)]
 
 
-def test_of_a_pair_all_replies_of_a_completion_count_and_of_a_conversation_the_last() -> None:
+def test_a_pair_learns_all_replies_of_a_completion_and_the_last_of_a_conversation() -> None:
     who = roles("solver")
     row = {"prompt": MORE[:1], "chosen": MORE[1:], "rejected": "no"}
     assert [one.chosen for one in preferences_of(row, who)] == [True, True, False]

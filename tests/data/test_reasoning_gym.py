@@ -110,7 +110,7 @@ def test_puzzles_by_name_are_drawn_from_their_number_alone() -> None:
     ("sets", "said"),
     [({"spel_backward": {}}, "Look at spell_backward"), ({"leg_counting": {"no": 1}}, "no")],
 )
-def test_a_puzzle_that_is_none_is_refused(sets: dict[str, Any], said: str) -> None:
+def test_an_unknown_puzzle_is_refused(sets: dict[str, Any], said: str) -> None:
     spec = TasksSpec(source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": sets})
     with pytest.raises(EntrypointError, match=said):
         open_tasks(spec, "train", 0)

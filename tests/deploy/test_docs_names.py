@@ -59,7 +59,7 @@ def test_files_exist(page: Path) -> None:
 
 
 @page
-def test_what_is_named_beside_a_module_is_in_it(page: Path) -> None:
+def test_names_that_docs_give_for_a_module_exist_in_it(page: Path) -> None:
     module = r"`((?:services|troupe|testbed|tests|benchmarks|scripts)/[\w./-]+\.py)`"
     text = page.read_text(encoding="utf-8")
     pairs = re.findall(rf"`([A-Za-z_]\w*)` in {module}", text)
@@ -88,7 +88,7 @@ def test_fields_of_a_job_exist(page: Path) -> None:
 
 
 @page
-def test_python_can_be_parsed_and_imports_what_there_is(page: Path) -> None:
+def test_python_in_docs_parses_and_imports_existing_names(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("troupe"):

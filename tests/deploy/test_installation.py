@@ -39,7 +39,7 @@ def python(*arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("entry_points", [THEIRS, None], ids=["with_command", "without_command"])
-def test_import_beside_the_other_project_is_an_error_with_its_remedy(
+def test_import_with_the_other_project_installed_fails_with_a_remedy(
     tmp_path: Path, entry_points: str | None
 ) -> None:
     done = python("-c", "import troupe", path=[installed(tmp_path, entry_points), ROOT])
@@ -50,7 +50,7 @@ def test_import_beside_the_other_project_is_an_error_with_its_remedy(
     assert "`pip install --force-reinstall --no-deps troupe-rl`" in line
 
 
-def test_command_beside_the_other_project_ends_in_one_line(tmp_path: Path) -> None:
+def test_command_with_the_other_project_installed_ends_in_one_line(tmp_path: Path) -> None:
     command = installed(tmp_path, THEIRS) / "troupe"
     command.write_text("from troupe.client.cli.app import main\nraise SystemExit(main())\n")
     done = python(str(command), "--version", path=[tmp_path, ROOT])
@@ -70,6 +70,6 @@ def test_other_project_installed_over_this_one_is_refused(tmp_path: Path, module
     assert "ImportError: the package troupe 0.5.2" in done.stderr
 
 
-def test_this_project_under_its_former_name_is_no_error(tmp_path: Path) -> None:
+def test_this_project_under_its_former_name_is_accepted(tmp_path: Path) -> None:
     done = python("-c", "import troupe", path=[installed(tmp_path, OURS), ROOT])
     assert done.returncode == 0, done.stderr

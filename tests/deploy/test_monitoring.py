@@ -140,7 +140,7 @@ def test_prometheus_reads_the_five_services_where_they_serve_metrics() -> None:
     assert f"TROUPE_METRICS_PORT={found['port']}" in dockerfile
 
 
-def test_what_the_profile_mounts_is_there_and_where_it_is_looked_for() -> None:
+def test_the_monitoring_profile_mounts_files_that_exist_where_they_are_read() -> None:
     services = COMPOSE["services"]
     chosen = {name for name, one in services.items() if one.get("profiles") == ["monitoring"]}
     assert chosen == {"prometheus", "grafana"}

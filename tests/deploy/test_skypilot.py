@@ -160,6 +160,6 @@ def test_without_a_token_nothing_is_started(tmp_path: Path) -> None:
     assert (status, log) == (1, [])
 
 
-def test_one_machine_trains(tmp_path: Path) -> None:
+def test_a_cluster_of_one_machine_trains(tmp_path: Path) -> None:
     status, log = _run(tmp_path, "one-node.yaml")
     assert (status, log) == (0, ["troupe train job.yaml --panel --panel-port 8080"])

@@ -138,7 +138,7 @@ def program(
 
 
 @pytest.mark.slow
-def test_it_holds_the_library_and_the_services_only(wheel: Path) -> None:
+def test_the_wheel_holds_the_library_and_the_services_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"troupe", "services"}
@@ -210,7 +210,7 @@ def test_commands_of_the_refusal_mend_an_environment_with_the_other_project(
 
 
 @pytest.mark.slow
-def test_what_is_in_the_repository_only_is_named(
+def test_a_command_that_needs_the_repository_says_so(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
@@ -230,7 +230,7 @@ def test_extra_alpha_rank_has_what_openspiel_imports(tmp_path: Path) -> None:
     subprocess.run([tmp_path / "venv/bin/python", "-c", code], check=True, timeout=300)
 
 
-def test_extras_for_users_name_what_there_is() -> None:
+def test_extras_for_users_name_existing_extras() -> None:
     own: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for extra, lines in own.items():
         for line in map(Requirement, lines):

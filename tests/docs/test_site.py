@@ -20,7 +20,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.slow
-def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,

@@ -157,7 +157,7 @@ def edit(cluster: Standing, text: str) -> None:
     (cluster.code / "users_team.py").write_text(text)
 
 
-async def test_who_mends_the_workflow_can_resume(cluster: Standing) -> None:
+async def test_a_job_resumes_after_its_workflow_is_fixed(cluster: Standing) -> None:
     edit(cluster, "async def play(query, agents, tools):\n    return {}[query.split]\n")
     async with cluster.client() as client:
         handle = await client.submit(cluster.yaml("users_team:play"))

@@ -167,7 +167,7 @@ def test_a_failed_job_is_one_line_of_the_command(cluster: Standing, tmp_path: Pa
     assert "there is no such directory. Give an existing directory" in line
 
 
-def test_what_cannot_start_is_one_line_of_the_command(tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(tiny_team.job(tmp_path / "models"))
     (tmp_path / "wrong.yaml").write_text(
         tiny_team.job(tmp_path / "models").replace("group_size", "groupsize")

@@ -221,7 +221,7 @@ async def test_thinking_is_an_argument_of_the_template() -> None:
             assert one.prompt().endswith(f"assistant\n{shown}")
 
 
-async def test_what_only_constrained_decoding_could_keep_is_named_as_this_api_does() -> None:
+async def test_requests_that_need_constrained_decoding_are_refused_in_the_form_of_the_api() -> None:
     async with served() as one:
         for asks, param in [
             ({"output_config": FORMAT}, "output_config.format"),

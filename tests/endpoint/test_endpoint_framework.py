@@ -77,7 +77,7 @@ async def test_a_conversation_with_tools_is_trained_on_the_sampled_ids(stage: St
     assert "You add with your tools." in last
 
 
-async def test_it_streams_and_runs_in_a_thread_of_its_own_too(stage: Stage) -> None:
+async def test_a_framework_streams_and_runs_in_its_own_thread(stage: Stage) -> None:
     stage.script.speak = in_turn(says(calls("add", a=3, b=4)), says("7"), says("7"))
 
     async def act(query: Any, agents: Any) -> dict[str, float]:

@@ -125,7 +125,7 @@ async def test_a_body_with_too_many_objects_is_refused_unparsed(body: bytes) -> 
 
 
 @pytest.mark.parametrize("text", ["{[" * 200_000, '\\"{' * 200_000, "\\" * 200_001 + "{" * 200_000])
-async def test_brackets_in_texts_are_no_objects(text: str) -> None:
+async def test_brackets_in_texts_do_not_count_as_objects(text: str) -> None:
     async with (
         served(agents_of(ByteTokenizer())) as (url,),
         httpx.AsyncClient(timeout=PATIENCE) as http,

@@ -81,7 +81,7 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(one) for one in found[:-1] if not one.startswith(":")]
 
 
-async def test_thoughts_are_apart_and_a_call_in_them_is_none() -> None:
+async def test_thoughts_are_separate_and_their_calls_are_ignored() -> None:
     async with served(f"{THOUGHT}No.", f"{THOUGHT}So.{calls(a=1, b=2)}", "ok") as one:
         answer = (await one.post(tools=[ADD])).json()
         message = answer["choices"][0]["message"]
@@ -312,7 +312,9 @@ async def test_the_arguments_of_a_strict_tool_are_looked_at() -> None:
         ({"top_k": 10**30}, "top_k"),
     ],
 )
-async def test_what_cannot_be_meant_is_named(asks: dict[str, Any], param: str | None) -> None:
+async def test_contradictory_requests_are_refused_by_parameter(
+    asks: dict[str, Any], param: str | None
+) -> None:
     async with served(options=EndpointOptions(lenient=True, sampling="client")) as one:
         answer = await one.post(**asks)
         error = answer.json()["error"]

@@ -213,7 +213,7 @@ async def test_items_come_back_whole_by_reference_or_without_thoughts() -> None:
             assert wrong.json()["error"]["param"] == "previous_response_id"
 
 
-async def test_what_only_constrained_decoding_could_keep_is_named_as_this_api_does() -> None:
+async def test_requests_that_need_constrained_decoding_are_refused_in_the_form_of_the_api() -> None:
     async with served() as one:
         for asks, param in [
             ({"text": TEXT_FORMAT}, "text.format"),
@@ -274,7 +274,7 @@ async def test_a_wrong_request_names_the_field_of_this_api() -> None:
         assert not one.agents.begun
 
 
-async def test_what_fails_in_a_stream_is_its_last_event() -> None:
+async def test_a_failed_turn_is_the_last_event_of_its_stream() -> None:
     def fails(agent: str, prompt: Any, sampling: Any) -> list[int]:
         raise TurnError("no engine", kind="deadline")
 

@@ -51,7 +51,7 @@ async def test_a_stream_says_that_its_turn_is_still_generated() -> None:
     assert lines[-2] == "data: [DONE]"
 
 
-async def test_what_fails_in_a_stream_is_its_last_event() -> None:
+async def test_a_failed_turn_is_the_last_event_of_its_stream() -> None:
     def fails(agent: str, prompt: Any, sampling: Any) -> list[int]:
         raise TurnError("no engine", kind="deadline")
 

@@ -29,7 +29,7 @@ def test_a_declared_function_is_called_as_before() -> None:
     assert asyncio.run(declared.look_up("troupe", limit=1)) == ["troupe"]
 
 
-def test_what_was_declared_is_kept_and_nothing_else() -> None:
+def test_a_declaration_has_the_given_settings_only() -> None:
     bare, full = of(declared.exact), of(declared.look_up)
     assert (bare.kind, bare.name, bare.version, bare.costs) == ("reward", "exact", "1", {})
     assert (full.kind, full.name, full.version) == ("tool", "search", "2")
@@ -108,7 +108,7 @@ def test_a_module_is_described_by_an_interpreter_of_its_own() -> None:
     assert found["search"].costs == of(declared.look_up).costs
 
 
-def test_what_declares_nothing_can_be_described_by_name(tmp_path: Path) -> None:
+def test_an_undeclared_function_can_be_described_by_name(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("def score(query, turns, rewards):\n    return 1.0\n")
     (one,) = described("alone:score", str(tmp_path))
     assert (one.kind, one.name, one.costs) == ("", "score", {})
@@ -124,7 +124,7 @@ def test_what_declares_nothing_can_be_described_by_name(tmp_path: Path) -> None:
         (f"{HERE}:not_a_function", "is a int, not a function"),
     ],
 )
-def test_what_cannot_be_imported_is_said_in_one_line(target: str, said: str) -> None:
+def test_a_failed_import_is_described_in_one_line(target: str, said: str) -> None:
     with pytest.raises(DescribeError, match=said) as refused:
         describe(target)
     assert "\n" not in str(refused.value)

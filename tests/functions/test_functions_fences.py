@@ -145,5 +145,5 @@ def test_json_is_read_whatever_its_fence_looks_like(reply: str) -> None:
     "text",
     ["```", "````", "``", "```json\n```", "a ```json\n{}\n```", "```json\n{}\n```\n[]", "json"],
 )
-def test_a_text_that_is_more_or_less_than_fenced_json_is_none(text: str) -> None:
+def test_a_text_with_more_or_less_than_one_fence_is_refused(text: str) -> None:
     assert read_fenced_json(text) is None

@@ -135,7 +135,7 @@ def test_a_reply_without_a_score_is_asked_for_again(endpoint: Endpoint) -> None:
     ],
     indirect=["endpoint"],
 )
-def test_what_gives_no_score_ends_with_a_typed_error(
+def test_an_answer_without_a_score_ends_with_a_typed_error(
     endpoint: Endpoint, kind: str, text: str, asked: int
 ) -> None:
     with pytest.raises(JudgeError, match=text) as failed:

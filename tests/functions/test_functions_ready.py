@@ -393,7 +393,7 @@ def test_code_is_scored_by_the_tests_of_the_query() -> None:
     assert answers.passes_tests(query(tests=tests), said("no code"), {}, partial=True) == 0.0
 
 
-def test_files_beside_tests_are_there_and_are_not_run() -> None:
+def test_helper_files_of_tests_exist_and_are_not_run() -> None:
     """Data, helpers, a package, fixtures; a file of the solution's name is the reply's."""
     files = {
         "test_all.py": "from solution import f\nfrom helpers import two\n"
@@ -508,7 +508,7 @@ def test_the_agent_that_is_named_is_scored_and_rewarded_alone() -> None:
 
 
 @pytest.mark.parametrize("name", READY)
-def test_what_the_job_may_say_is_what_the_function_takes(name: str) -> None:
+def test_arguments_of_a_ready_reward_match_its_function(name: str) -> None:
     entrypoint, arguments = READY[name]
     function = load_attribute(entrypoint, "rewards")
     taken = {

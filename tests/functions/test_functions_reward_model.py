@@ -66,14 +66,14 @@ def test_the_reply_is_scored_after_what_was_asked(model: str) -> None:
     assert short != pytest.approx(found, rel=1e-3)
 
 
-def test_it_is_loaded_once(model: str) -> None:
+def test_a_reward_model_is_loaded_once(model: str) -> None:
     library.scorer.cache_clear()
     for text in ("a", "b", "c"):
         reward_model({}, turns(("writer", text)), {}, model=model)
     assert library.scorer.cache_info().misses == 1
 
 
-def test_what_gives_no_score_says_why(model: str, tmp_path: Path) -> None:
+def test_a_reward_model_that_cannot_score_says_why(model: str, tmp_path: Path) -> None:
     def refused(kind: str, path: str, agent: str = "") -> str:
         with pytest.raises(RewardModelError) as error:
             reward_model({}, turns(("writer", "a")), {}, model=path, agent=agent)

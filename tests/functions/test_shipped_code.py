@@ -117,7 +117,9 @@ def test_threads_import_their_own(versions: list[ShippedCode]) -> None:
     assert found == {1: {1}, 2: {2}}
 
 
-def test_what_is_not_shipped_is_what_is_installed(versions: list[ShippedCode]) -> None:
+def test_modules_that_are_not_shipped_come_from_the_installation(
+    versions: list[ShippedCode],
+) -> None:
     with using(versions[0]):
         assert load_attribute("json:dumps", "x") is __import__("json").dumps
         with pytest.raises(EntrypointError, match="nothing' does not exist") as error:

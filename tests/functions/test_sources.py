@@ -46,7 +46,7 @@ def names(root: Path, include: list[str], exclude: tuple[str, ...] = ()) -> list
         ),
     ],
 )
-def test_what_is_named(
+def test_include_and_exclude_choose_the_shipped_files(
     project: Path, include: list[str], exclude: tuple[str, ...], expected: list[str]
 ) -> None:
     assert names(project, include, exclude) == expected
@@ -123,7 +123,7 @@ def test_a_file_or_folder_that_cannot_be_read_is_refused_by_name() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_what_is_refused(project: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_shipped_are_refused(project: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="not a folder") as error:
         collect(tmp_path / "none", ["team"])
     assert error.value.field == "code.root"

@@ -47,7 +47,7 @@ def raised(kind: type[Exception]) -> OSError:
         (httpx.ConnectError, {}, "path", "cannot be reached", "share the cache"),
     ],
 )
-def test_what_is_at_fault(
+def test_a_hub_error_names_the_field_at_fault(
     kind: type[Exception], environment: dict[str, str], field: str, says: str, remedy: str
 ) -> None:
     problem = hub_problem("a/b", "v9", raised(kind), environment)

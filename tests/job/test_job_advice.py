@@ -56,7 +56,7 @@ def told(**over: Any) -> list[str]:
         ),
     ],
 )
-def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None:
+def test_settings_without_effect_are_advised_against(over: dict[str, Any], line: str) -> None:
     assert told(**over) == [line]
 
 
@@ -73,11 +73,11 @@ def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None
         {"policies__solver__engine": {"kind": "sglang", "launch": ["--page-size", "2"]}},
     ],
 )
-def test_what_has_its_effect_is_not(over: dict[str, Any]) -> None:
+def test_settings_with_effect_are_not_advised_against(over: dict[str, Any]) -> None:
     assert told(**over) == []
 
 
-def test_all_that_is_without_effect_is_told() -> None:
+def test_every_setting_without_effect_is_advised_against() -> None:
     trainer = {"gang": 2, "forward_tokens": 64}
     assert told(
         pipeline__alpha=3, policies__solver__trainable=False, policies__solver__trainer=trainer

@@ -40,7 +40,9 @@ def _pipeline(mode: str) -> dict[str, Any]:
         ({"epochs": 2}, "async", "choose `recomputed`"),
     ],
 )
-def test_what_does_not_go_together(algorithm: dict[str, Any], mode: str, message: str) -> None:
+def test_algorithm_settings_that_exclude_each_other_are_refused(
+    algorithm: dict[str, Any], mode: str, message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline(mode))
 

@@ -110,7 +110,7 @@ def test_the_threshold_is_in_the_unit_of_the_measure() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_balancing_is_refused_by_field(
     balancing: dict[str, Any], policies: dict[str, dict[str, Any]], message: str
 ) -> None:
     assert message in fault(balancing, **policies)

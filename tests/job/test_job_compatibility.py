@@ -36,7 +36,7 @@ def test_nothing_differs_from_itself() -> None:
         ("rewards", {"exact": FUNCTION | {"timeout_seconds": 3}}),
     ],
 )
-def test_what_may_change(path: str, value: object) -> None:
+def test_these_fields_may_change_when_a_job_is_resumed(path: str, value: object) -> None:
     changed = spec(**{path: value})
     assert differences(spec(), changed)
     assert incompatible(spec(), changed, steps_done=2) == []
@@ -64,7 +64,7 @@ def test_what_may_change(path: str, value: object) -> None:
         ("rewards", {}, "rewards.exact"),
     ],
 )
-def test_what_makes_the_job_what_it_is(path: str, value: object, named: str) -> None:
+def test_fields_that_define_the_job_may_not_change(path: str, value: object, named: str) -> None:
     found = incompatible(spec(), spec(**{path: value}), steps_done=0)
     assert [one.path for one in found] == [named]
     assert str(found[0]).startswith(f"{named}: ")
@@ -83,7 +83,7 @@ def test_a_policy_more_is_another_job() -> None:
     assert paths == {"agents.third", "policies.third"}
 
 
-def test_what_may_change_exists() -> None:
+def test_every_changeable_pattern_names_a_field() -> None:
     """A pattern whose field was renamed would silently refuse what it was made for."""
     dumped = spec(tools={"calculator": FUNCTION}, population={}).model_dump(mode="json")
     for pattern in CHANGEABLE:

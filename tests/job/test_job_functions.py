@@ -11,7 +11,7 @@ from troupe.functions.costs import DEFAULTS, costs_of, to_spec
 from troupe.job import FunctionSpec, JobSpecError, parse_job
 
 
-def test_what_a_job_leaves_out_is_left_to_the_function() -> None:
+def test_only_costs_that_the_job_gives_are_set() -> None:
     given = FunctionSpec(entrypoint="tasks:score", cores=2, quota="judge")
     assert given.costs == {"cores": 2, "quota": "judge"}
 

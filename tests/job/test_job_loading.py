@@ -97,7 +97,7 @@ def test_a_bad_field_is_named_with_its_value(change: dict[str, Any], message: st
         ("a: " + "x" * (1 << 20), "the job: is longer than 1,048,576 bytes"),
     ],
 )
-def test_what_is_no_job_at_all_is_told(text: str, message: str) -> None:
+def test_a_text_that_is_not_a_job_is_refused_with_the_reason(text: str, message: str) -> None:
     assert message in fault(text)
 
 
@@ -131,7 +131,7 @@ def test_too_many_fields_are_one_fault_and_not_one_each() -> None:
         assert told.message.startswith("50000 entries")
 
 
-async def test_texts_are_parsed_one_at_a_time_beside_the_event_loop() -> None:
+async def test_texts_are_parsed_one_at_a_time_outside_the_event_loop() -> None:
     parsing: set[str] = set()
 
     def names() -> set[str]:
@@ -195,7 +195,7 @@ def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["over_sampling", "redundant_trajectories"])
-def test_what_depends_on_who_is_first_is_not_deterministic(field: str) -> None:
+def test_deterministic_jobs_refuse_settings_that_depend_on_time(field: str) -> None:
     changes = {f"pipeline__{field}": 2}
     for mode in ("serial", "sync", "micro_batch", "async"):
         assert getattr(parse_job(written(pipeline__mode=mode, **changes)).pipeline, field) == 2

@@ -38,7 +38,7 @@ def written(lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, An
         ({}, {"simulated": {}}, {}, "policies.a.lora: a simulated policy does not learn"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_lora_settings_are_refused_by_field(
     lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(JobSpecError) as caught:

@@ -83,7 +83,7 @@ def test_a_job_of_networks_is_read_back_as_it_is() -> None:
         ),
     ],
 )
-def test_what_does_not_go_with_networks_is_refused_by_name(
+def test_settings_that_exclude_networks_are_refused_by_field(
     changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(JobSpecError) as caught:
@@ -111,7 +111,9 @@ def test_a_misspelt_field_of_a_paradigm_is_recognised() -> None:
         ({"paradigm": "maddpg", "buffer": 8, "warmup": 9}, "at most buffer = 8"),
     ],
 )
-def test_what_would_never_be_learned_is_refused(learning: dict[str, Any], says: str) -> None:
+def test_learning_settings_that_never_update_are_refused(
+    learning: dict[str, Any], says: str
+) -> None:
     with pytest.raises(JobSpecError) as caught:
         _parse(_job(policies__team__network__learning=learning))
     assert says in str(caught.value)

@@ -98,7 +98,7 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
         ),
     ],
 )
-def test_what_cannot_be_played_is_refused(population: dict[str, Any], says: str) -> None:
+def test_populations_that_cannot_play_are_refused(population: dict[str, Any], says: str) -> None:
     assert says in fault(job(**population))
 
 
@@ -124,13 +124,15 @@ def test_with_a_game_payoffs_are_computed_unless_wins_are_asked_for() -> None:
         ({"system_prompt": "bluff"}, "agents.bob: with `population.game` all agents of a pool"),
     ],
 )
-def test_what_players_say_in_a_game_can_be_computed(bob: dict[str, Any], says: str) -> None:
+def test_agents_of_a_game_must_be_computable_by_their_policy(
+    bob: dict[str, Any], says: str
+) -> None:
     spec = job(game="kuhn_poker")
     spec["agents"]["bob"] |= bob
     assert says in fault(spec)
 
 
-def test_who_is_no_player_is_not_in_the_tree() -> None:
+def test_an_agent_outside_the_game_is_refused() -> None:
     spec = job(game="kuhn_poker")
     spec["policies"]["umpire"] = MODEL | {"trainable": False}
     spec["agents"]["umpire"] = {"policy": "umpire"}
@@ -144,7 +146,7 @@ def test_a_slot_is_not_the_users() -> None:
 
 
 @pytest.mark.parametrize("by", ["kl_coefficient", "entropy_coefficient"])
-def test_what_is_held_is_regularized(by: str) -> None:
+def test_regularized_play_is_accepted_with_a_kl_or_entropy_term(by: str) -> None:
     spec = job(algorithm="regularized")
     spec["algorithm"] = {by: 0.1}
     assert parse_job(yaml.safe_dump(spec)).pools is not None

@@ -35,7 +35,7 @@ def test_slots_are_networks_for_all_that_their_learners_play() -> None:
     assert parse_job(spec.model_dump_json()) == spec
 
 
-def test_who_shares_a_pool_is_made_for_the_same_agents() -> None:
+def test_policies_that_share_a_pool_are_made_for_the_same_agents() -> None:
     """One plays both sides, one exploits the second: versions of both take turns in its slots."""
     spec = job(algorithm="league", symmetric=False, slots=1)
     spec["policies"]["spy"] = spec["policies"]["player"]
@@ -82,7 +82,7 @@ def test_apart_each_is_made_for_its_own() -> None:
         ),
     ],
 )
-def test_what_networks_cannot_be_is_refused(
+def test_populations_refuse_networks_that_cannot_play_in_them(
     network: dict[str, Any], population: dict[str, Any], says: str
 ) -> None:
     spec = job(**population)
@@ -90,7 +90,7 @@ def test_what_networks_cannot_be_is_refused(
     assert says in fault(spec)
 
 
-def test_who_has_all_agents_for_itself_may_be_a_team() -> None:
+def test_a_learner_that_plays_all_agents_may_learn_as_a_team() -> None:
     spec = job(algorithm="self_play")
     spec["policies"]["player"]["network"] = {"hidden": [8], "learning": {"paradigm": "maddpg"}}
     assert parse_job(yaml.safe_dump(spec)).pools is not None

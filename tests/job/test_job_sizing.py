@@ -90,14 +90,14 @@ def test_a_configuration_is_read_from_where_the_model_is(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "qwen3", "hidden_size": "x"}'])
-def test_a_configuration_that_is_none_is_not_known(tmp_path: Path, text: str) -> None:
+def test_an_invalid_configuration_has_no_shape(tmp_path: Path, text: str) -> None:
     """Files that are no configuration are left to the trainer, which says what is wrong."""
     (tmp_path / "config.json").write_text(text)
     assert read_shape(ModelSpec(path=str(tmp_path))) is None
     assert shape_of_config({"model_type": "qwen3", "num_attention_heads": 0}) is None
 
 
-def test_what_a_job_says_decides_how_a_policy_is_trained() -> None:
+def test_the_setup_of_a_policy_follows_from_the_job() -> None:
     """Critic, reference, exact sums, adapter and gang come from the job."""
     shape = shape_of_config(SMALL)
     assert shape is not None

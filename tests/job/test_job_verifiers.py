@@ -63,7 +63,7 @@ def test_a_mixture_of_environments_has_the_same_workflow() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(tasks: dict[str, Any], said: str) -> None:
+def test_contradictory_verifiers_tasks_are_refused(tasks: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         job(tasks)
 

@@ -10,7 +10,7 @@ from troupe.job import ModelSpec, no_directory
 
 
 @pytest.mark.parametrize("source", ["/no/such", "./no_such", "~/no_such_troupe", "a/b/c"])
-def test_what_can_only_be_a_directory_is_not_asked_of_the_hub(source: str) -> None:
+def test_a_path_that_can_only_be_local_is_not_looked_up_on_the_hub(source: str) -> None:
     assert no_directory(source)
 
 
@@ -20,7 +20,9 @@ def test_hub_ids_and_directories_are_not_missing(tmp_path: Path) -> None:
     assert not no_directory(str(tmp_path))
 
 
-def test_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not_taken_for_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()
     assert no_directory("model.safetensors")

@@ -67,7 +67,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_is_too_much_is_refused_before_it_is_built(name: str) -> None:
+def test_oversized_yaml_is_refused_before_it_is_built(name: str) -> None:
     began = time.process_time()
     with pytest.raises(UnreadableText) as caught:
         read_text(BOMBS[name], "the text")

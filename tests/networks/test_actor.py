@@ -175,7 +175,7 @@ def test_a_network_plays_some_of_its_agents_as_it_plays_them_among_all(
     assert network.probabilities(torch.from_numpy(seen[:, [1]]), None).shape == (4, 1, 5)
 
 
-def test_who_plays_in_earnest_tries_nothing_out() -> None:
+def test_a_policy_in_earnest_does_not_explore() -> None:
     random = NetworkSpec.model_validate(
         {"hidden": [8], "learning": {"paradigm": "dqn", "epsilon": [1.0, 1.0]}}
     )
@@ -192,7 +192,7 @@ def test_who_plays_in_earnest_tries_nothing_out() -> None:
     assert len(np.unique(earnest["p"]["actions"][0])) == 2
 
 
-def test_who_does_not_sit_well_is_told() -> None:
+def test_seats_that_do_not_fit_are_refused() -> None:
     environment = make_environment("two_step", 1)
     with pytest.raises(InvalidArgument, match="exactly one policy"):
         Actor(environment, {"p": Seat(PPO, ("agent_0",))})
@@ -248,7 +248,9 @@ class Broken(Turns):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
 @pytest.mark.parametrize("what", ["observations", "state", "rewards"])
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_what_is_no_number_is_told_with_step_and_copy(what: str, value: float, at: int) -> None:
+def test_values_that_are_not_finite_are_reported_with_step_and_copy(
+    what: str, value: float, at: int
+) -> None:
     if what == "rewards" and at == 0:
         return
     # Copy b is over after b + 1 steps: what it says then is without meaning.

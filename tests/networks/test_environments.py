@@ -117,7 +117,7 @@ def test_two_step_pays_what_the_paper_says() -> None:
         assert stepped.terminated.all()
 
 
-def test_what_is_no_environment_is_refused() -> None:
+def test_an_unusable_environment_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidArgument, match="no vectorised environment of this name"):
         make_environment("simple_sprea", 1)
     with pytest.raises(InvalidArgument, match="does not take these settings"):

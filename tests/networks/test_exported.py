@@ -38,7 +38,7 @@ def written(folder: Path, learning: dict[str, Any]) -> NetworkLearner:
 
 
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn", "vdn", "qmix", "maddpg"])
-def test_it_plays_what_the_learner_published(paradigm: str, tmp_path: Path) -> None:
+def test_an_exported_network_plays_the_published_weights(paradigm: str, tmp_path: Path) -> None:
     learner = written(tmp_path / "out", {"paradigm": paradigm})
     found = ExportedNetwork.read(tmp_path / "out")
     published = learner.published()
@@ -68,7 +68,7 @@ def test_a_tensor_too_many_or_too_few_is_refused_by_name(tmp_path: Path) -> None
         assert (caught.value.field, caught.value.value) == ("weights", name)
 
 
-def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_folder_without_an_exported_network_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         ExportedNetwork.read(tmp_path)
     folder = tmp_path / "out"
@@ -90,7 +90,7 @@ def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         ExportedNetwork.read(folder)
 
 
-def test_its_card_says_what_loads_it(tmp_path: Path) -> None:
+def test_the_card_of_a_network_names_its_loader(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     written(folder, {"paradigm": "ppo"})
     Lineage("job-1", "particles", "team", 3, 2, "x" * 16, "network").write(folder)

@@ -41,19 +41,21 @@ def test_whatever_a_factory_raises_is_the_jobs_fault(number: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["nothing", "BadAgents"])
-def test_what_is_no_environment_is_refused(source: str) -> None:
+def test_a_source_that_is_not_an_environment_is_refused(source: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         table_of(job(source), "team")
     assert refused.value.field == "environment.source"
 
 
-def test_one_that_does_not_close_is_used_all_the_same() -> None:
+def test_an_environment_that_does_not_close_can_be_used() -> None:
     spec = job("ClosesBadly")
     assert len(table_of(spec, "team").agents) == 2
     Arena.open(spec, 1).close()
 
 
-def test_one_that_hangs_frees_the_trainers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_hangs_frees_the_trainer_s_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tables, "_MAKE_SECONDS", 0.2)
     with pytest.raises(InvalidArgument, match=r"did not end within 0\.2 s") as refused:
         table_of(job("hangs"), "team")

@@ -89,7 +89,7 @@ def test_a_state_that_does_not_fit_moves_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in other.state().items())
 
 
-def test_what_is_refused_moves_nothing() -> None:
+def test_refused_fragments_leave_the_learner_unchanged() -> None:
     learner = make_learner(network("vdn"), SPACES, AGENTS, seed=1)
     before = {name: value.clone() for name, value in learner.state().items()}
     with pytest.raises(InvalidArgument, match="take turns"):
@@ -102,7 +102,7 @@ def test_what_is_refused_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn", "vdn", "qmix", "maddpg"])
-def test_nothing_is_learned_of_what_is_not_legal(paradigm: str) -> None:
+def test_illegal_actions_teach_nothing(paradigm: str) -> None:
     more = {"regularization": 0.0} if paradigm == "maddpg" else {}
     learner = make_learner(network(paradigm, **more), SPACES, AGENTS, seed=1)
     turns = paradigm in ("ppo", "mappo", "dqn")
@@ -129,7 +129,7 @@ def test_padding_and_the_cut_of_fragments_change_nothing(paradigm: str) -> None:
 
 
 @pytest.mark.parametrize(("paradigm", "kind", "parameters"), EVERY)
-def test_what_lies_behind_an_episodes_end_is_never_read(
+def test_values_behind_the_end_of_an_episode_are_never_read(
     paradigm: str, kind: str, parameters: str
 ) -> None:
     given = [fragment(1, [2, 6, 1]), fragment(2, [3, 1]), fragment(3, [5, 4], leaving=True)]
@@ -172,7 +172,7 @@ def test_an_action_far_from_what_the_policy_does_leaves_its_weights_numbers(
 
 
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn"])
-def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
+def test_agents_that_did_not_play_teach_nothing(paradigm: str) -> None:
     """Fragments of some of its agents, in one update, are those in which the others never act."""
     first, second = fragment(1, [4, 2]), fragment(2, [3])
     some, whole = [], []
@@ -225,7 +225,7 @@ def test_a_memory_in_turns_is_of_an_agents_own_decisions(parameters: str) -> Non
     assert metrics["clip_fraction"] == 0
 
 
-def test_who_learns_of_a_team_needs_all_of_it() -> None:
+def test_a_team_learner_refuses_fragments_of_single_agents() -> None:
     learner = make_learner(network("qmix"), SPACES, AGENTS, seed=1)
     with pytest.raises(InvalidArgument, match="are of agent_0"):
         learner.update([fragment(1, [3], agents=1)])

@@ -87,7 +87,7 @@ def test_a_row_is_what_its_agent_decided(
             episode += 1
 
 
-def test_what_is_not_of_these_spaces_is_refused() -> None:
+def test_fragments_of_other_spaces_are_refused() -> None:
     good = fragment(0, [3, 2])
     check([good], SPACES, good.agents)
     with pytest.raises(InvalidArgument, match="at least one"):

@@ -145,7 +145,9 @@ def test_observations_of_vector_spaces_are_flattened(seen: Any, masked: bool) ->
     ids=lambda space: type(space).__name__,
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_observation_space_that_is_no_vector_is_refused_by_name(part: Any, nested: bool) -> None:
+def test_an_observation_space_that_is_not_a_vector_is_refused_by_name(
+    part: Any, nested: bool
+) -> None:
     seen = spaces.Dict({"x": spaces.Tuple([part, TWO])}) if nested else part
     with pytest.raises(InvalidArgument, match=type(part).__name__) as refused:
         solo(seen=seen)
@@ -478,13 +480,13 @@ def test_a_setting_may_have_any_name(name: str) -> None:
     assert bad.value.field == "environment.args"
 
 
-def test_the_number_of_copies_is_no_setting() -> None:
+def test_the_number_of_copies_is_refused_as_an_argument() -> None:
     with pytest.raises(ValidationError, match=r"set `environment\.copies`"):
         job("gymnasium", id="CartPole-v1", steps=3, copies=4)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "3"])
-def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+def test_an_invalid_number_of_steps_is_refused(steps: Any) -> None:
     with pytest.raises(InvalidArgument, match="whole number of steps"):
         make_environment("gymnasium", 1, id="CartPole-v1", steps=steps)
 

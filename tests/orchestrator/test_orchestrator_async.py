@@ -185,7 +185,7 @@ async def test_open_steps_are_taken_up_again(cluster: Cluster, how: str) -> None
     assert [row.step for row in await rows_of(cluster, job_id)] == [1, 2, 3, 4, 5, 6]
 
 
-async def test_what_could_be_used_again_is_freed_in_the_end(cluster: Cluster) -> None:
+async def test_reusable_samples_are_freed_at_the_end_of_the_job(cluster: Cluster) -> None:
     text = async_yaml(pipeline__alpha=2, pipeline__max_uses=2)
     job_id = await cluster.submit(text)
     job = await cluster.wait(job_id)

@@ -73,7 +73,7 @@ async def until_state(cluster: Cluster, job_id: str, state: common_pb.JobState.V
 
 
 @pytest.mark.slow
-async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
+async def test_a_job_that_kills_the_orchestrator_is_set_aside(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     modules = tmp_path / "modules"

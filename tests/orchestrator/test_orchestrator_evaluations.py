@@ -179,7 +179,7 @@ async def test_the_best_checkpoint_is_kept(
     assert {one.version for one in saved.checkpoints} == {best, 4}
 
 
-async def test_a_metric_that_is_none_is_named(cluster: Cluster) -> None:
+async def test_a_missing_metric_of_the_best_checkpoint_is_named(cluster: Cluster) -> None:
     best = {"metric": "evaluations/held/reward/nobody"}
     sets = {"held": {"queries": 1}}
     job_id = await cluster.submit(job_yaml(evaluations=sets, checkpoint={"best": best}))
@@ -228,7 +228,7 @@ async def test_a_metric_that_is_none_is_named(cluster: Cluster) -> None:
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_at_submit(
+def test_impossible_evaluations_are_refused_at_submit(
     over: dict[str, object], field: str, said: str
 ) -> None:
     with pytest.raises(JobSpecError, match=said) as refused:
@@ -261,7 +261,7 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     assert len(listed) == len(set(listed)), "no trajectory is kept twice"
 
 
-async def test_in_mode_async_training_goes_on_beside_an_evaluation(cluster: Cluster) -> None:
+async def test_async_training_goes_on_during_an_evaluation(cluster: Cluster) -> None:
     """While evaluations run, the next steps roll out and are trained, and no engine is updated:
     what is evaluated is the version that the metrics name."""
     rollout = cluster.rollouts[0]
@@ -305,7 +305,7 @@ async def test_in_mode_async_training_goes_on_beside_an_evaluation(cluster: Clus
     await cluster.check_accounts(job_id, 4, ("checker", "solver"))
 
 
-async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster) -> None:
+async def test_an_evaluation_during_training_survives_a_restart(cluster: Cluster) -> None:
     """It is made again, of the versions that its metrics name; the best checkpoint is of weights
     that were evaluated."""
     cluster.rollouts[0].script.slow = lambda ticket: 0.5 if ticket.split == "held_out" else 0.0

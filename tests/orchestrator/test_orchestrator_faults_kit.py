@@ -39,7 +39,9 @@ from troupe.v1 import common_pb2 as common_pb
         (job_fault(common_pb.Problem(kind="deadline_exceeded", message="the job's own")), False),
     ],
 )
-def test_what_repetition_can_cure(error: TroupeError, transient: bool) -> None:
+def test_transient_errors_are_those_that_repetition_can_cure(
+    error: TroupeError, transient: bool
+) -> None:
     assert is_transient(error) is transient
 
 

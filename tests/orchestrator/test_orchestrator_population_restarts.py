@@ -56,7 +56,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["pipeline_psro", "league"])
-async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) -> None:
+async def test_a_settled_learner_restarts(cluster: Cluster, algorithm: str) -> None:
     newer_wins(cluster)
     kind = "main_exploiter" if algorithm == "league" else "main"
     section = RESTART | {

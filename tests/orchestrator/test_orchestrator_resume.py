@@ -39,7 +39,7 @@ async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
     assert sum("pipeline.alpha = 3: without effect" in text for text in notices) == 1
 
 
-async def test_what_is_without_effect_is_told_once_when_it_is_submitted(cluster: Cluster) -> None:
+async def test_settings_without_effect_are_noted_once_at_submit(cluster: Cluster) -> None:
     request = orchestrator_pb.SubmitJobRequest(
         request_id=new_id(), spec=job_yaml(pipeline__alpha=3)
     )

@@ -122,7 +122,7 @@ async def test_a_restart_takes_no_query_twice_and_leaves_none_out(
     assert set(kept) <= set(range(cursor))
 
 
-async def test_nothing_is_carried_to_a_step_that_is_still_being_opened(
+async def test_queries_are_not_carried_to_a_step_that_is_being_opened(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really_open = StepQueries.open
@@ -191,7 +191,7 @@ async def test_a_job_that_was_cancelled_goes_on_with_a_smaller_alpha(cluster: Cl
     assert taken == list(range(len(taken))), "no item is left out or taken twice"
 
 
-async def test_what_never_ends_is_dropped_as_stale(cluster: Cluster) -> None:
+async def test_a_query_that_never_ends_is_dropped_as_stale(cluster: Cluster) -> None:
     rollout = cluster.rollouts[0]
     rollout.script.seconds = 0.03
     rollout.script.slow = lambda ticket: 1000 if ticket.index == 0 else 0.0

@@ -48,7 +48,7 @@ async def test_a_job_whose_advantages_are_always_zero_learned_nothing(cluster: C
     assert (job.metrics["solver/signal_steps"], job.metrics["checker/signal_steps"]) == (0, 0)
 
 
-async def test_a_policy_without_a_signal_beside_one_that_learns_is_named(cluster: Cluster) -> None:
+async def test_the_one_policy_without_a_signal_is_named(cluster: Cluster) -> None:
     cluster.trainers[0].script.flat = {"solver": {1}, "checker": range(3)}
     job, notices, _ = await told(cluster, await cluster.submit(job_yaml(pipeline__steps=3)))
     assert not job.HasField("problem")
@@ -92,7 +92,7 @@ async def test_one_update_is_a_plain_success(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("share", "plain"), [(1.0, False), (0.5, False), (0.0, True)])
-async def test_trajectories_that_never_spoke_at_their_endpoint_are_no_success(
+async def test_trajectories_that_never_used_their_endpoint_are_reported(
     cluster: Cluster, share: float, plain: bool
 ) -> None:
     seen = 0

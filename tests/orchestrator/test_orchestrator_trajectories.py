@@ -26,7 +26,7 @@ def conversation(
 
 
 @given(st.integers(0, 6), st.integers(0, 3000))
-def test_what_is_packed_comes_back(turns: int, characters: int) -> None:
+def test_a_packed_conversation_unpacks_to_the_same(turns: int, characters: int) -> None:
     full = conversation(turns, characters)
     packed = pack(full)
     assert len(packed) <= len(full.SerializeToString()) + 1

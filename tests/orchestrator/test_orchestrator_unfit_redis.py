@@ -103,7 +103,7 @@ async def test_a_policy_that_changes_is_told_everywhere_and_refuses_new_jobs(
     await own.submit(job_yaml("other"))
 
 
-async def test_what_is_wrong_with_the_stores_own_redis_is_told_by_the_orchestrator(
+async def test_the_orchestrator_reports_an_unfit_redis_of_the_store(
     empty_redis: str,
     durable_redis: RedisServer,
     tmp_path: Path,

@@ -132,7 +132,7 @@ class Play:
         await asyncio.wait_for(self.batch.finished(lambda: "waiting"), PATIENCE)
 
 
-async def test_what_the_store_ended_is_given_up_and_nothing_else() -> None:
+async def test_only_trajectories_that_the_store_ended_are_given_up() -> None:
     async with Play(ended(IDS[0])) as play:
         other = play.add("q1", ["q1-t0"])
         play.dispatch.end_unreported(play.batch, [IDS[0], IDS[1], IDS[2], "q1-t0"])
@@ -158,7 +158,7 @@ async def test_last_words_of_a_complete_group_are_given_up_too() -> None:
     assert (play.told, play.batch.unseen) == ([IDS[1]], 3)
 
 
-async def test_what_is_told_after_it_was_given_up_counts_once() -> None:
+async def test_an_end_reported_after_it_was_given_up_counts_once() -> None:
     async with Play(ended(IDS[1], group_complete=True)) as play:
         play.dispatch.end_unreported(play.batch, IDS)
         for one in IDS:

@@ -90,7 +90,7 @@ def test_a_mixture_of_members_is_the_mean_of_whole_games() -> None:
         ("resample", {0: 0.657 / 3, 1: 2 * 0.657 / 3, FORFEIT: 0.343}),
     ],
 )
-def test_what_is_no_move_goes_where_the_rule_says(
+def test_probability_of_illegal_answers_goes_where_the_rule_says(
     rule: IllegalRule, expected: Mapping[int, float]
 ) -> None:
     game = Enumeration.of(kuhn(), workflow.rules, rule=rule)
@@ -123,13 +123,13 @@ async def test_matches_come_to_what_was_enumerated(rule: IllegalRule) -> None:
     assert abs(np.mean(got) - expected) < 4 * error, (np.mean(got), expected)
 
 
-def test_who_never_moves_loses_at_once() -> None:
+def test_a_player_that_never_moves_loses_at_once() -> None:
     game = Enumeration.of(kuhn(), workflow.rules, rule="lose")
     plans = game.plans(game.behaviours([{0: 0.0, 1: 0.0}] * 12))
     assert game.form.values(plans) == pytest.approx([-2.0, 2.0])
 
 
-def test_what_are_no_probabilities_is_refused() -> None:
+def test_invalid_probabilities_are_refused() -> None:
     game = Enumeration.of(kuhn(), workflow.rules)
     for bad in ({0: 0.9, 1: 0.9}, {0: -0.1, 1: 0.5}, {0: 0.5}, {0: math.nan, 1: 0.5}):
         with pytest.raises(ValueError, match="no probabilities"):

@@ -81,7 +81,7 @@ def test_degenerate_games_have_solutions(shape: tuple[int, ...]) -> None:
         ([[[1.0, float("nan")]], [[0.0, 1.0]]], r"\[0, 0, 1\] is nan"),
     ],
 )
-def test_payoffs_that_are_none(payoffs: object, told: str) -> None:
+def test_invalid_payoffs_are_refused(payoffs: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         solve("nash", payoffs)
     with pytest.raises(ValueError, match="no meta-solver"):
@@ -129,7 +129,7 @@ def test_alpha_rank_of_known_games() -> None:
     assert [one.sum() for one in marginals(joint)] == pytest.approx([1, 1])
 
 
-def test_who_can_teach_something_comes_more_often() -> None:
+def test_pfsp_prefers_opponents_that_win() -> None:
     rates = [0.0, 0.5, 1.0]
     assert pfsp(rates) == pytest.approx([0.8, 0.2, 0])
     assert pfsp(rates, weighting="variance").tolist() == [0, 1, 0]

@@ -57,7 +57,7 @@ def test_a_league_exploiter_meets_all_that_is_frozen() -> None:
         league_opponents(SPY, [MAIN, SPY], {})
 
 
-def test_who_beats_all_is_frozen() -> None:
+def test_a_learner_that_beats_all_opponents_is_frozen() -> None:
     beaten = {("main", one.name): 0.7 for one in (M1, M2, H1)}
     assert is_due(MAIN, ALL, beaten, 0)
     assert not is_due(MAIN, ALL, {**beaten, ("main", "main@2"): 0.69}, 0)
@@ -77,7 +77,7 @@ def test_who_beats_all_is_frozen() -> None:
     ),
     st.sampled_from([MAIN, HUNTER, SPY]),
 )
-def test_it_is_always_a_distribution_over_others_that_there_are(
+def test_league_opponents_are_a_distribution_over_existing_members(
     wins: dict[tuple[str, str], float], learner: LeagueMember
 ) -> None:
     found = league_opponents(learner, ALL, wins)

@@ -108,7 +108,7 @@ def test_only_missing_and_uncertain_cells_are_played() -> None:
     assert matches_due(table, Precision(least=4)) == []
 
 
-def test_a_few_matches_that_end_alike_are_no_certainty() -> None:
+def test_a_few_equal_results_do_not_end_the_matches() -> None:
     table, precision = PayoffTable([2, 1]), Precision(least=8, most=64, half_width=0.1)
     for _ in range(8):
         table.record((0, 0), [1, -1])
@@ -169,7 +169,7 @@ def test_everybody_sits_everywhere_and_behind_everybody(players: int) -> None:
 
 
 @pytest.mark.parametrize("players", [2, 3, 4])
-def test_beside_a_game_that_changes_seats_or_keeps_them_all_arrangements_are_met_alike(
+def test_all_seatings_occur_equally_often(
     players: int,
 ) -> None:
     orders = math.factorial(players - 1)

@@ -76,7 +76,7 @@ def test_training_in_stretches_is_training_at_once() -> None:
     assert all(torch.equal(whole.weights[name], rest.weights[name]) for name in whole.weights)
 
 
-def test_levels_train_beside_each_other_and_become_members_in_turn() -> None:
+def test_levels_train_in_parallel_and_become_members_in_turn() -> None:
     tasks: list[Training] = []
 
     def watched(work, todo):  # type: ignore[no-untyped-def]

@@ -51,7 +51,7 @@ def test_the_same_matches_give_the_same_bits(matches: list[tuple[list[str], list
     assert all(one.matches == len(matches) for one in play().values())
 
 
-def test_who_wins_more_ends_higher() -> None:
+def test_a_player_that_wins_more_is_rated_higher() -> None:
     ratings: dict[str, Rating] = {}
     for number in range(30):
         ratings |= rated(ratings, ["strong", "weak"], [1.0, -1.0] if number % 5 else [-1.0, 1.0])

@@ -67,7 +67,7 @@ async def test_a_process_that_has_ended_is_stopped_again_without_effect() -> Non
     assert await stop_process_async(other, SECONDS) == 3
 
 
-async def test_what_a_process_leaves_in_its_group_is_killed_with_the_group() -> None:
+async def test_children_that_a_process_leaves_are_killed_with_its_group() -> None:
     process = started(LEAVES_ONE)
     left = psutil.Process(process.pid).children()
     assert left

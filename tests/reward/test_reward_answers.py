@@ -33,7 +33,7 @@ async def run(client: Client, name: str, arguments: dict[str, Any] | None = None
 
 
 @pytest.mark.parametrize("by_agent", [False, True])
-async def test_a_reward_that_no_float_can_be_is_none(client: Client, by_agent: bool) -> None:
+async def test_a_reward_beyond_float_range_is_refused(client: Client, by_agent: bool) -> None:
     error = await run(client, "beyond_floats", {"by_agent": by_agent}, kind="reward")
     assert error.kind == Kind.KIND_BAD_RESULT
     assert "a reward is a finite number" in error.message
@@ -42,7 +42,7 @@ async def test_a_reward_that_no_float_can_be_is_none(client: Client, by_agent: b
 
 
 @pytest.mark.parametrize("text", ["true", '"1"', "[1]", "null", '{"a": [1]}', "1" + "0" * 400])
-async def test_what_is_no_reward(text: str) -> None:
+async def test_answers_that_are_not_rewards_are_bad_results(text: str) -> None:
     outcome = as_reward(CallOutcome(text))
     assert outcome.error is not None
     assert outcome.error.kind == Kind.KIND_BAD_RESULT
@@ -80,13 +80,13 @@ async def test_arguments_that_go_too_deep_are_refused(client: Client) -> None:
     assert refused.value.field == "arguments_json"
 
 
-async def test_what_one_function_did_to_a_worker_keeps_no_other_from_being_imported(
+async def test_a_function_that_breaks_the_import_path_does_not_affect_later_imports(
     client: Client,
 ) -> None:
     assert await run(client, "forgets_where_modules_are") is None
 
 
-async def test_what_no_worker_can_import_costs_one_worker_and_not_one_for_each_call(
+async def test_a_failed_import_costs_one_worker_only(
     client: Client,
 ) -> None:
     found = await client.run("missing", entrypoint="no_such_module:f")
@@ -98,7 +98,7 @@ async def test_what_no_worker_can_import_costs_one_worker_and_not_one_for_each_c
 
 
 @pytest.mark.parametrize("said", ["inf", "1e400", "nan", "soon"])
-async def test_a_time_without_end_to_come_again_is_none(client: Client, said: str) -> None:
+async def test_an_infinite_retry_time_is_ignored(client: Client, said: str) -> None:
     error = await run(client, "is_refused_for", {"after": said})
     assert error.kind == Kind.KIND_RAISED
     assert -1 <= error.retry_after_seconds < 1

@@ -162,7 +162,7 @@ async def test_logs_are_kept_by_function_and_followed(client: Client) -> None:
         await client.invoke("prints")
 
 
-async def test_what_died_is_begun_again_as_often_as_declared(
+async def test_a_call_whose_worker_died_is_retried_as_often_as_declared(
     client: Client, tmp_path: Path
 ) -> None:
     for retries, kinds in ((1, Kind.KIND_WORKER_DIED), (2, 0)):

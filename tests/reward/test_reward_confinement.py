@@ -65,7 +65,7 @@ def inside(program: str, *arguments: str) -> str:
 @BUBBLEWRAP
 @libseccomp
 @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="other numbers")
-def test_what_breaks_sandboxes_is_not_permitted() -> None:
+def test_system_calls_that_break_sandboxes_are_denied() -> None:
     place = 0 if os.uname().machine == "x86_64" else 1
     calls = {name: (numbers[place], numbers[2]) for name, numbers in CALLS.items()}
     found = json.loads(inside(PROGRAM, json.dumps(calls)))
@@ -75,7 +75,7 @@ def test_what_breaks_sandboxes_is_not_permitted() -> None:
 @pytest.mark.slow
 @BUBBLEWRAP
 @libseccomp
-def test_what_programs_need_goes_on() -> None:
+def test_system_calls_that_programs_need_are_allowed() -> None:
     said = inside(
         "import asyncio, multiprocessing, socket, subprocess, sys, threading\n"
         "import numpy, pytest\n"

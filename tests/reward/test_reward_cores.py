@@ -165,7 +165,7 @@ async def test_the_speed_up_of_a_function_is_learned() -> None:
 
 
 @two_cores
-async def test_who_holds_cores_is_told() -> None:
+async def test_held_cores_are_listed_by_function() -> None:
     async with client_of(reward_workers=2, reward_cores=2) as client:
         await client.register("sleeps", cores=2)
 
@@ -185,7 +185,9 @@ async def test_who_holds_cores_is_told() -> None:
         await holds(0)
 
 
-async def test_what_could_never_run_is_refused_at_once(client_with_one_core: Client) -> None:
+async def test_a_function_that_could_never_run_is_refused_when_registered(
+    client_with_one_core: Client,
+) -> None:
     for fields, field in [
         ({"cores": 2}, "function.cores"),
         ({"cores": 1, "max_cores": -1}, "function.max_cores"),

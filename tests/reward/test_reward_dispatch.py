@@ -128,7 +128,7 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
     await runtime.stop()
 
 
-async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
+async def test_the_call_with_the_least_work_left_runs_first() -> None:
     def queued(order: Order) -> list[str]:
         runtime = Runtime([], Telemetry(), discipline=Discipline(order))
         test = RegisteredFunction(
@@ -160,7 +160,7 @@ async def test_jobs_have_their_turns_whatever_their_order() -> None:
     assert first in (["a", "c", "b"], ["c", "a", "b"])
 
 
-def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
+def test_an_action_is_described_again_only_after_new_measurements() -> None:
     function = RegisteredFunction(
         reward_pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9)
     )
@@ -215,7 +215,7 @@ def test_one_call_of_a_function_explores_at_a_time() -> None:
     loop.close()
 
 
-async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
+async def test_a_chunk_of_calls_fits_in_one_message() -> None:
     class Counting(FragilePlace):
         given: list[int] = []  # noqa: RUF012
 
@@ -289,7 +289,7 @@ def _host(
         ({"sandbox": "bubblewrap", "stateful": True}, [("", 1), ("cpu", 4)]),
     ],
 )
-async def test_what_has_no_host_now_keeps_no_host_from_others(
+async def test_calls_without_a_host_do_not_hold_up_others(
     order: Order, needs: dict[str, Any], hosts: list[tuple[Any, ...]]
 ) -> None:
     runtime = Runtime([_host(*one) for one in hosts], Telemetry(), discipline=Discipline(order))
@@ -305,7 +305,7 @@ async def test_what_has_no_host_now_keeps_no_host_from_others(
     await runtime.stop()
 
 
-async def test_what_is_large_is_not_passed_for_ever_on_a_host_that_is_large_enough() -> None:
+async def test_a_large_call_is_not_overtaken_for_ever() -> None:
     runtime = Runtime([_host("big", 4, 0, 4, 4000)], Telemetry(), discipline=Discipline(FCFS))
     await runtime.dispatcher.start()
     spec = reward_pb.FunctionSpec(

@@ -39,7 +39,7 @@ NEEDED = {
 }
 
 
-def test_what_the_service_needs_is_not_for_functions() -> None:
+def test_functions_do_not_see_the_variables_of_the_service() -> None:
     found = environment_of_functions(["/a", "/b"], {**SECRETS, **NEEDED, "PYTHONPATH": "/c"})
     assert found == {**NEEDED, "PYTHONPATH": "/a:/b"}
 
@@ -54,7 +54,7 @@ def test_what_the_service_needs_is_not_for_functions() -> None:
         ("NOT_THERE", set()),
     ],
 )
-def test_what_was_named_for_them_is(allowed: str, found: set[str]) -> None:
+def test_functions_see_the_variables_that_are_allowed(allowed: str, found: set[str]) -> None:
     environment = {**SECRETS, "TROUPE_REWARD_ENVIRONMENT": allowed}
     assert environment_of_functions([], environment).keys() - {"PYTHONPATH"} == found
 

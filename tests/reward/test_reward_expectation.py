@@ -44,7 +44,7 @@ def test_a_declared_estimate_follows_the_arguments(arguments: Any, seconds: floa
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"tests": NaN}', '{"tests": 1e999}'])
-def test_arguments_that_are_none_are_for_the_worker_to_refuse(text: str) -> None:
+def test_invalid_arguments_are_left_to_the_worker(text: str) -> None:
     given = spec(expected_seconds=1.0, seconds_per={"tests": 2.0})
     assert declared_seconds(given, text) in (1.0, 100.0)
 
@@ -55,7 +55,7 @@ def test_arguments_too_long_to_be_parsed_in_the_event_loop_add_nothing() -> None
 
 
 @pytest.mark.parametrize("size", ["NaN", "Infinity", "1e999"])
-def test_what_adds_nothing_for_each_adds_nothing_for_any_number(size: str) -> None:
+def test_a_zero_cost_per_item_adds_nothing_for_infinite_counts(size: str) -> None:
     given = spec(expected_seconds=1.0, seconds_per={"tests": 0.0})
     assert declared_seconds(given, f'{{"tests": {size}}}') == 1.0
 
@@ -133,7 +133,7 @@ def new_trajectory() -> str:
     return f"trajectory {next(_trajectories)}"
 
 
-async def test_of_one_query_what_took_long_goes_last() -> None:
+async def test_the_longest_function_of_a_query_runs_last() -> None:
     runtime = Runtime([], Telemetry())
     function = RegisteredFunction(reward_pb.FunctionSpec(name="score", kind="reward"))
 

@@ -89,7 +89,7 @@ def test_cores_and_limits_of_one_worker_for_real(
 
 
 @v1
-def test_what_is_frozen_takes_no_time_and_ends_when_it_is_forgotten(
+def test_a_frozen_process_uses_no_cpu_and_ends_when_forgotten(
     spinner: psutil.Process, groups: ControlGroups
 ) -> None:
     groups.adopt("w", [spinner.pid])
@@ -105,7 +105,7 @@ def test_what_is_frozen_takes_no_time_and_ends_when_it_is_forgotten(
 
 
 @v1
-def test_what_a_killed_service_left_frozen_is_ended(spinner: psutil.Process) -> None:
+def test_processes_that_a_killed_service_left_frozen_are_ended(spinner: psutil.Process) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()  # an id that nobody has
     left = ControlGroups(CGROUPS, f"troupe-test-{(stem := new_id())}-{child.pid}.0")

@@ -85,7 +85,7 @@ async def test_a_function_may_declare_that_its_processes_serve_later_calls(clien
     assert await call(client, "keeps") != kept
 
 
-async def test_what_a_module_replaces_when_it_is_imported_answers_for_nobody(
+async def test_builtins_that_a_module_replaces_do_not_affect_other_functions(
     client: Client,
 ) -> None:
     worker = await client.run("pid")

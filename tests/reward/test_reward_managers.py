@@ -147,7 +147,7 @@ async def test_retry_after_shuts_the_quota_and_the_call_is_done_later(tmp_path: 
         assert second - first >= 0.39
 
 
-async def test_what_may_not_run_twice_is_told_when_to_come_again() -> None:
+async def test_a_refused_call_that_may_not_repeat_reports_when_to_retry() -> None:
     async with service(reward_quotas={"api": {"concurrency": 4}}) as client:
         await client.register("refused", quota="api")
         error = (await client.invoke("refused", after="0.01")).error
@@ -160,7 +160,7 @@ async def test_what_may_not_run_twice_is_told_when_to_come_again() -> None:
         assert (await client.invoke("unlimited")).error.retry_after_seconds == -1
 
 
-async def test_whom_more_wait_for_goes_first_and_nobody_is_passed_for_ever(tmp_path: Path) -> None:
+async def test_calls_with_more_waiters_run_first_and_none_waits_for_ever(tmp_path: Path) -> None:
     async with service(reward_workers=1) as client:
         await client.register("notes")
         await client.register("held")

@@ -73,7 +73,7 @@ def test_no_worker_outlives_the_service(
         assert isinstance(busy.exception(), Unavailable)
 
 
-def test_all_that_a_process_has_started_is_found() -> None:
+def test_all_descendants_of_a_process_are_found() -> None:
     script = "sleep 60 & (sleep 60 & sleep 60; true) & echo; wait"
     with subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True

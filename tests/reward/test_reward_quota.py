@@ -145,7 +145,7 @@ async def test_calls_at_once_and_per_second_are_bounded_for_all_together(
 
 
 @pytest.mark.slow
-async def test_who_was_refused_shuts_the_quota_for_everybody(services: list[Service]) -> None:
+async def test_a_refused_call_shuts_the_quota_for_all_services(services: list[Service]) -> None:
     first, last = services[0], services[-1]
     first.queue = [1]
     first.dispatch()

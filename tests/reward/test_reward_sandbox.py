@@ -77,7 +77,7 @@ async def caged(client: Client, request: pytest.FixtureRequest) -> AsyncIterator
     await caged.close()
 
 
-async def test_it_sees_nothing_of_the_host(
+async def test_a_sandbox_sees_nothing_of_the_host(
     caged: Caged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TROUPE_TOKEN", "secret")
@@ -97,7 +97,7 @@ async def test_it_sees_nothing_of_the_host(
     assert private == "done"
 
 
-async def test_it_reaches_no_network(caged: Caged) -> None:
+async def test_a_sandbox_reaches_no_network(caged: Caged) -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         place = {"host": "127.0.0.1", "port": server.sockets[0].getsockname()[1]}
@@ -157,7 +157,7 @@ async def test_output_of_a_gibibyte(caged: Caged) -> None:
     await caged.still_fine()
 
 
-async def test_an_answer_that_was_forged_is_none(caged: Caged) -> None:
+async def test_a_forged_answer_is_refused(caged: Caged) -> None:
     for text in ("\xff\xff\xff\xff", "\0\0\0\2{}", '\0\0\0\x0f["ok", 1, null]'):
         error = await caged.call("forges", {"text": text}, timeout_seconds=PATIENCE)
         assert error.kind == Kind.KIND_WORKER_DIED, error
@@ -167,7 +167,7 @@ async def test_an_answer_that_was_forged_is_none(caged: Caged) -> None:
 
 
 @pytest.mark.parametrize("name", ["never_ends", "stubborn"])
-async def test_what_does_not_end_is_ended_with_all_that_it_started(caged: Caged, name: str) -> None:
+async def test_a_call_that_hangs_is_ended_with_its_children(caged: Caged, name: str) -> None:
     error = await caged.call(name, timeout_seconds=0.5)
     assert (error.kind, "did not end within 0.5 s" in error.message) == (Kind.KIND_TIMEOUT, True)
     await caged.still_fine()
@@ -183,7 +183,7 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-async def test_what_is_not_here_or_makes_no_sense_is_refused_at_once(
+async def test_unavailable_or_contradictory_sandboxes_are_refused_when_registered(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, name in (
@@ -244,7 +244,7 @@ async def test_a_trajectory_is_told_that_its_sandbox_is_gone(client: Client) -> 
         assert nameless.value.field == "trajectory_id"
 
 
-async def test_who_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None:
+async def test_a_call_that_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None:
     async with client_of(reward_workers=1, reward_sandboxes=1) as client:
         first, second = Caged(client, True), Caged(client, True)
         await first.call("where")
@@ -263,7 +263,7 @@ async def test_who_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None
         assert json.loads((await waits).result_json)["uid"] != 0
 
 
-async def test_who_waits_for_the_next_sandbox_can_be_cancelled() -> None:
+async def test_a_call_that_waits_for_the_next_sandbox_can_be_cancelled() -> None:
     settings = {"sandbox": "bubblewrap", "memory_mib": 128, "processes": 16, "disk_mib": 8}
     async with client_of(reward_workers=1) as client, asyncio.timeout(PATIENCE):
         await client.register("naps", entrypoint="reward_functions:sleeps", **settings)

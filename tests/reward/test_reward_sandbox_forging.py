@@ -170,7 +170,7 @@ async def test_fixtures_and_settings_are_those_of_the_files(mine: Trajectory) ->
     assert "x/conftest.py is not one of `files`" in error.message
 
 
-async def test_what_a_function_starts_cannot_answer_for_it(mine: Trajectory) -> None:
+async def test_children_of_a_function_cannot_forge_its_answer(mine: Trajectory) -> None:
     entrypoint = {**TOOLS, "entrypoint": "hostile_functions:runs"}
     said = await mine.call("runs", entrypoint, code=ATTACK, arguments=["20"])
     assert said == "[]"

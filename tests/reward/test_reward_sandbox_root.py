@@ -61,7 +61,7 @@ def shared() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "outer", ["/", "//", "/tmp", "//tmp", "/tmp/", "/dev/shm", "//dev", "LINK"]
 )
-def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
+def test_imports_below_tmp_are_visible_and_uncover_nothing_else(
     outer: str, folder: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below = shown_below_tmp()
@@ -93,7 +93,7 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
 
 
 @pytest.mark.parametrize("outer", ["/", "//tmp"])
-def test_what_a_process_may_read_is_no_more_for_where_the_service_was_started(
+def test_the_working_directory_of_the_service_grants_no_reads(
     outer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [outer, *sys.path])

@@ -103,7 +103,7 @@ async def test_files_stay_and_are_nobody_elses(mine: Trajectory) -> None:
     other.close()
 
 
-async def test_what_a_call_has_started_ends_with_it(mine: Trajectory) -> None:
+async def test_processes_that_a_call_started_end_with_it(mine: Trajectory) -> None:
     await mine.call("counts_in_background", path="count")
     assert not [p for p in psutil.process_iter() if "ticker" in _name(p)]
     first = await mine.call("reads", path="count")
@@ -158,7 +158,7 @@ async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
     assert len(await mine.call("lists", path="/proc")) > 10  # alive
 
 
-async def test_what_is_gone_is_said_and_may_be_begun_anew(mine: Trajectory) -> None:
+async def test_a_lost_sandbox_is_reported_and_can_be_replaced(mine: Trajectory) -> None:
     await mine.call("writes", path="here")
     had = mine.had
     mine.close()
@@ -201,7 +201,7 @@ async def test_idle_for_too_long() -> None:
             await trajectory.call("where")
 
 
-async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sandboxes_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async with sandboxes_of(count=2, memory_mib=1000) as sandboxes:
         first, second, third = (Trajectory(sandboxes) for _ in range(3))
         await asyncio.gather(first.call("where"), second.call("where"))
@@ -227,7 +227,7 @@ async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyP
         assert nameless.value.field == "trajectory_id"
 
 
-async def test_one_calls_alone(sandboxes: SandboxManager) -> None:
+async def test_a_stateless_call_has_a_sandbox_of_its_own(sandboxes: SandboxManager) -> None:
     before = sandboxes._count
     trajectory = Trajectory(sandboxes)
     await trajectory.call("writes", {"stateful": False}, path="here")
@@ -237,13 +237,13 @@ async def test_one_calls_alone(sandboxes: SandboxManager) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="control groups are root's")
-async def test_no_room_for_another_process(mine: Trajectory) -> None:
+async def test_a_sandbox_without_room_for_a_process_says_so(mine: Trajectory) -> None:
     error = await mine.call("where", {"processes": 2})  # bubblewrap and the supervisor
     assert error.kind == Kind.KIND_WORKER_DIED
     assert "no process could be started" in error.message
 
 
-async def test_what_does_not_start_is_said(
+async def test_a_sandbox_that_does_not_start_says_why(
     mine: Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

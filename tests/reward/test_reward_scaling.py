@@ -53,7 +53,7 @@ async def test_from_none_to_many_and_back() -> None:
 
 
 @pytest.mark.slow
-async def test_what_is_to_be_kept_warm_is_warm_before_the_first_call() -> None:
+async def test_min_workers_are_warm_before_the_first_call() -> None:
     async with client_of(
         reward_workers=2, reward_min_workers=0, reward_idle_seconds=0.05
     ) as client:
@@ -76,7 +76,7 @@ async def test_a_worker_that_was_lost_is_replaced_when_it_is_needed() -> None:
         assert await client.run("pid") > 0
 
 
-async def test_a_worker_that_died_while_idle_is_no_calls_fault() -> None:
+async def test_a_worker_that_died_while_idle_costs_no_call_an_attempt() -> None:
     async with client_of(reward_workers=1) as client:
         worker = psutil.Process(await client.run("pid"))
         worker.kill()

@@ -390,7 +390,7 @@ async def test_a_share_that_no_job_can_have_is_refused(client: Client, weight: f
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 1e308])
-async def test_an_expected_time_that_is_none_is_refused(client: Client, seconds: float) -> None:
+async def test_an_invalid_expected_time_is_refused(client: Client, seconds: float) -> None:
     await client.register("score")
     arguments = {"answer": "4", "expected": "4"}
     with pytest.raises(InvalidArgument, match="not a number of seconds") as caught:

@@ -157,7 +157,7 @@ async def test_an_abort_outlives_a_restart_of_the_store(
         store.stop()
 
 
-async def test_what_the_store_has_dropped_ends_as_aborted(house: House) -> None:
+async def test_trajectories_that_the_store_dropped_end_as_aborted(house: House) -> None:
     await house.prepare("waits")
     await hold_open(house, 0, "q0", "q1")
     running = asyncio.create_task(house.run(training()))
@@ -172,7 +172,7 @@ async def test_what_the_store_has_dropped_ends_as_aborted(house: House) -> None:
     assert {s.query_id for s in await house.samples("big")} == {"q0"}
 
 
-async def test_what_was_carried_over_is_complete_in_the_later_step(house: House) -> None:
+async def test_a_carried_query_completes_in_the_later_step(house: House) -> None:
     await house.prepare("waits")
     await hold_open(house, 0, "q0", "q1")
     await hold_open(house, 1, "q2")
@@ -185,7 +185,7 @@ async def test_what_was_carried_over_is_complete_in_the_later_step(house: House)
     assert sorted((await house.step(1)).ended_trajectory_ids) == ["q1-s0-t0", "q1-s0-t1"]
 
 
-async def test_who_bounds_staleness_hears_at_once_what_a_trajectory_began_with(
+async def test_start_versions_are_reported_at_once_to_listeners_that_bound_staleness(
     house: House,
 ) -> None:
     await house.prepare("team", pipeline={"mode": "async"})
@@ -201,7 +201,7 @@ async def test_who_bounds_staleness_hears_at_once_what_a_trajectory_began_with(
         assert dict(events[-1].start_versions) == {"big": 2, "small": 1}
 
 
-async def test_who_is_aborted_in_the_moment_that_it_is_asked_for_ends_in_the_store_too(
+async def test_a_trajectory_aborted_at_its_start_ends_in_the_store(
     house: House,
 ) -> None:
     await house.prepare("waits")
@@ -221,7 +221,7 @@ async def test_who_is_aborted_in_the_moment_that_it_is_asked_for_ends_in_the_sto
     assert ended == {tickets[0].trajectory_id: ABORTED, tickets[1].trajectory_id: COMPLETED}
 
 
-async def test_who_listens_to_a_job_that_is_released_at_once_hears_of_it(house: House) -> None:
+async def test_a_listener_of_a_released_job_gets_an_error(house: House) -> None:
     await house.prepare("waits")
     runner = house.service._runner
     job = house.service._jobs.get(house.job_id)

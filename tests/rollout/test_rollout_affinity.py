@@ -99,7 +99,9 @@ def test_a_simulated_engine_says_what_its_cost_model_does() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_contradictory_pools_and_affinities_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         JobSpec.model_validate(make_spec("one_turn", **changes))
 

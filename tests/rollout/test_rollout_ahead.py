@@ -50,7 +50,7 @@ def drawn(house: House) -> int:
     return int(engine.generated_tokens)
 
 
-async def test_they_go_on_when_their_step_asks_for_them(house: House) -> None:
+async def test_early_trajectories_go_on_when_their_step_opens(house: House) -> None:
     async with begun_ahead(house) as following:
         assert drawn(house) == 0
         assert not await abort(house, "q0-s0-t0"), "the store does not know of it yet"
@@ -100,7 +100,7 @@ async def test_a_turn_may_be_drawn_with_the_new_weights_and_ends_with_its_step(
     assert {span.version for row in rows for span in row.versions} == {1}
 
 
-async def test_what_nobody_asks_for_leaves_no_trace(house: House) -> None:
+async def test_early_trajectories_that_nobody_awaits_leave_no_trace(house: House) -> None:
     await house.open_step()
     async with begun_ahead(house) as following:
         following.cancel()

@@ -93,13 +93,13 @@ async def test_a_server_that_comes_later_joins_with_the_weights_of_the_day(
     assert second.load().generated_tokens > 0
 
 
-async def test_one_that_refuses_is_tried_again(house: House, servers: Servers) -> None:
+async def test_a_server_that_refuses_is_tried_again(house: House, servers: Servers) -> None:
     servers.missing, servers.refusing = set(), {0}
     await house.prepare("one_turn", **ATTACHED)
     await until_healthy(servers.engines["big"][0])
 
 
-async def test_none_at_all_is_an_error(house: House, servers: Servers) -> None:
+async def test_a_job_without_any_server_is_refused(house: House, servers: Servers) -> None:
     servers.missing, servers.refusing = set(), {0, 1}
     with pytest.raises(TroupeError, match="not today"):
         await house.prepare("one_turn", **ATTACHED)

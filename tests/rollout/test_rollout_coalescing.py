@@ -104,7 +104,7 @@ async def test_long_calls_go_alone(stub: Counting) -> None:
     assert stub.asked == {"Invoke": 2}
 
 
-async def test_what_the_answer_had_no_room_for_is_asked_for_alone(stub: Counting) -> None:
+async def test_results_that_exceed_the_message_are_requested_alone(stub: Counting) -> None:
     class Crowded:
         """Has room for one result only, as messages of the service have for some megabytes."""
 

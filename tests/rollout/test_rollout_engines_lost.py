@@ -47,7 +47,7 @@ async def test_an_engine_that_dies_mid_turn_comes_back_and_the_turn_is_repeated(
     assert engine.updates == [0, 0]
 
 
-async def test_what_a_repeated_turn_says_does_not_depend_on_the_death(
+async def test_a_repeated_turn_draws_the_same_tokens_after_a_death(
     house: House, workshop: Workshop
 ) -> None:
     await house.prepare("long_winded")

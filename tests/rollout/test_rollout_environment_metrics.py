@@ -8,7 +8,7 @@ from services.rollout.metrics import EnvironmentCollector
 from troupe.workflow.environments.host import Counters
 
 
-def test_what_happened_to_environments_is_shown_when_it_is_scraped() -> None:
+def test_environment_events_appear_in_the_scraped_metrics() -> None:
     counters, registry = Counters(), CollectorRegistry()
     registry.register(EnvironmentCollector(counters))
     name = "troupe_rollout_environment_events_total"

@@ -60,7 +60,7 @@ async def test_tasks_that_end_processes_are_refused_by_their_field(
     assert found.value.field == "tasks.source"
 
 
-async def test_arguments_of_tools_that_are_no_json_are_refused(
+async def test_arguments_of_tools_that_are_not_json_are_refused(
     tmp_path: Path, reward_process: ServiceProcess
 ) -> None:
     async with open_house(tmp_path, reward=reward_process.address) as house:

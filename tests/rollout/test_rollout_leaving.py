@@ -35,7 +35,7 @@ class Listening(orchestrator_grpc.OrchestratorServicer):
         return orchestrator_pb.HeartbeatResponse(next_seconds=0.05)
 
 
-async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
+async def test_a_leaving_worker_says_so_and_ends_its_trajectories(tmp_path: Path) -> None:
     listening = Listening()  # type: ignore[abstract]
     orchestrator = grpc.aio.server()
     orchestrator_grpc.add_OrchestratorServicer_to_server(listening, orchestrator)

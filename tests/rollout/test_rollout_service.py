@@ -126,7 +126,7 @@ async def test_evaluation_stores_nothing_and_can_be_greedy(house: House) -> None
     assert event.turns[0].messages[0].content.startswith("101")
 
 
-async def test_preparing_again_is_harmless_and_follows_the_committed_version(house: House) -> None:
+async def test_a_repeated_preparation_follows_the_given_versions(house: House) -> None:
     first = await house.prepare("team")
     second = await house.prepare("team")
     assert [e.engine_id for e in first.engines] == [e.engine_id for e in second.engines]

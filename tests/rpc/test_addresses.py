@@ -78,7 +78,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("no address at all", "no address at all"),
     ],
 )
-def test_what_of_an_address_is_shown(text: str, shown: str) -> None:
+def test_addresses_are_shown_without_secrets(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
     error = InvalidArgument(f"{text} x", field="f", value=text, remedy=text)
     again = TroupeError.from_problem(error.to_problem())

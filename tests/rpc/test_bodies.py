@@ -69,7 +69,7 @@ def test_many_at_once_are_whole_or_refused_and_nothing_stays_held(
     asyncio.run(play())
 
 
-async def test_who_waits_for_room_is_given_up_and_leaves_no_trace(
+async def test_a_body_that_waits_for_room_times_out_without_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_bodies, "ROOM_SECONDS", 0.1)

@@ -61,7 +61,7 @@ WILDCARDS = ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0")
 
 
 @given(ADDRESSES, PORTS)
-def test_what_is_joined_is_split_into_the_same(host: str, port: int) -> None:
+def test_joined_addresses_split_into_the_same_parts(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, str(port))
     assert host_of(join_address(host, port)) == host_of(http_url(host, port))
     assert ipaddress.ip_address(host_of(http_url(host, port))) == ipaddress.ip_address(host)
@@ -187,7 +187,7 @@ async def test_the_endpoint_is_reached_at_the_address_that_it_tells(host: str) -
         assert hosts == {"::1", "127.0.0.1"}
 
 
-def test_an_endpoint_host_that_is_none_names_its_setting() -> None:
+def test_an_invalid_endpoint_host_names_its_setting() -> None:
     with pytest.raises(TroupeError, match="TROUPE_ENDPOINT_HOST"):
         EndpointServer("192.0.2.1").listen()
 

@@ -29,7 +29,9 @@ def test_queries_can_be_planned_again(seed: int, first: int, count: int, step: i
 
 
 @given(seeds, st.integers(0, 50), st.integers(0, 9), st.integers(0, 9))
-def test_what_a_query_draws_depends_on_no_step(seed: int, index: int, one: int, two: int) -> None:
+def test_seeds_of_a_query_do_not_depend_on_the_step(
+    seed: int, index: int, one: int, two: int
+) -> None:
     assert plan(seed, index, 1, one)[0].seeds == plan(seed, index, 1, two)[0].seeds
     assert plan(seed, index, 1, None)[0].trajectory_ids[0] == f"q{index}-t0"
     assert plan(seed, index, 1, one)[0].trajectory_ids[0] == f"q{index}-s{one}-t0"
@@ -85,7 +87,7 @@ def test_a_bound_is_not_negative() -> None:
 
 
 @given(st.integers(0, 20), counts, bounds, st.data())
-def test_what_starts_in_an_open_step_is_never_too_old_for_it(
+def test_a_trajectory_of_an_open_step_is_never_too_old_for_it(
     step: int, committed: dict[str, int], alpha: dict[str, int], data: st.DataObject
 ) -> None:
     """By induction: a policy has as many versions as steps, or fewer where one was skipped."""

@@ -217,7 +217,7 @@ def test_a_policy_that_lost_all_its_engines_is_helped() -> None:
     assert [move.target for move in found] == ["a"]
 
 
-def test_one_that_arrives_counts_already() -> None:
+def test_an_arriving_engine_counts_for_its_target() -> None:
     fleet = [
         EngineAssignment("a0", "a"),
         EngineAssignment("b0", "a", serving=False, moving=True),

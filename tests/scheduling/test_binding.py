@@ -107,7 +107,7 @@ def test_a_quantum_is_at_least_twice_what_the_last_swap_cost() -> None:
     assert moves([replace(young, work=0), old], ONE, 100.0)[0] == Suspend("young", "old")
 
 
-def test_who_was_brought_comes_while_the_other_still_leaves() -> None:
+def test_a_prefetched_policy_binds_while_the_idle_one_leaves() -> None:
     ready = Policy("ready", work=1, since=1, size=40, prefetched=frozenset({"w0"}))
     policies = [bound("idle", size=40), ready]
     assert moves(policies, ONE) == [Suspend("idle", "ready"), Bind("ready", ("w0",))]
@@ -131,7 +131,7 @@ def test_who_was_brought_comes_while_the_other_still_leaves() -> None:
     assert moves([*leaving, third], [replace(ONE[0], memory=100)]) == [Bind("ready", ("w0",))]
 
 
-def test_who_was_brought_to_one_place_is_brought_to_another_that_is_free_sooner() -> None:
+def test_a_prefetched_policy_is_prefetched_again_where_it_can_bind_sooner() -> None:
     policies = [
         bound("busy", "w0", work=1, since=0),
         bound("idle", "w1"),
@@ -195,7 +195,7 @@ def test_gangs_of_any_number_of_slots_spread_over_all_workers() -> None:
     assert len(moves(gangs, small)) == 3
 
 
-def test_a_gang_that_no_workers_form_is_told_what_there_is() -> None:
+def test_a_gang_that_workers_cannot_form_reports_the_most_ranks() -> None:
     gang = Policy("gang", work=1, ranks=3)
     problem = too_many_ranks(gang, TWO)
     assert problem is not None
@@ -242,7 +242,7 @@ def test_policies_share_a_group_or_its_leader_or_keep_away_from_it() -> None:
     ]
 
 
-def test_what_steps_or_publishes_is_left_alone() -> None:
+def test_a_policy_that_steps_or_publishes_is_not_moved() -> None:
     policies = [bound("steps", busy=True), Policy("old", work=1, prefetched=frozenset({"w0"}))]
     assert moves(policies, ONE) == []
 
@@ -264,7 +264,7 @@ def test_state_stays_where_it_is_if_there_is_room() -> None:
     assert moves(policies, TWO) == [Bind("a", ("w0",))]
 
 
-def test_a_gang_or_nothing_and_nobody_younger_takes_what_it_waits_for() -> None:
+def test_workers_are_kept_free_for_a_waiting_gang() -> None:
     gang = Policy("gang", work=1, since=1, ranks=2)
     busy = bound("busy", work=1, since=2, bound_at=99.0)
     small = Policy("small", work=1, since=3)
@@ -317,7 +317,7 @@ def test_a_class_of_device_that_is_asked_for_is_given() -> None:
     assert moves([Policy("a", work=1, device="tpu")], workers) == []
 
 
-def test_prefetch_needs_room_beside_what_computes() -> None:
+def test_prefetch_needs_room_next_to_the_computing_policy() -> None:
     policies = [
         bound("a", work=1, since=0, size=60),
         bound("x", "w1", work=1, since=0, size=20),

@@ -163,7 +163,7 @@ def test_every_plan_is_sound(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(-1, 2)), max_size=6),
     st.integers(1, 3),
 )
-def test_who_is_served_is_what_brute_force_finds(
+def test_bindings_equal_the_best_that_brute_force_finds(
     drawn: list[tuple[int, int, int]], places: int
 ) -> None:
     """One slot each: of all ways to fill them the one with the oldest work, by fewest swaps."""
@@ -326,7 +326,7 @@ def test_judging_alike_workers_together_decides_what_judging_each_does(
     ),
     st.integers(2, 3),
 )
-def test_nobody_starves_and_no_device_idles_while_there_is_work(
+def test_policies_do_not_starve_and_devices_do_not_idle(
     drawn: dict[str, tuple[list[int], int]], places: int
 ) -> None:
     model = _Model(

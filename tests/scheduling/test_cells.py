@@ -125,7 +125,7 @@ def test_neighbours_are_filled_before_a_whole_cell_is_broken() -> None:
     assert found.cells == (DeviceCell(5, 1), DeviceCell(6, 2))
 
 
-def test_what_fits_no_cell() -> None:
+def test_wishes_that_fit_no_cell_are_refused() -> None:
     assert not fits(6, Wish(8))
     assert fits(6, Wish(4))
     with pytest.raises(ValueError, match="takes"):
@@ -142,7 +142,7 @@ def test_the_least_recently_used_makes_room() -> None:
     assert (made.cells, made.evicted) == ({"new": DeviceCell(0, 1)}, {"old"})
 
 
-def test_what_a_call_before_it_needs_is_not_evicted() -> None:
+def test_models_that_an_earlier_call_needs_are_not_evicted() -> None:
     models = [Model("a", 1, DeviceCell(0, 1), last=1.0), Model("b", 1, DeviceCell(1, 1), last=2.0)]
     made = plan(2, [*models, Model("c", 1)], ["a", "c"])
     assert (made.cells, made.evicted) == ({"c": DeviceCell(1, 1)}, {"b"})

@@ -37,7 +37,7 @@ def drive(
     ),
     st.integers(1, 64),
 )
-def test_it_stays_within_bounds(turns: list[tuple[float, float, int]], most: int) -> None:
+def test_the_limit_stays_within_bounds(turns: list[tuple[float, float, int]], most: int) -> None:
     limit = AdaptiveLimit(most)
     for turn in turns:
         limit.ended(*turn)
@@ -52,7 +52,7 @@ def test_an_engine_that_gains_from_every_turn_gets_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_finds_where_throughput_hardly_grows(seed: int) -> None:
+def test_the_limit_settles_where_throughput_hardly_grows(seed: int) -> None:
     base, slope = 0.02, 0.01
     best = base * (1 - LEAST_CONCURRENCY_GAIN) / (slope * LEAST_CONCURRENCY_GAIN)  # 65
     seen = drive(AdaptiveLimit(128), lambda n: base + slope * n, 8000, seed)
@@ -64,13 +64,13 @@ def test_it_finds_where_throughput_hardly_grows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_leaves_the_range_where_the_engine_thrashes(seed: int) -> None:
+def test_the_limit_leaves_the_range_where_the_engine_thrashes(seed: int) -> None:
     seen = drive(AdaptiveLimit(64), lambda n: 0.02 if n <= 16 else 0.02 * (n / 16) ** 2, 6000, seed)
     settled = seen[len(seen) // 2 :]
     assert 8 <= sum(settled) / len(settled) <= 26
 
 
-def test_it_comes_back_when_the_engine_recovers() -> None:
+def test_the_limit_rises_when_the_engine_recovers() -> None:
     limit = AdaptiveLimit(64)
     drive(limit, lambda n: 0.02 * (n / 8) ** 2, 3000)
     assert limit.now < 32
@@ -78,6 +78,6 @@ def test_it_comes_back_when_the_engine_recovers() -> None:
     assert limit.now > 48
 
 
-def test_an_engine_without_a_place_is_none() -> None:
+def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="most = 0"):
         AdaptiveLimit(0)

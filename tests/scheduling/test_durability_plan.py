@@ -17,7 +17,7 @@ MEASURED = st.builds(
 
 
 @given(every=st.none() | st.integers(1, 64), background=st.booleans(), costs=MEASURED)
-def test_what_the_job_says_holds_and_the_rest_is_bounded(
+def test_settings_of_the_job_hold_and_defaults_are_bounded(
     every: int | None, background: bool, costs: StateCosts
 ) -> None:
     plan = plan_states(every, background, costs)
@@ -29,7 +29,7 @@ def test_what_the_job_says_holds_and_the_rest_is_bounded(
 
 
 @given(writing=SECONDS, copying=SECONDS, step=st.floats(1e-2, 1e5))
-def test_what_is_long_is_written_behind_in_a_share_of_the_time(
+def test_long_writes_take_a_bounded_share_of_the_time(
     writing: float, copying: float, step: float
 ) -> None:
     plan = plan_states(None, True, StateCosts(writing, copying, step))

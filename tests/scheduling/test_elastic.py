@@ -56,7 +56,7 @@ def test_equal_actions_share_when_more_would_be_wasted() -> None:
     assert [grant.holds["cores"] for grant in grants] == [1, 1, 1, 1]
 
 
-def test_what_scales_perfectly_runs_one_after_another() -> None:
+def test_actions_that_scale_perfectly_run_one_after_another() -> None:
     # Together 2 x 4 s; one after another 2 s, then 4 s.
     perfect = amdahl(8.0, 1.0, (1, 2, 4))
     grants = decide([Action(n, 0.0, elastic=perfect) for n in "ab"], {"cores": 4}, [], 0.0)
@@ -72,14 +72,14 @@ def test_a_crowd_behind_makes_shares_small() -> None:
     assert len(many) >= 4
 
 
-def test_what_fits_no_host_at_all_holds_up_nothing() -> None:
+def test_an_action_that_fits_no_host_holds_up_nothing() -> None:
     big = Action("big", 0.0, needs={"cores": 4, "quota": 1})
     small = Action("small", 1.0, needs={"cores": 1, "quota": 1})
     grants = decide([big, small], {"cores": 2, "quota": 1}, [Running({"cores": 1}, 5.0)], 0.0)
     assert [grant.action.action_id for grant in grants] == ["small"]
 
 
-def test_nothing_passes_what_waits_for_a_resource_of_its_own() -> None:
+def test_a_waiting_action_is_not_overtaken_on_its_resources() -> None:
     big = Action("big", 0.0, needs={"cores": 4, "memory": 2})
     small = Action("small", 1.0, needs={"cores": 1})
     other = Action("other", 2.0, needs={"memory": 1})
@@ -131,7 +131,7 @@ def test_a_resource_that_nobody_has_is_named() -> None:
         lambda: best_split([amdahl(1.0, 0.5)], -1),
     ],
 )
-def test_what_means_nothing_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_levels_and_needs_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         make()
 
@@ -365,7 +365,7 @@ def best_sum(queue: Sequence[Action], cores: int) -> float:
     return after(0, (), 0.0)
 
 
-def test_it_is_close_to_the_best_of_all_schedules() -> None:
+def test_decisions_are_close_to_the_best_of_all_schedules() -> None:
     """Nobody is held back while units lie idle, which costs up to a factor once in a while, and
     one in a hundred on average."""
     rng = random.Random(1)

@@ -59,7 +59,7 @@ def learned(law: Callable[[Kin, np.random.Generator], float], seed: int) -> floa
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_not_alike_is_not_taken_to_be(seed: int) -> None:
+def test_unrelated_actions_are_not_predicted_from_each_other(seed: int) -> None:
     alone = learned(lambda kin, rng: float(rng.lognormal(0, 0.8)), seed)
     # Nobody can know better than the spread.
     assert alone == pytest.approx(1.0, abs=0.03)
@@ -67,7 +67,7 @@ def test_what_is_not_alike_is_not_taken_to_be(seed: int) -> None:
 
 @pytest.mark.parametrize("field", ["query", "content", "trajectory"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_alike_is_known_by_its_kin(field: str, seed: int) -> None:
+def test_durations_are_predicted_from_related_actions(field: str, seed: int) -> None:
     common: dict[object, float] = {}
     draw = np.random.default_rng(seed + 100)
 
@@ -140,7 +140,7 @@ def test_functions_that_are_remembered_are_bounded() -> None:
     assert len(discipline._durations) == 64
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_durations_are_bounded() -> None:
     durations = Durations()
     for number in range(5000):
         durations.observed(1.0 + number % 7, Kin(f"{number}", f"{number}", "same"))
@@ -149,7 +149,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("multiple", [-1.0, math.nan, math.inf])
-def test_what_means_nothing_is_refused(multiple: float) -> None:
+def test_invalid_multiples_are_refused(multiple: float) -> None:
     with pytest.raises(ValueError, match="times what was expected"):
         Durations().observed(multiple)
 

@@ -73,7 +73,7 @@ def test_a_pause_saves_nothing_up() -> None:
     assert "busy" in list(islice(order, 3))
 
 
-def test_what_took_longer_than_it_was_expected_to_is_paid_for() -> None:
+def test_a_job_pays_for_time_beyond_the_expected() -> None:
     shares = FairShares()
     for job in ("a", "b"):
         shares.enter(job)
@@ -103,7 +103,7 @@ def test_property_workers_are_started_within_bounds_and_nobody_waits_for_ever(
     assert workers_to_start(backlog * 2, waited, alive, startable, cold) >= started
 
 
-def test_short_work_waits_for_who_is_there_and_long_work_does_not() -> None:
+def test_workers_start_for_long_work_only() -> None:
     assert workers_to_start(0.05, 0.0, alive=1, startable=7, cold_seconds=0.2) == 0
     assert workers_to_start(0.7, 0.0, alive=1, startable=7, cold_seconds=0.2) == 2
     assert workers_to_start(100.0, 0.0, alive=1, startable=7, cold_seconds=0.2) == 7

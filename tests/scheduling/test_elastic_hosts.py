@@ -46,7 +46,7 @@ def test_a_warm_host_is_worth_as_much_as_a_cold_start_takes() -> None:
     assert on(decide_over(hosts, [action], 0.0, DecisionBounds(cold_seconds=0.5))) == {"a": "cold"}
 
 
-def test_what_lives_on_a_host_runs_there_or_waits() -> None:
+def test_a_pinned_action_runs_on_its_host_or_waits() -> None:
     full = cores("full", 0, Running({"cores": 4}, 9.0))
     pinned = Action("pinned", 0.0, needs={"cores": 1}, host="full")
     other = Action("other", 1.0, needs={"cores": 1})
@@ -56,7 +56,7 @@ def test_what_lives_on_a_host_runs_there_or_waits() -> None:
     }
 
 
-def test_what_fits_nowhere_reserves_one_host_and_others_pass_elsewhere() -> None:
+def test_an_action_that_fits_nowhere_reserves_one_host_only() -> None:
     hosts = [
         cores("far", 1, Running({"cores": 3}, 1.0)),
         cores("near", 3, Running({"cores": 1}, 9.0)),
@@ -66,7 +66,7 @@ def test_what_fits_nowhere_reserves_one_host_and_others_pass_elsewhere() -> None
     assert on(decide_over(hosts, [big, *small], 0.0)) == {"s0": "far"}
 
 
-def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
+def test_an_action_kept_back_on_one_host_starts_on_an_idle_host() -> None:
     greedy = Elastic("cores", (1, 2, 3, 5), (4.0, 4.0, 4.0, 1.0))
     one = Elastic("cores", (1,), (1.0,))
     queue = [Action(n, 0.0, {"licence": 1}, e) for n, e in (("a", greedy), ("b", one), ("c", one))]
@@ -79,7 +79,7 @@ def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
     ]
 
 
-def test_what_is_kept_back_is_not_overtaken_on_its_host() -> None:
+def test_an_action_kept_back_is_not_overtaken_on_its_host() -> None:
     greedy, one = Elastic("cores", (1, 4), (4.0, 1.0)), Elastic("cores", (1,), (1.0,))
     options = {"a": greedy, "b": Elastic("cores", (2,), (1.0,)), "c": one}
     queue, rules = [Action(n, 0.0, elastic=e) for n, e in options.items()], DecisionBounds(depth=2)
@@ -109,7 +109,7 @@ def test_a_quota_belongs_to_no_host() -> None:
     assert taken(grants, "judge") == 2
 
 
-def test_what_can_never_run_is_named() -> None:
+def test_the_resource_of_an_impossible_action_is_named() -> None:
     hosts: dict[str, Amounts] = {"x": {"cores": 4}, "y": {"cores": 8, "gpu": 1}}
     assert nowhere(Action("a", 0.0, needs={"cores": 8, "gpu": 1}), hosts) is None
     assert nowhere(Action("a", 0.0, needs={"cores": 9}), hosts) == "cores"

@@ -90,7 +90,7 @@ def test_first_come_is_left_alone() -> None:
 @pytest.mark.parametrize(
     "kwargs", [{"order": "longest"}, {"patience": 0.0}, {"patience": math.inf}]
 )
-def test_what_means_nothing_is_refused(kwargs: dict[str, object]) -> None:
+def test_invalid_disciplines_are_refused(kwargs: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         Discipline(**kwargs)  # type: ignore[arg-type]
 
@@ -117,7 +117,7 @@ def drawn(count: int, mean: float, sigma: float) -> np.ndarray:
     return np.maximum(1, np.round(lengths)).astype(int)
 
 
-def test_what_is_left_is_learned_also_while_most_have_not_ended() -> None:
+def test_remaining_actions_are_learned_from_unfinished_trajectories() -> None:
     lengths = drawn(3000, 8.0, 0.7)
     remaining = Remaining()
     # Every second one has come to its sixth action when it is asked.
@@ -132,7 +132,7 @@ def test_what_is_left_is_learned_also_while_most_have_not_ended() -> None:
         assert remaining.further(steps) == pytest.approx(truth, rel=0.2)
 
 
-def test_what_is_left_counts_work_and_the_last_action() -> None:
+def test_remaining_work_includes_the_last_action() -> None:
     remaining = Remaining()
     for index in range(500):
         for _ in range(3):
@@ -156,7 +156,7 @@ def test_trajectories_that_end_without_a_last_action_are_counted_too() -> None:
     assert remaining.further(2) < 0.1
 
 
-def test_what_is_long_past_is_forgotten() -> None:
+def test_old_trajectory_lengths_are_forgotten() -> None:
     remaining = Remaining()
     for length in (2, 9):
         for index in range(6000):

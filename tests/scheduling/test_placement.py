@@ -37,6 +37,6 @@ def test_equals_take_turns() -> None:
     assert {spread_queries([1], workers, turn=turn)[0] for turn in (0, 1)} == {"a", "b"}
 
 
-def test_without_workers_there_is_no_placement() -> None:
+def test_spreading_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="no rollout worker"):
         spread_queries([1], [])

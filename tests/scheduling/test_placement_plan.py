@@ -190,7 +190,7 @@ def test_an_update_moves_nothing_that_runs(
 
 @settings(max_examples=100, deadline=None)
 @given(_HOSTS, _requests())
-def test_a_refusal_names_the_holders_and_what_there_is(
+def test_a_refusal_names_the_devices_and_their_holders(
     hosts: list[DeviceHost], requests: list[DeviceRequest]
 ) -> None:
     found = plan(hosts, requests)
@@ -326,7 +326,7 @@ def test_colocated_engines_and_trainers_take_turns_on_the_same_devices() -> None
     assert len({place for n in range(2) for place in _at(found, f"e{n}")}) == 4
 
 
-def test_what_runs_is_placed_anew_only_where_it_cannot_go_on() -> None:
+def test_running_members_move_only_if_their_device_is_gone() -> None:
     hosts = [_host("h0", 4), _host("h1", 4)]
     running = {"gang": [MemberDevices(n, "h0", (n,)) for n in range(4)]}
     found = plan([hosts[1], DeviceHost("h0", hosts[0].devices[:3])], [_gang("gang", 4)], running)

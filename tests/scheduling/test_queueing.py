@@ -13,7 +13,7 @@ from troupe.scheduling.routing import MOST_LEFT, TurnQueue, WaitingTurn
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30))
-def test_what_came_together_leaves_by_what_its_group_has_left(lefts: list[int]) -> None:
+def test_turns_leave_by_the_unfinished_trajectories_of_their_group(lefts: list[int]) -> None:
     queue: TurnQueue[tuple[int, int]] = TurnQueue()
     for number, left in enumerate(lefts):
         queue.push((left, number), group=f"g{number}", left=left, places=4)
@@ -36,7 +36,9 @@ def test_without_priority_first_come_first_served(lefts: list[int]) -> None:
     st.integers(0, 20),
     st.lists(st.integers(0, 1), min_size=400, max_size=400),
 )
-def test_nobody_starves(places: int, left: int, waiting: int, rivals: list[int]) -> None:
+def test_a_waiting_turn_is_served_within_a_bound(
+    places: int, left: int, waiting: int, rivals: list[int]
+) -> None:
     """However urgent those that come later are, a turn waits for at most `left` fillings of all
     places and those that stood there by then."""
     queue: TurnQueue[str] = TurnQueue()
@@ -117,6 +119,6 @@ class QueueMachine(RuleBasedStateMachine):
 TestQueue = QueueMachine.TestCase
 
 
-def test_nothing_to_pop() -> None:
+def test_an_empty_queue_refuses_to_pop() -> None:
     with pytest.raises(IndexError):
         TurnQueue[int]().pop()

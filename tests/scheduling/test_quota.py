@@ -38,7 +38,7 @@ def test_after_retry_after_it_starts_from_nothing() -> None:
     assert bucket.ask("a", [1], 11.0, PATIENCE).granted == 1
 
 
-def test_who_wants_much_is_not_passed_by_those_who_want_little() -> None:
+def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
     bucket = TokenBucket(QuotaLimits(rate=1.0, burst=4), 0.0)
     bucket.ask("greedy", [1] * 4, 0.0, PATIENCE)
     assert bucket.ask("patient", [4], 0.0, PATIENCE).granted == 0
@@ -47,14 +47,14 @@ def test_who_wants_much_is_not_passed_by_those_who_want_little() -> None:
     assert bucket.ask("patient", [4], 4.0, PATIENCE).granted == 1
 
 
-def test_who_died_holds_nothing_and_keeps_no_place() -> None:
+def test_grants_of_a_dead_service_expire() -> None:
     bucket = TokenBucket(QuotaLimits(concurrency=1), 0.0)
     assert bucket.ask("dead", [1], 0.0, 2.0).granted == 1
     assert bucket.ask("next", [1], 1.0, 2.0).granted == 0
     assert bucket.ask("next", [1], 2.0, 2.0).granted == 1
 
 
-def test_what_can_never_be_granted_is_refused() -> None:
+def test_a_request_beyond_the_quota_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 2"):
         TokenBucket(QuotaLimits(rate=1.0, burst=8, concurrency=2), 0.0).ask("a", [3], 0.0, PATIENCE)
 
@@ -90,7 +90,9 @@ def test_neither_the_rate_nor_the_concurrency_is_ever_exceeded(
 
 
 @given(STEPS, st.floats(0.25, 8))
-def test_nobody_starves(steps: list[tuple[str, list[int], float, bool]], rate: float) -> None:
+def test_a_waiting_request_is_granted_within_a_bound(
+    steps: list[tuple[str, list[int], float, bool]], rate: float
+) -> None:
     """Whatever the others ask for: who waits is served when all before it could have been."""
     bucket, now = TokenBucket(QuotaLimits(rate, 3, 0), 0.0), 0.0
     bucket.ask("greedy", [1] * 3, now, PATIENCE)

@@ -52,7 +52,7 @@ class Play:
 
 
 @given(st.lists(st.booleans(), min_size=40, max_size=40), st.integers(1, 8), st.data())
-def test_what_replaces_groups_without_signal_does_not_depend_on_time(
+def test_replacements_of_groups_without_signal_do_not_depend_on_time(
     outcomes: list[bool], wanted: int, data: st.DataObject
 ) -> None:
     refills = data.draw(st.integers(1, 8))
@@ -96,6 +96,6 @@ def test_a_step_is_not_closed_before_the_one_before_it() -> None:
     )
 
 
-def test_what_the_step_before_left_short_is_made_up() -> None:
+def test_a_roster_that_is_short_is_filled_up() -> None:
     running = [query(n, complete=False) for n in range(3)]
     assert next_move(running, wanted=3, spare=2, max_refills=0, first_k=True) == RosterMove(add=2)

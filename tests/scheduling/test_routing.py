@@ -196,7 +196,7 @@ def test_turns_go_to_their_class_until_it_has_far_more_to_do() -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random_hash"])
-def test_static_policies_know_no_load(policy: Policy) -> None:
+def test_static_policies_ignore_load(policy: Policy) -> None:
     fleet = Fleet(policy)
     for number in range(3):
         fleet.add(f"e{number}", limit=1)

@@ -75,7 +75,7 @@ def test_every_slow_test_runs_once_in_four_landings(
         assert set.union(*runs[first : first + LANDINGS]) == set(FILES)
 
 
-def test_what_a_change_touches_runs_first() -> None:
+def test_tests_of_changed_folders_run_first() -> None:
     record = Record("c", {file: Ran(10, 9) for file in FILES})
     changed = ["services/trainer/gang/rank.py", "tests/e2e/test_e2e_3.py"]
     order = ordered(FILES, changed, record, "head", 1_000)

@@ -70,7 +70,7 @@ def test_the_same_run_twice_is_the_same() -> None:
     assert elastic(trajectories, 16, 16) == elastic(trajectories, 16, 16)
 
 
-def test_one_action_takes_what_it_takes() -> None:
+def test_one_action_takes_its_seconds_on_its_cores() -> None:
     call = SimulatedAction(TESTS, 1, 4, 1.0, 8.0)
     (act,) = elastic([[SimulatedTurn(5.0, call)]], 8, fractions={TESTS: 0.9}).acts
     assert act == 1.0 + 8.0 / 4
@@ -204,7 +204,7 @@ def test_calls_of_a_query_that_are_alike_are_known_from_each_other() -> None:
     assert gain(0.0) == 1.0
 
 
-def test_whoever_has_much_to_do_is_not_passed_for_ever() -> None:
+def test_a_long_action_is_not_overtaken_for_ever() -> None:
     """One core, always somebody with little to do: who has much waits for its patience to end."""
     env, began = simpy.Environment(), dict[str, float]()
     learned = Learned(Discipline(patience=50.0))
@@ -247,7 +247,7 @@ def test_a_model_is_restored_when_it_is_asked_and_stays_until_another_is() -> No
     assert shared(8, calls) == [3.0, 1.0, 3.0, 1.0]
 
 
-def test_who_is_asked_last_is_evicted_where_the_future_is_known() -> None:
+def test_the_model_needed_last_is_evicted_if_the_future_is_known() -> None:
     calls = [ServiceRequest(10.0 * i, service, 1.0) for i, service in enumerate((0, 1, 2, 0, 1, 0))]
 
     def restores(next_call: Any) -> int:
@@ -271,7 +271,7 @@ def test_who_is_asked_last_is_evicted_where_the_future_is_known() -> None:
     assert (restores(known), restores(None)) == (4, 5)
 
 
-def test_who_is_at_work_is_not_evicted() -> None:
+def test_a_busy_model_is_not_evicted() -> None:
     # b waits until a has ended (5 s), then for its own restoring.
     assert sorted(shared(4, [ServiceRequest(0.0, 0, 3.0), ServiceRequest(1.0, 1, 1.0)])) == [
         5.0,

@@ -80,7 +80,7 @@ def test_check_agrees_with_the_table(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_unspecified_is_no_state(name: str) -> None:
+def test_no_table_allows_the_unspecified_state(name: str) -> None:
     table, _ = TABLES[name]
     for state in table:
         assert not states.allowed(table, 0, state)

@@ -21,7 +21,7 @@ async def _claimed(stage: TrainingStage) -> StepClaims:
     return claims
 
 
-async def test_a_renewal_that_meets_our_own_commit_is_no_loss(stage: TrainingStage) -> None:
+async def test_a_renewal_after_its_own_commit_is_not_a_lost_lease(stage: TrainingStage) -> None:
     # A renewal that was sent while the commit was under way: there is nothing left to renew.
     claims = await _claimed(stage)
     await stage.bound(common_pb.WeightsRef(job_id=stage.job_id, policy="solver"))

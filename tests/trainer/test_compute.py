@@ -23,7 +23,7 @@ async def compute() -> AsyncIterator[Compute]:
     made.close()
 
 
-async def test_what_runs_counts_already_and_what_only_holds_the_thread_does_not(
+async def test_running_work_counts_as_busy_and_a_held_thread_does_not(
     compute: Compute,
 ) -> None:
     running = asyncio.create_task(compute.run(time.sleep, 0.4))
@@ -45,7 +45,7 @@ async def test_a_device_that_nobody_computes_on_stands_still(compute: Compute) -
         assert seconds() < LATE
 
 
-async def test_what_two_swaps_wait_for_together_is_counted_once(compute: Compute) -> None:
+async def test_overlapping_swaps_are_counted_once(compute: Compute) -> None:
     standstill = SwapClock(compute)
     taken = []
 

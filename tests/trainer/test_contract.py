@@ -41,7 +41,7 @@ async def test_a_commit_names_the_samples_that_it_was_made_of(stage: TrainingSta
     assert (kept["step"], int(kept["samples_digest"], 16)) == (0, commit.samples_digest)
 
 
-async def test_a_skipped_step_is_no_contradiction_to_the_state_before(
+async def test_a_worker_adopts_a_skipped_step_with_earlier_weights(
     stage: TrainingStage,
 ) -> None:
     """A worker that was not there adopts a skipped step: its weights are of an earlier one."""

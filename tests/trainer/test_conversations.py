@@ -48,7 +48,7 @@ def once(samples: list[store_pb.Sample]) -> list[store_pb.Sample]:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_the_weights_are_those_of_whole_samples(
+async def test_weights_from_cut_conversations_equal_those_of_whole_samples(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     """Claims of seven samples cut conversations of six turns."""

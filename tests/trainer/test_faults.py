@@ -167,7 +167,7 @@ async def test_binding_again_keeps_the_step(stage: TrainingStage) -> None:
 
 
 @pytest.mark.parametrize("other", ["specification", "checksum"])
-async def test_another_binding_ends_the_step(stage: TrainingStage, other: str) -> None:
+async def test_a_step_ends_when_its_policy_is_bound_anew(stage: TrainingStage, other: str) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()

@@ -120,7 +120,7 @@ async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -
     assert "train/values_gone" not in whole.metrics
 
 
-async def test_what_dropped_samples_refer_to_is_deleted_before_the_step_ends(
+async def test_columns_of_dropped_samples_are_deleted_before_the_step_ends(
     stage: TrainingStage,
 ) -> None:
     """Whoever trains the rest if the leases are lost never sees the samples that were dropped."""

@@ -191,7 +191,7 @@ def sending_weights(ref: common_pb.WeightsRef) -> Any:
     return NewWeights({}, mine)
 
 
-async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
+async def test_weights_that_cannot_be_sent_are_refused(stage: TrainingStage) -> None:
     spec, trainer = stage.spec(), await stage.trainer()
     first = await trainer.bind(spec)
 

@@ -96,7 +96,7 @@ async def test_resume_elsewhere_is_bitwise_the_same(stage: TrainingStage) -> Non
     assert last["solver"].weights.checksum == last["twin"].weights.checksum
 
 
-async def test_it_learns(stage: TrainingStage) -> None:
+async def test_a_policy_learns_to_prefer_a_rewarded_token(stage: TrainingStage) -> None:
     """Reward for one token: the policy comes to prefer it."""
     spec = stage.spec(optimizer={"lr": 3e-2})
     trainer = await stage.trainer()

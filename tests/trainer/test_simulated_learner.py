@@ -116,7 +116,7 @@ async def test_policies_of_one_worker_share_its_time(stage: TrainingStage) -> No
     assert 2 * SECONDS <= took < 2 * SECONDS + LATE
 
 
-async def test_its_state_has_the_size_that_it_is_told(stage: TrainingStage) -> None:
+async def test_the_simulated_state_has_the_given_size(stage: TrainingStage) -> None:
     spec = simulated(stage, "solver", state_bytes=1000)
     learner = SimulatedLearner(stand_in("solver", spec), spec, "solver", "w0", None)
 

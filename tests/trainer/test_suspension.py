@@ -181,7 +181,9 @@ async def test_suspended_again_before_its_step_went_on_nothing_is_lost(
     assert checksum == (await undisturbed(stage, spec)).weights.checksum
 
 
-async def test_between_two_steps_there_is_no_step_to_go_on_with(stage: TrainingStage) -> None:
+async def test_a_policy_suspended_between_steps_resumes_without_a_step(
+    stage: TrainingStage,
+) -> None:
     spec = spec_of(stage)
     trainer = await stage.trainer()
     await trainer.bind(spec)
@@ -322,7 +324,7 @@ async def test_a_key_of_somebody_else_is_refused(suspended: Suspended) -> None:
         await trainer.resume(spec, state)
 
 
-async def test_what_is_not_bound_cannot_be_suspended(stage: TrainingStage) -> None:
+async def test_an_unbound_policy_cannot_be_suspended(stage: TrainingStage) -> None:
     trainer = await stage.trainer()
     with pytest.raises(NotFound) as refused:
         await trainer.suspend()

@@ -83,7 +83,9 @@ def test_a_fetched_copy_that_was_damaged_is_fetched_again(
         assert checksum_of(Transfer(here.roots[0]).get(KEY)[0]) == manifest.checksum
 
 
-def test_what_nobody_else_has_is_refused_and_stays(there: Transfer, here: Transfer) -> None:
+def test_damaged_state_without_another_copy_is_refused_and_kept(
+    there: Transfer, here: Transfer
+) -> None:
     manifest = there.set(KEY, state())
     here.get(KEY)
     there.delete(KEY)
@@ -96,7 +98,7 @@ def test_what_nobody_else_has_is_refused_and_stays(there: Transfer, here: Transf
     assert here.get(KEY)[1].checksum == manifest.checksum
 
 
-def test_who_set_it_gets_it_back_from_who_fetched_it(tmp_path: Path) -> None:
+def test_a_damaged_owner_refetches_state_from_its_reader(tmp_path: Path) -> None:
     """Any host may be the last one with a good copy."""
     there = Transfer(tmp_path / "there")
     first = TransferOwner(there, token=TOKEN, use_ucx=False)

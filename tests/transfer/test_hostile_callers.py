@@ -78,7 +78,7 @@ def test_peers_that_nothing_can_be_fetched_from(tmp_path: Path, peers: Any) -> N
     assert "Peer" in caught.value.remedy
 
 
-def test_a_root_that_is_no_directory(tmp_path: Path) -> None:
+def test_a_root_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="TROUPE_TRANSFER_DIR"):
         Transfer(tmp_path / "file")

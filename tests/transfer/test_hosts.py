@@ -168,7 +168,7 @@ def test_only_what_changed_is_moved(hosts: list[Host], sent: list[tuple[int, int
     assert len(sent) - before == whole / 4
 
 
-def test_another_content_does_not_hide_the_right_one(hosts: list[Host]) -> None:
+def test_state_with_another_checksum_does_not_hide_the_right_one(hosts: list[Host]) -> None:
     wrong, right, here = hosts[0], hosts[1], hosts[2].reach(hosts[0], hosts[1])
     wrong.transfer.set(KEY, state(value=1))
     manifest = right.transfer.set(KEY, state(value=2))
@@ -182,7 +182,7 @@ def test_another_content_does_not_hide_the_right_one(hosts: list[Host]) -> None:
     assert here.manifest(KEY) == newer
 
 
-def test_a_version_that_is_deleted_stays_for_who_reads_it(
+def test_a_deleted_version_stays_for_its_readers(
     hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = hosts[0].transfer.set(KEY, state(24))

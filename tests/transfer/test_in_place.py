@@ -58,7 +58,7 @@ def test_a_state_is_a_checkpoint_file(transfer: Transfer, tmp_path: Path) -> Non
     assert got["large"].data_ptr() % 64 == 0
 
 
-def test_what_is_read_in_place_outlives_its_key_and_is_not_filled_again(
+def test_state_read_in_place_outlives_its_key_and_is_not_reused(
     transfer: Transfer,
 ) -> None:
     checksum = transfer.set(KEY, tensors(1.0)).checksum
@@ -80,7 +80,7 @@ def test_what_is_read_in_place_outlives_its_key_and_is_not_filled_again(
         transfer.model_directory(KEY, {}, expected_checksum=checksum)
 
 
-def test_a_link_is_no_change_of_a_state(transfer: Transfer, tmp_path: Path) -> None:
+def test_a_link_does_not_count_as_a_change_of_state(transfer: Transfer, tmp_path: Path) -> None:
     """Its other readers need not verify it again."""
     checksum = transfer.set(KEY, tensors()).checksum
     reader = Transfer(tmp_path)

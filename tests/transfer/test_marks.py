@@ -17,7 +17,7 @@ STEP = 4096
 
 
 @given(st.integers(0, 5 * STEP), st.lists(st.floats(0, 1), max_size=8))
-def test_it_sees_every_whole_step_and_nothing_that_has_not_come(
+def test_a_watermark_sees_every_whole_step_and_nothing_that_has_not_come(
     nbytes: int, stops: list[float]
 ) -> None:
     came, memory = os.urandom(nbytes), bytearray(nbytes)
@@ -47,7 +47,7 @@ class _Part:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_was_looked_at_before_it_had_come_is_looked_at_again(damaged: bool) -> None:
+def test_a_span_checked_before_it_arrived_is_checked_again(damaged: bool) -> None:
     came = os.urandom(2 * STEP)
     memory = bytearray(2 * STEP)
     part = _Part(memory, ChecksumSpan(0, len(came), bytes_checksum(came), "w"))

@@ -29,7 +29,7 @@ def test_keys_that_no_file_can_have(transfer: Transfer, key: Any) -> None:
             call()
 
 
-def test_the_longest_key_has_room_for_everything_beside_it(transfer: Transfer) -> None:
+def test_the_longest_key_leaves_room_for_all_suffixes(transfer: Transfer) -> None:
     key = "a" * 181 + "@123456789"
     big = {"w": torch.ones(1 << 19)}
     transfer.set(key, big)

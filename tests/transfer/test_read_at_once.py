@@ -70,7 +70,7 @@ def idle(peer: Peer) -> list[lane.Lane]:
     return [lane for kept in peer._lanes._idle.values() for lane in kept]
 
 
-def test_nobody_asks_first_what_there_is(tmp_path: Path, source: tuple[Peer, Counting]) -> None:
+def test_a_read_needs_no_description_first(tmp_path: Path, source: tuple[Peer, Counting]) -> None:
     peer, counting = source
     here = Transfer(tmp_path / "here", peers=[peer])
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_nobody_asks_first_what_there_is(tmp_path: Path, source: tuple[Peer, Cou
     assert not here.counters.retries()
 
 
-def test_what_is_not_there_costs_no_lane(tmp_path: Path, source: tuple[Peer, Counting]) -> None:
+def test_a_missing_key_occupies_no_lane(tmp_path: Path, source: tuple[Peer, Counting]) -> None:
     peer, counting = source
     here = Transfer(tmp_path / "here", peers=[peer])
     kept = idle(peer)
@@ -94,7 +94,7 @@ def test_what_is_not_there_costs_no_lane(tmp_path: Path, source: tuple[Peer, Cou
     assert counting.calls == []
 
 
-def test_what_is_partly_here_is_not_all_sent_again(
+def test_only_the_missing_part_is_sent_again(
     tmp_path: Path, source: tuple[Peer, Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer, _ = source
@@ -115,7 +115,9 @@ def test_what_is_partly_here_is_not_all_sent_again(
     assert not here.counters.retries()
 
 
-def test_who_has_a_base_asks_what_differs(tmp_path: Path, source: tuple[Peer, Counting]) -> None:
+def test_a_reader_with_a_base_asks_for_the_difference(
+    tmp_path: Path, source: tuple[Peer, Counting]
+) -> None:
     peer, counting = source
     here = Transfer(tmp_path / "here", peers=[peer])
     here.set("job/solver/base", state(MIB))
@@ -145,7 +147,7 @@ def test_an_owner_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> Non
     owners[-1].stop(0)
 
 
-def test_who_is_named_another_source_takes_nothing_from_the_owner(tmp_path: Path) -> None:
+def test_a_reader_sent_to_another_source_takes_nothing_from_the_owner(tmp_path: Path) -> None:
     there = Transfer(tmp_path / "there")
     there.set(KEY, state(MIB))
     owner = TransferOwner(there, token=SecretStr("secret"))

@@ -61,7 +61,9 @@ def test_a_state_without_a_byte(there: Transfer, here: Transfer) -> None:
     assert here.get("nothing")[0] == {}
 
 
-def test_who_has_no_token_is_refused(there: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
+def test_a_reader_without_the_token_is_refused(
+    there: Transfer, owner: TransferOwner, tmp_path: Path
+) -> None:
     there.set(KEY, state())
     for token in (None, SecretStr("wrong")):
         source = Peer(owner.address, ClientSettings(token=token, retry=SETTINGS.retry))
@@ -188,7 +190,9 @@ def test_a_state_that_is_corrupt_at_its_owner_is_refused(there: Transfer, here: 
     assert not leftovers(here)
 
 
-def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_reader_is_reported(
+    there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there.set(KEY, state())
 
     def full(*_: object) -> None:

@@ -91,7 +91,7 @@ def test_an_owner_that_stays_away_half_way(
     source.close()
 
 
-def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
+def test_parts_that_a_killed_reader_had_are_not_fetched_again(
     there: Transfer, owner: TransferOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.set(KEY, state(mib=26))
@@ -137,7 +137,7 @@ def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
     source.close()
 
 
-def test_what_nobody_goes_on_with_is_cleared_away(
+def test_parts_that_nobody_continues_are_removed(
     there: Transfer, here: Transfer, tmp_path: Path
 ) -> None:
     manifest = there.set(KEY, state())

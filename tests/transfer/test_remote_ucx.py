@@ -276,7 +276,7 @@ def test_a_read_that_is_held_up_holds_up_no_other(
         source.close()
 
 
-def test_who_waits_for_one_message_does_not_wait_for_the_next() -> None:
+def test_a_reader_gets_a_message_before_the_next_arrives() -> None:
     """What came first is verified while the second comes."""
     begin = threading.Barrier(2)
     sent, got = bytearray(b"\1" * (32 << 20)), bytearray(32 << 20)

@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE
 from troupe.disks import Scratch
 
 
-def test_what_a_killed_process_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+def test_scratch_of_a_killed_process_is_removed_and_of_a_living_one_kept(tmp_path: Path) -> None:
     code = (
         "import os, pathlib\n"
         "from troupe.disks import Scratch\n"

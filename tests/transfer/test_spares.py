@@ -75,7 +75,7 @@ def test_memory_of_versions_that_went_at_once_is_free_at_once(root: Path) -> Non
     assert float(held["w"].min()) == 7
 
 
-def test_what_a_dead_writer_left_is_swept_wherever_it_lies(root: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_swept_from_every_folder(root: Path) -> None:
     transfer = Transfer(root)
     transfer.set(f"{STEM}@0", state(0))
     left, young = (root / f"job/solver/.weights@{n}.0123456789abcdef.tmp" for n in (1, 2))
@@ -126,7 +126,7 @@ def test_a_reader_in_another_process_keeps_its_version(root: Path) -> None:
         assert reader.communicate("\n", timeout=PATIENCE)[0] == f"{float(COUNT)}\n"
 
 
-def test_what_nobody_fills_again_gives_its_memory_back(root: Path) -> None:
+def test_unused_spare_segments_free_their_memory(root: Path) -> None:
     writer, other = Transfer(root), Transfer(root)
     writer.set(f"{STEM}@0", state(0))
     writer.delete(f"{STEM}@0")
@@ -165,7 +165,7 @@ def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPa
     assert len(verified) == 3
 
 
-def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
+def test_a_held_lock_excludes_others(tmp_path: Path) -> None:
     path = tmp_path / "state"
     with segments.alone(path, 0.0), pytest.raises(TimeoutError), segments.alone(path, 0.0):
         pass
@@ -174,7 +174,7 @@ def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) -> None:
+def test_waiters_of_a_lock_return_once_the_work_is_done(tmp_path: Path) -> None:
     path = tmp_path / "state"
     done, told = threading.Event(), []
 
@@ -196,7 +196,7 @@ def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) ->
     assert told[-1]
 
 
-def test_readers_do_not_wait_for_who_has_verified(root: Path) -> None:
+def test_readers_of_verified_state_do_not_wait_for_the_lock(root: Path) -> None:
     transfer = Transfer(root)
     transfer.set(f"{STEM}@0", state(0))
     Transfer(root).get(f"{STEM}@0")

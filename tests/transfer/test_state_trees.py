@@ -27,7 +27,9 @@ KEY = "job/solver/training@3"
         (object(), ""),
     ],
 )
-def test_what_is_not_named_tensors_is_refused(tmp_path: Path, state: Any, value: str) -> None:
+def test_a_state_that_is_not_named_tensors_is_refused(
+    tmp_path: Path, state: Any, value: str
+) -> None:
     transfer = Transfer(tmp_path)
     with pytest.raises(InvalidArgument) as caught:
         transfer.set(KEY, state)

@@ -58,7 +58,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_what_is_not_found_keeps_nothing_of_who_asked(transfer: Transfer) -> None:
+def test_a_missing_key_keeps_no_reference_to_its_caller(transfer: Transfer) -> None:
     """A trainer asks whether its base is there: its model shall leave memory when it is released,
     not when circles are looked for."""
 
@@ -124,7 +124,7 @@ def test_checksum_names_the_content() -> None:
     assert checksum_of({"x": torch.zeros(1)}) != checksum_of({"x": torch.zeros(1).int()})
 
 
-def test_what_is_stored_is_a_copy(transfer: Transfer) -> None:
+def test_stored_tensors_are_a_copy(transfer: Transfer) -> None:
     tensors = state()
     transfer.set(KEY, tensors)
     first, _ = transfer.get(KEY)
@@ -156,7 +156,7 @@ def test_a_truncated_file_is_refused(transfer: Transfer, tmp_path: Path) -> None
             transfer.get(KEY)
 
 
-def test_content_other_than_committed_is_refused(transfer: Transfer) -> None:
+def test_state_with_another_checksum_than_expected_is_refused(transfer: Transfer) -> None:
     manifest = transfer.set(KEY, state())
     transfer.get(KEY, expected_checksum=manifest.checksum)
     with pytest.raises(Corrupt, match="expected"):
@@ -246,7 +246,7 @@ def test_a_root_on_disk_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "not in shared memory" in caplog.text
 
 
-def test_what_was_set_under_another_key_is_refused(transfer: Transfer, tmp_path: Path) -> None:
+def test_state_set_under_another_key_is_refused(transfer: Transfer, tmp_path: Path) -> None:
     transfer.set(KEY, state())
     (tmp_path / KEY).rename(tmp_path / "job/solver/weights@4")
     with pytest.raises(Corrupt, match=r"the state 'job/solver/weights@3'"):
@@ -272,7 +272,7 @@ def test_choices_are_counted_with_their_reason(tmp_path: Path) -> None:
     assert [sample.value for sample in sizes.samples] == [size]
 
 
-def test_who_hashes_keeps_no_other_thread_waiting() -> None:
+def test_hashing_releases_the_interpreter_lock() -> None:
     data = memoryview(bytearray(PIECE_BYTES))
     begun, over = threading.Event(), threading.Event()
 

@@ -23,7 +23,7 @@ def test_a_chain_ends_where_its_last_reader_would_be_late() -> None:
     assert sources(ReaderTree(1), 3) == [None, None, None]
 
 
-def test_who_fails_is_routed_around() -> None:
+def test_a_failed_reader_is_routed_around() -> None:
     tree = ReaderTree(1000)
     sources(tree, 4)
     # r1 is dead: r2 must not be sent to r3, which reads from it.

@@ -28,7 +28,7 @@ def test_four_times_the_devices_ask_four_times_the_cores_and_are_full_at_the_sam
     assert large.rollout_workers() == 4 > _LOAD.rollout_workers() == 2
 
 
-def test_longer_turns_ask_more_of_who_carries_their_bytes_alone() -> None:
+def test_longer_turns_load_only_services_that_carry_their_bytes() -> None:
     longer = control.ControlLoad(64, 400.0, 1_600_000.0, 80_000.0, 4000)
     more = {n for n, one in longer.cores().items() if one > _LOAD.cores()[n]}
     assert more == {"rollout", "store", "redis"}
@@ -52,7 +52,7 @@ def test_rates_come_from_the_steps_of_the_job() -> None:
 
 @pytest.mark.parametrize("field", ["devices", "turns", "tokens", "conversations"])
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
-def test_what_is_no_load_is_named(field: str, value: float) -> None:
+def test_an_impossible_load_is_refused_by_field(field: str, value: float) -> None:
     given = {
         "devices": 64,
         "turns": 1.0,

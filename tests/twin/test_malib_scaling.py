@@ -58,7 +58,7 @@ def test_learners_that_do_not_divide_the_population_are_refused(learners: int) -
         malib.psro(learners)
 
 
-def test_what_cannot_sample_is_refused() -> None:
+def test_impossible_sampling_is_refused_by_field() -> None:
     with pytest.raises(ValueError, match="workers = 0"):
         malib.sampled(malib.CASES["arrays"], 0)
     with pytest.raises(ValueError, match="name = 'atari'"):

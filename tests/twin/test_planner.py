@@ -206,7 +206,7 @@ def test_balancing_that_trials_leave_out_is_listed_as_assumed(
         ("8xH100-80GB", 1, {"model": {"path": "some/thing"}}, "size of policy solver is unknown"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_name(
+def test_a_job_that_cannot_be_planned_is_refused_with_the_reason(
     devices: str, hosts: int, change: dict[str, Any], said: str
 ) -> None:
     raw = job()

@@ -60,7 +60,7 @@ def test_a_histogram_knows_mean_and_quantiles_of_what_it_counted() -> None:
     assert again.quantile(0.5) == one.quantile(0.5)
 
 
-def test_what_faded_counts_less_and_is_forgotten_in_the_end() -> None:
+def test_faded_values_count_less_and_are_forgotten_in_the_end() -> None:
     one = LogHistogram()
     one.add(1.0)
     for _ in range(8):
@@ -126,7 +126,7 @@ def test_the_kept_trajectories_are_a_workload_with_shared_prefixes() -> None:
     assert len(workload(0)) == 6
 
 
-def test_planning_takes_what_was_measured_and_says_what_is_assumed() -> None:
+def test_planning_uses_measurements_and_lists_assumptions() -> None:
     spec = JobSpec.model_validate(job())
     given = parse_devices("8xH100-80GB")
     costs = device_costs("H100")
@@ -172,7 +172,7 @@ def test_a_profile_of_another_job_is_refused(change: dict[str, Any], said: str) 
     assert caught.value.field == "profile"
 
 
-def test_what_is_no_profile_is_refused_by_name() -> None:
+def test_an_invalid_profile_is_refused_by_field() -> None:
     spec = JobSpec.model_validate(job())
     with pytest.raises(FailedPrecondition, match="no trajectory yet"):
         JobProfile.of_spec(spec).check(spec)

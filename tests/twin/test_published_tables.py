@@ -49,7 +49,7 @@ def test_every_row_of_rollart_trains_the_same_trajectories() -> None:
     assert ends["sync"].staleness == 0
 
 
-def test_weights_fetched_beside_serving_expose_less() -> None:
+def test_weights_fetched_while_serving_expose_less() -> None:
     features = rollart.FEATURES["sync"]
     blocked, fetched = (
         PublishedTwin(_small(dataclasses.replace(features, fetched=one))).run(3).means(1)

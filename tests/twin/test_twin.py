@@ -62,7 +62,7 @@ def check(run: TwinRun, steps: int) -> None:
         assert one.at <= other.at
 
 
-def test_a_step_takes_what_arithmetic_says() -> None:
+def test_the_seconds_of_a_step_follow_by_arithmetic() -> None:
     policy = TwinPolicy((EngineFleet(1, ENGINE),), TRAINER)
     job = TwinJob(
         policies={"p": policy},
@@ -152,7 +152,7 @@ def test_broken_environments_run_again() -> None:
     mtbf=st.sampled_from([0.0, 40.0, 200.0]),
     seed=st.integers(0, 5),
 )
-def test_nothing_is_lost_whatever_fails(
+def test_every_row_is_trained_whatever_fails(
     mode: Any,
     trainers: int,
     workers: int,

@@ -106,7 +106,7 @@ def test_whole_batches_load_what_was_fetched_between_them() -> None:
         assert PublishedTwin(overlapping).run(5).means(1).exposed > 1.01 * load
 
 
-def test_what_is_fetched_beside_serving_is_not_exposed() -> None:
+def test_weights_fetched_while_serving_are_not_exposed() -> None:
     def exposed(load: float, fetch: float) -> float:
         rates = dataclasses.replace(ENGINE, load_seconds=load, fetch_seconds=fetch)
         return Twin(_one_policy(rates, mode="sync")).run(3).means(1).exposed

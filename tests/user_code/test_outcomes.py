@@ -124,7 +124,7 @@ def test_numbers_are_numbers(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", b"1", 10**400, float("nan"), -math.inf, None, [1.0], 1j])
-def test_what_is_no_number_is_refused(value: Any) -> None:
+def test_values_that_are_not_finite_numbers_are_refused(value: Any) -> None:
     with pytest.raises(NotFiniteError, match="is not a finite number"):
         finite_number(value)
 
@@ -161,7 +161,7 @@ def test_any_text_is_parsed_or_refused(text: str | bytes) -> None:
     "text",
     ["NaN", "[1, Infinity]", "-Infinity", "1e400", "[-1e999]", "1" * 5000, "", "{", b"\xff"],
 )
-def test_texts_that_are_no_json(text: str | bytes) -> None:
+def test_texts_that_are_not_json_are_refused(text: str | bytes) -> None:
     with pytest.raises(NotJsonError):
         parse_json(text)
 

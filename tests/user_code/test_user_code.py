@@ -95,12 +95,12 @@ async def test_a_call_that_hangs_is_left_behind() -> None:
     release.set()
 
 
-async def test_its_own_timeout_is_not_the_deadline() -> None:
+async def test_a_timeout_of_user_code_is_not_the_deadline() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         await call_in_thread(_raise, TimeoutError("its own"), seconds=PATIENCE)
 
 
-async def test_who_is_cancelled_hears_of_it() -> None:
+async def test_a_cancelled_caller_gets_its_cancellation() -> None:
     release = threading.Event()
     task = asyncio.create_task(call_in_thread(release.wait))
     other = asyncio.create_task(await_contained(asyncio.sleep(60)))
@@ -129,7 +129,9 @@ async def exits_when_closed() -> None:
 
 @pytest.mark.parametrize("user_code", [suspended, exits_when_closed])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_closing_a_coroutine_is_no_exit_of_user_code(user_code: Any, depth: int) -> None:
+def test_closing_a_coroutine_does_not_count_as_an_exit_of_user_code(
+    user_code: Any, depth: int
+) -> None:
     coroutine: Any = user_code()
     for _ in range(depth):
         coroutine = await_contained(coroutine)

@@ -40,7 +40,7 @@ def _turn(
     return turn
 
 
-def test_who_moves_at_once_sees_prompts_and_who_moves_later_what_was_said() -> None:
+def test_simultaneous_agents_see_prompts_and_later_agents_see_replies() -> None:
     one = _turn("row", 1, 3, (1, 2), (3,))
     two = _turn("column", 2, 4, (4,), (5, 6))
     late = _turn("judge", 5, 6, (7,), (8,))
@@ -55,7 +55,7 @@ def test_who_moves_at_once_sees_prompts_and_who_moves_later_what_was_said() -> N
         assert team_context(late, turns, limit) == (4, 5, 6, 1, 2, 3)[-limit:]
 
 
-def test_of_each_agent_the_latest_turn_counts() -> None:
+def test_the_latest_turn_of_each_agent_counts() -> None:
     turns = [
         _turn("row", 1, 2, (1,), (2,)),
         _turn("column", 3, 4, (3,), (4,)),

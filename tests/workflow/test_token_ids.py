@@ -24,7 +24,7 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 
 
 @given(ids, st.slices(40))
-def test_it_reads_like_the_tuple(given_ids: tuple[int, ...], part: slice) -> None:
+def test_token_ids_read_like_a_tuple(given_ids: tuple[int, ...], part: slice) -> None:
     held = TokenIds.of(given_ids)
     assert tuple(held) == given_ids
     assert all(type(one) is int for one in held)
@@ -76,7 +76,7 @@ def test_seeds_stay_what_they_were(given_ids: tuple[int, ...]) -> None:
     assert TokenIds.of(given_ids).digest == xxhash.xxh3_64_intdigest(packed)
 
 
-def test_it_cannot_be_changed_and_takes_no_copy_of_itself() -> None:
+def test_token_ids_are_read_only_and_not_copied() -> None:
     held = TokenIds.of([3, 1, 2])
     with pytest.raises(ValueError, match="read-only"):
         held.array[0] = 5
@@ -98,7 +98,7 @@ def test_ids_beyond_int32_are_refused(beyond: int) -> None:
         TokenIds.of(np.array([1, beyond], np.int64))
 
 
-def test_what_is_no_integer_is_refused() -> None:
+def test_token_ids_that_are_not_integers_are_refused() -> None:
     with pytest.raises(TypeError):
         TokenIds.of(np.array([1.0]))
     wide: Any = [np.int64(4), True]

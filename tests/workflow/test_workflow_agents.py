@@ -62,7 +62,7 @@ async def test_numbers_are_per_agent() -> None:
     assert [turn.position for turn in agents.turns] == [0, 1, 2, 3]
 
 
-async def test_what_is_drawn_does_not_depend_on_timing() -> None:
+async def test_seeds_of_turns_do_not_depend_on_timing() -> None:
     async def play(delay: float) -> set[tuple[str, int | None]]:
         script = Script(echo, delay=lambda n: delay * (n % 2))
         agents = make_agents(script)
@@ -79,7 +79,7 @@ async def test_what_is_drawn_does_not_depend_on_timing() -> None:
     assert len(drawn) == 8  # equal prompts draw differently
 
 
-async def test_another_seed_draws_differently() -> None:
+async def test_turns_of_another_seed_draw_differently() -> None:
     seeds = set()
     for seed in range(5):
         script = Script(echo)
@@ -151,7 +151,7 @@ async def test_bad_sampling_is_refused(overrides: dict[str, Any], field: str) ->
 
 
 @pytest.mark.parametrize("messages", [7, None, {"role": "user", "content": "x"}])
-async def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+async def test_messages_that_are_not_a_list_are_refused(messages: Any) -> None:
     with pytest.raises(InvalidMessagesError, match="a list of messages") as caught:
         await make_agents(Script(echo))["solver"].chat(messages)
     assert caught.value.field == "messages"

@@ -60,13 +60,13 @@ async def test_a_seed_of_the_workflows_own_is_not_used_twice() -> None:
     assert len(set(seeds)) == 3
 
 
-async def test_one_of_one_is_a_list() -> None:
+async def test_a_single_requested_reply_has_itself_as_sibling() -> None:
     [reply] = await make_agents(Script(echo))["solver"].chat("x", n=1)
     assert reply.siblings == (reply,)
     assert (await make_agents(Script(echo))["solver"].chat("x")).siblings == ()
 
 
-async def test_they_are_drawn_concurrently() -> None:
+async def test_branches_are_drawn_concurrently() -> None:
     """None is answered before all have been asked for."""
     together = asyncio.Barrier(8)
 
@@ -113,7 +113,7 @@ async def test_when_one_fails_the_others_are_cancelled_and_nothing_is_left() -> 
     assert cancelled == 2
 
 
-async def test_of_replies_that_nobody_got_nothing_is_trained() -> None:
+async def test_replies_that_were_not_delivered_are_not_trained() -> None:
     async def policy(prompt: Prompt) -> str:
         if prompt.number == 1:
             await asyncio.sleep(0.01)  # the others have been said by then
@@ -175,7 +175,7 @@ async def test_by_turn_a_tree_has_one_group_per_agent_and_turn() -> None:
         }
 
 
-async def test_turns_drawn_alone_are_grouped_by_turn_beside_branches() -> None:
+async def test_single_turns_next_to_branches_are_grouped_by_turn() -> None:
     async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
         for _ in range(2):
             await agents["solver"].chat("x")

@@ -88,7 +88,7 @@ def test_values_are_checked(reply: Reply, value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "value", [[-1, -2.5, -3], np.array([-1, -2.5, -3]), torch.tensor([-1, -2.5, -3])]
 )
-def test_what_the_trainer_reads_becomes_a_number_per_token(reply: Reply, value: Any) -> None:
+def test_columns_of_the_trainer_become_one_number_per_token(reply: Reply, value: Any) -> None:
     reply.columns["reference_logprobs"] = value
     kept = reply.columns["reference_logprobs"]
     assert kept.dtype == np.float32
@@ -96,7 +96,7 @@ def test_what_the_trainer_reads_becomes_a_number_per_token(reply: Reply, value: 
 
 
 @pytest.mark.parametrize("value", [[1.0], "abc", np.zeros((3, 1)), [1, 2, math.inf], None])
-def test_what_the_trainer_cannot_read_is_refused(reply: Reply, value: Any) -> None:
+def test_columns_that_the_trainer_cannot_read_are_refused(reply: Reply, value: Any) -> None:
     with pytest.raises(InvalidColumnError):
         reply.columns["reference_logprobs"] = value
 

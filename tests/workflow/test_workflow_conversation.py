@@ -64,7 +64,7 @@ def test_thoughts_stay_in_the_ids_although_the_template_cuts_them_from_the_histo
     )
 
 
-def test_of_two_equal_replies_the_earlier_turn_is_continued_whichever_ended_first() -> None:
+def test_the_earlier_of_two_equal_replies_is_continued() -> None:
     for order in ([0, 1], [1, 0]):
         chat = make_chat(merges=[("a", "b")])
         memory = ConversationMemory(chat)

@@ -91,7 +91,7 @@ async def nested(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("workflow", [two_lines, late_starters, nested])
-async def test_what_is_stored_does_not_depend_on_time(workflow: Any) -> None:
+async def test_numbers_of_turns_do_not_depend_on_timing(workflow: Any) -> None:
     first = await outcome(workflow, 0)
     for seed in range(1, 8):
         assert await outcome(workflow, seed) == first

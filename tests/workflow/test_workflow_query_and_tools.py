@@ -53,7 +53,7 @@ def test_a_reply_without_an_answer_has_no_vote(reply: str, pattern: str, vote: s
     ("answer", "vote"),
     [("72", "72"), (72, "72"), (0, "0"), (False, "False"), ("", None), (" ", None)],
 )
-def test_the_answer_of_a_workflow_comes_first_and_an_empty_one_is_no_vote(
+def test_the_answer_of_a_workflow_comes_first_and_an_empty_one_does_not_vote(
     answer: Any, vote: str | None
 ) -> None:
     query, turns = (
@@ -106,7 +106,7 @@ async def test_a_workflow_may_say_how_long_a_call_takes() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "9", True, None])
-def test_an_estimate_that_is_none_is_refused(seconds: Any) -> None:
+def test_an_invalid_estimate_is_refused(seconds: Any) -> None:
     with pytest.raises(ToolError, match="is not a valid estimate") as caught:
         Tools(["clock"], Clock()).expecting(seconds)
     assert (caught.value.kind, caught.value.field) == ("bad_estimate", "seconds")
@@ -158,7 +158,7 @@ async def test_a_reply_s_call_is_answered_with_a_message(call: ToolCall, content
     assert (message["role"], message["tool_call_id"]) == ("tool", "a")
 
 
-async def test_what_is_not_the_model_s_fault_is_not_told_to_it() -> None:
+async def test_faults_of_tools_are_not_reported_to_the_model() -> None:
     with pytest.raises(ToolError, match="away"):
         await Tools(["double"], Doubler()).run(ToolCall("a", "double", '{"times": 10}'))
 

@@ -29,7 +29,7 @@ def saying(chat: ChatTokenizer, *texts: str) -> Script:
     return Script(lambda agent, prompt, sampling: left.pop(0) if len(left) > 1 else left[0])
 
 
-async def test_thoughts_are_apart_and_their_calls_are_none() -> None:
+async def test_thoughts_are_separate_and_their_calls_are_ignored() -> None:
     chat = make_chat(TOOLED)
     script = saying(chat, f"<think>perhaps {CALL}</think>\n\nNo.", f"<think>so</think>{CALL}")
     solver = make_agents(script, chat)["solver"]
@@ -120,7 +120,7 @@ async def test_a_thought_that_the_prompt_opens_needs_no_tag_and_may_never_end() 
         assert script.asked[-1][1][: len(known)] == known
 
 
-async def test_what_looks_like_a_thought_in_raw_tokens_is_left_as_it_is() -> None:
+async def test_thoughts_in_raw_tokens_stay_in_the_content() -> None:
     chat = make_chat()
     solver = make_agents(saying(chat, "<think>hm</think>No."), chat)["solver"]
     reply = await solver.generate(chat.encode("Well?"))
@@ -136,7 +136,7 @@ async def test_calls_stay_text_where_none_may_be_made() -> None:
         solver.chat("Add?", tools=ADD, tool_choice="any")  # type: ignore[arg-type]
 
 
-async def test_a_stop_string_ends_the_content_beside_calls_too() -> None:
+async def test_a_stop_string_also_ends_content_with_calls() -> None:
     chat = make_chat(TOOLED)
     script = saying(chat, f"{CALL}so##and")
     reply = await make_agents(script, chat)["solver"].chat("Add?", tools=ADD, stop_strings=["##"])
@@ -162,7 +162,7 @@ async def test_the_template_gets_further_arguments() -> None:
         assert caught.value.field == field
 
 
-async def test_long_replies_are_read_beside_the_event_loop() -> None:
+async def test_long_replies_are_read_outside_the_event_loop() -> None:
     chat = make_chat()
     long = "<think>" + "hm " * 5000 + "</think>No."
     solver = make_agents(saying(chat, long), chat)["solver"]
@@ -201,7 +201,7 @@ def test_messages_as_clients_send_them(message: dict[str, Any], text: str) -> No
         ({"role": "user", "content": [{"type": "refusal", "text": "a"}]}, "messages[0].content[0]"),
     ],
 )
-def test_messages_that_are_none_are_named(message: dict[str, Any], field: str) -> None:
+def test_invalid_messages_are_named(message: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidMessagesError) as caught:
         parse_messages([message], None)
     assert caught.value.field == field

@@ -103,7 +103,7 @@ async def test_a_call_that_was_altered_is_another_conversation(edited: Any) -> N
     assert talk.broken == [False, True]
 
 
-async def test_a_beginning_that_was_never_said_here_is_no_break() -> None:
+async def test_given_turns_do_not_break_the_conversation() -> None:
     talk = Talk("7", "8")
     shots = [ASKED, {"role": "assistant", "content": "seven"}]
     await talk.ask([*shots, {"role": "user", "content": "1+6?"}])
@@ -193,7 +193,7 @@ def test_bad_tools_are_refused(tools: Any) -> None:
     assert caught.value.field.startswith("tools")
 
 
-async def test_without_a_rollout_service_there_is_no_endpoint() -> None:
+async def test_an_endpoint_without_a_rollout_service_is_refused() -> None:
     with pytest.raises(WorkflowError, match="no endpoint here") as caught:
         Talk().agents["solver"].endpoint()
     assert caught.value.kind == "no_endpoint"
@@ -233,14 +233,14 @@ def test_a_call_without_arguments_has_empty_ones(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "3", '"a"', "true", "[null]"])
-def test_arguments_that_are_no_object_are_refused_as_such(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_refused(arguments: str) -> None:
     with pytest.raises(InvalidMessagesError, match=r"arguments of a call are .* not a JSON") as no:
         parse_messages(called(arguments=arguments), None)
     assert no.value.field == "messages[1].tool_calls[0].function.arguments"
     assert '"{}"' in (no.value.remedy or "")
 
 
-def test_arguments_that_are_no_json_stay_as_a_model_wrote_them() -> None:
+def test_arguments_that_are_not_json_stay_as_the_model_wrote_them() -> None:
     _, said = parse_messages(called(arguments="{a: 1"), None)
     assert plain(said) == ("assistant", '{"name": "add", "arguments": {a: 1}')
     with pytest.raises(ChatTemplateError) as refused:

@@ -87,7 +87,7 @@ def test_values_of_tags_are_text_unless_the_schema_says_otherwise() -> None:
         "</tool_call>",
     ],
 )
-def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
+def test_text_that_is_not_a_call_stays_text(parser: str, text: str) -> None:
     assert PARSERS[parser](text, [ADD]) == Parsed(text)
 
 
@@ -101,7 +101,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))
-def test_a_call_inside_a_thought_is_none(parser: str) -> None:
+def test_a_call_inside_a_thought_is_ignored(parser: str) -> None:
     call = WRITTEN[parser] % "{}"
     one = [("add", "{}" if parser != "qwen_coder" else '{"note": "{}"}')]
     parse = PARSERS[parser]

@@ -62,7 +62,7 @@ def test_a_row_of_one_step_is_measured_whole() -> None:
     assert figures(late).seconds == 10
 
 
-def test_ratios_stand_beside_what_was_published_and_what_is_aimed_at() -> None:
+def test_the_table_shows_ratios_with_published_and_target_values() -> None:
     serial, sync, micro_batch, late = modes()
     found = figures(hand_made())
     rows: list[report.Row] = [

@@ -10,7 +10,7 @@ from tests.benchmarks.quick import figures
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_of_psro_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--quick"])
     printed = capsys.readouterr().out.strip()
     found = figures(printed)

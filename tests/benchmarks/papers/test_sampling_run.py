@@ -8,7 +8,7 @@ from benchmarks.papers.sampling.__main__ import turn
 from tests.benchmarks.quick import quick_run
 
 
-def test_nobody_always_comes_first() -> None:
+def test_every_side_runs_first_equally_often() -> None:
     rounds = [turn("abc", number) for number in range(6)]
     assert all(sorted(one) == list("abc") for one in rounds)
     for places in zip(*rounds, strict=True):
@@ -17,7 +17,7 @@ def test_nobody_always_comes_first() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_runs() -> None:
+def test_a_quick_run_of_sampling_reports_its_figures() -> None:
     found = quick_run("papers.sampling", "--only", "workers")
     assert {"stable_spread", "stable_leduc"} <= found.keys()
     assert all(value > 0 for value in found.values())

@@ -8,7 +8,7 @@ from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
-def test_it_runs() -> None:
+def test_a_quick_run_of_serverless_reports_its_figures() -> None:
     found = quick_run("papers.serverless")
     assert {
         *("utilization", "dedicated_utilization", "overhead_p50_ms"),

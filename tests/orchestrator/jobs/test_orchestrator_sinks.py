@@ -104,7 +104,7 @@ async def test_whatever_a_sink_raises_is_a_notice(
     assert lines(tmp_path) == [0, 1]
 
 
-async def test_what_its_calls_raise_is_told_each_time(tmp_path: Path, tool: Tool) -> None:
+async def test_errors_of_a_sink_are_reported_for_every_call(tmp_path: Path, tool: Tool) -> None:
     sinks = make(tmp_path)
     assert await sinks.open([row(0)]) == []
     tool.on_log, tool.on_finish = raises(SystemExit(2)), raises(KeyboardInterrupt())
@@ -114,7 +114,7 @@ async def test_what_its_calls_raise_is_told_each_time(tmp_path: Path, tool: Tool
     assert (tool.logged, lines(tmp_path)) == ([0], [0, 1, 2])
 
 
-async def test_one_that_hangs_is_told_once_and_gets_its_rows_later(
+async def test_a_sink_that_hangs_is_reported_once_and_gets_its_rows_later(
     tmp_path: Path, tool: Tool
 ) -> None:
     tool.on_init = tool.released.wait
@@ -147,7 +147,7 @@ async def test_steps_do_not_wait_for_one_that_is_late_already(
 
 
 @pytest.mark.parametrize("hanging", ["on_log", "on_finish"])
-async def test_one_that_hangs_for_too_long_is_given_up(
+async def test_a_sink_that_hangs_for_too_long_is_given_up(
     tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch, hanging: str
 ) -> None:
     monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)

@@ -393,7 +393,9 @@ def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool =
         (status(ready=1, pending=1, sealed=True), 0, 0),
     ],
 )
-def test_what_is_work(told: store_pb.TableStatus | None, accumulated: int, work: int) -> None:
+def test_ready_work_counts_micro_batches_that_can_be_claimed(
+    told: store_pb.TableStatus | None, accumulated: int, work: int
+) -> None:
     assert ready_work(told, "p", 4, accumulated) == work
     assert ready_work(told, "other", 4, accumulated) == 0
 

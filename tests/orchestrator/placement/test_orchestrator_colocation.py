@@ -203,7 +203,9 @@ async def test_on_devices_a_colocated_job_is_alone(cluster: Cluster) -> None:
         ({"pipeline.early_start": True}, "pipeline.early_start"),
     ],
 )
-def test_what_cannot_take_turns_is_refused(over: dict[str, Any], field: str) -> None:
+def test_colocation_is_refused_where_engines_and_trainers_overlap(
+    over: dict[str, Any], field: str
+) -> None:
     with pytest.raises(JobSpecError, match=field):
         parse_job(job(**over))
 

@@ -127,7 +127,7 @@ def test_a_job_that_finds_its_devices_is_taken(spec: JobSpec, workers: list[Any]
     check_devices(spec, workers)
 
 
-def test_a_refusal_says_what_there_is_and_who_holds_it() -> None:
+def test_a_refusal_names_the_devices_and_their_holders() -> None:
     with pytest.raises(FailedPrecondition) as refused:
         check_devices(job(2, 2), [worker(FREE, FREE, ["other.p.0@r"], ["other.p.0@r"])])
     error = refused.value

@@ -72,7 +72,7 @@ SELVES = grown(("player", 0, SETTLED), ("player", 2, SETTLED), ("player", 4, SET
         ("psro", {"meta_solver": "uniform"}, dict.fromkeys(SELVES.members, 1 / 3)),
     ],
 )
-def test_whom_a_learner_meets(
+def test_opponents_of_a_learner_follow_the_algorithm(
     algorithm: str, more: dict[str, Any], expected: dict[str, float]
 ) -> None:
     spec = job("player", algorithm=algorithm, **more)

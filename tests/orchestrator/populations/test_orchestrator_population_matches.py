@@ -144,7 +144,7 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
     assert len(played) == 4 + most
 
 
-async def test_a_match_that_pays_only_some_is_no_match() -> None:
+async def test_a_match_without_a_payoff_for_every_player_is_refused() -> None:
     def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
         event = ended(ticket)
         del event.rewards["bob"]
@@ -155,7 +155,7 @@ async def test_a_match_that_pays_only_some_is_no_match() -> None:
     assert (caught.value.kind, caught.value.field) == ("match_without_payoff", "workflow")
 
 
-async def test_what_failed_before_a_resume_does_not_end_it() -> None:
+async def test_failures_before_a_resume_do_not_end_the_round() -> None:
     spec = job_of(limits={"step_seconds": PATIENCE, "max_failed_fraction": 0.25})
     left = ["m1x1-t2", "m1x1-t3"]
 
@@ -203,7 +203,7 @@ def all_but_the_last(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent | 
     return None if ticket.trajectory_id == LAST else ended(ticket)
 
 
-async def test_what_has_ended_lasts_when_a_round_is_stopped() -> None:
+async def test_ended_matches_are_kept_when_a_round_is_stopped() -> None:
     table = Table(job_of(), all_but_the_last)
     playing = asyncio.create_task(table.matches.play(table.matches.due()))
     await asyncio.sleep(0.01)
@@ -215,7 +215,7 @@ async def test_what_has_ended_lasts_when_a_round_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("faults", [[], [StateUnavailable("away")]])
-async def test_what_has_ended_lasts_when_a_round_fails(faults: list[TroupeError]) -> None:
+async def test_ended_matches_are_kept_when_a_round_fails(faults: list[TroupeError]) -> None:
     """If it can be written; what is told is why the round failed."""
 
     def play(ticket: rollout_pb.Ticket) -> rollout_pb.TrajectoryEvent:
@@ -242,7 +242,7 @@ async def test_a_write_that_fails_is_made_up_for() -> None:
     assert LAST in table.kept
 
 
-async def test_who_has_lost_the_job_plays_no_further() -> None:
+async def test_an_orchestrator_that_lost_the_job_stops_its_matches() -> None:
     table = Table(job_of(), all_but_the_last, seconds=0.001)
     table.faults = [Superseded("another one has it")] * 2
     async with asyncio.timeout(PATIENCE):

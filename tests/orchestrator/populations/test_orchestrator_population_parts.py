@@ -31,7 +31,7 @@ def deadline() -> Deadline:
     return Deadline("a test", 30, "nothing")
 
 
-def test_matches_beside_training_wait_for_what_is_trained() -> None:
+def test_matches_during_training_yield_to_training_trajectories() -> None:
     limits = SimpleNamespace(max_concurrent_trajectories=4)
     job: Any = SimpleNamespace(spec=SimpleNamespace(limits=limits))
     engines: Any = None

@@ -52,7 +52,7 @@ class SlowFirst(RedisAccess):
         return await super().run_script(script, keys, args)
 
 
-async def test_what_was_so_earlier_is_not_written_later(redis_url: str) -> None:
+async def test_an_earlier_population_state_does_not_overwrite_a_later_one(redis_url: str) -> None:
     redis = SlowFirst(redis_url)
     jobs = JobStore(redis, EventLog(redis))
     store, job_id = PopulationStore(redis, jobs), new_id("job")

@@ -91,7 +91,7 @@ async def test_a_restore_that_fails_is_said_and_the_next_call_tries_again(tmp_pa
         assert models.residents() == {"a": 0}
 
 
-async def test_what_does_not_let_go_of_its_memory_is_ended(tmp_path: Path) -> None:
+async def test_a_server_that_keeps_its_memory_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "deaf"
     settings = {"deaf": served(log, "deaf"), "b": served(tmp_path / "b")}
     async with manager(settings, 1) as models:
@@ -164,7 +164,7 @@ def test_a_model_that_fits_no_cell_is_refused() -> None:
         ModelSettings(url="http://x", gpus=2, devices=(1, 2))
 
 
-def test_what_is_begun_is_what_was_planned() -> None:
+def test_models_begin_on_the_planned_devices() -> None:
     clock: Callable[[], float] = iter(range(100)).__next__
     board = ModelPlacement(4, [Model(name, 2, concurrency=2) for name in "abc"], clock)
     assert board.room(["a", "b", "c"]) == {"model:a": 2, "model:b": 2, "model:c": 0}

@@ -290,7 +290,7 @@ async def test_a_cost_that_no_host_can_meet_is_refused_at_once(
             await service.register("score", **fields)
 
 
-async def test_who_has_just_started_expects_hosts() -> None:
+async def test_a_fresh_service_waits_for_its_hosts() -> None:
     settings = RewardSettings(reward_workers=0, drain_seconds=1)
     async with (
         serve(RewardService, settings) as server,

@@ -141,7 +141,9 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
 
 
 @ROOT
-def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_rights_of_root_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     confined = SandboxProfile("bubblewrap")
     with monkeypatch.context() as patch:
         patch.setattr(profile, "_capabilities", lambda: 0)
@@ -274,7 +276,7 @@ def placed_as_installed(project: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("modules", [0, 100])
-def test_of_a_project_what_is_imported_is_seen_and_of_a_cluster_nothing(
+def test_a_sandbox_sees_imports_of_the_project_and_no_files_of_the_cluster(
     project: Path,
     placed: Callable[[Path], Path],
     modules: int,
@@ -313,7 +315,7 @@ def test_the_default_data_directory_is_one(
     assert str(project.resolve() / "runs") in mounts.kept()
 
 
-def test_what_cannot_be_hidden_is_left_out(project: Path) -> None:
+def test_directories_that_cannot_be_hidden_are_not_mounted(project: Path) -> None:
     data = project / "package/runs"
     fill(data)
     found = mounts.without([str(project)], [str(data)])

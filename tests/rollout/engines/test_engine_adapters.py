@@ -113,7 +113,7 @@ async def test_over_a_half_precision_base_an_adapter_is_computed_as_peft_does(
 
 
 @pytest.mark.parametrize("std", [0.2, 0.005])
-def test_what_an_adapter_adds_to_a_half_precision_base_is_not_rounded_away(
+def test_small_adapter_updates_survive_a_half_precision_base(
     transfer: Transfer, std: float
 ) -> None:
     """Merged into bfloat16, an update below half a unit in the last place of a weight is lost."""
@@ -162,7 +162,7 @@ async def test_an_engine_takes_over_another_policys_adapter(
     assert answer.logprobs == pytest.approx(other.logprobs(PROMPT, answer.token_ids), abs=2e-4)
 
 
-async def test_what_does_not_fit_is_refused_and_changes_nothing(
+async def test_adapters_that_do_not_fit_are_refused_without_effect(
     engine: ServingEngine, transfer: Transfer
 ) -> None:
     trained = TrainedAdapter(1)

@@ -88,7 +88,7 @@ def test_published_weights_are_copied_to_the_gpu() -> None:
     assert {one.device.type for one in model.state_dict().values()} == {"meta"}
 
 
-def test_an_adapter_is_computed_beside_a_base_on_the_gpu() -> None:
+def test_an_adapter_on_the_gpu_is_computed_next_to_its_base() -> None:
     model = on_gpu("bfloat16")
     add_adapter(model, LoraSpec(rank=4))
     batcher = made(model, 128)

@@ -117,7 +117,7 @@ async def test_a_turn_that_waits_to_be_told_is_not_lost_with_its_engine(died: bo
     assert [generation.token_ids for generation in got] == [[5]] * count
 
 
-async def test_one_that_has_tokens_to_come_is_given_back() -> None:
+async def test_a_turn_with_tokens_to_come_is_given_back() -> None:
     engine, [call], _ = await generating(1)
     engine._return_turns(common_pb.WeightsRef(version=2))
     with pytest.raises(TurnReturned):

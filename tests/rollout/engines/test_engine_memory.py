@@ -201,7 +201,7 @@ async def test_or_given_back_so_that_no_turn_is_of_two_versions(
 
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
-async def test_what_would_not_fit_is_known_before_anything_is_touched(
+async def test_weights_that_do_not_fit_are_refused_before_serving_stops(
     kind: str, transfer: Transfer
 ) -> None:
     async with serving(kind, transfer) as engine:

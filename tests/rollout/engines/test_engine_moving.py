@@ -54,14 +54,14 @@ async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: Servi
     assert (await turn).finish_reason != "abort"
 
 
-async def test_what_has_not_ended_at_the_deadline_is_handed_back(engine: ServingEngine) -> None:
+async def test_turns_that_outlast_the_drain_are_handed_back(engine: ServingEngine) -> None:
     turns = [asyncio.create_task(ask(engine, f"t{n}", [5], max_new_tokens=200)) for n in range(3)]
     await until(lambda: engine.load().running == 3)
     assert await engine.drain("moves", deadline_seconds=0.0) == 3
     assert {(await turn).finish_reason for turn in turns} == {"abort"}
 
 
-async def test_it_serves_the_other_policy_only_after_a_verified_update(
+async def test_a_moved_engine_serves_only_after_a_verified_update(
     engine: ServingEngine, transfer: Transfer
 ) -> None:
     with pytest.raises(IllegalTransition):
@@ -87,7 +87,7 @@ async def test_it_serves_the_other_policy_only_after_a_verified_update(
         assert after.token_ids == wanted.token_ids != before.token_ids
 
 
-async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: ServingEngine) -> None:
+async def test_an_engine_that_dies_while_draining_may_still_move(engine: ServingEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)
     drained = asyncio.create_task(engine.drain("moves", deadline_seconds=PATIENCE))

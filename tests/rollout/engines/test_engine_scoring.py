@@ -89,7 +89,7 @@ async def test_one_version_scores_all(
         assert got == pytest.approx(expected, abs=1e-5)
 
 
-async def test_those_who_stop_an_engine_stop_it_one_after_the_other(
+async def test_stops_of_an_engine_are_serialized(
     engine: EmbeddedEngine,
 ) -> None:
     """A call that nobody waits for any more goes on, and the next one finds the model as it was."""
@@ -129,7 +129,7 @@ async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -
     assert len((await turn).token_ids) == 200
 
 
-async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
+async def test_prompts_that_cannot_be_scored_are_refused(engine: EmbeddedEngine) -> None:
     async def score(*asked: ScoreRequest) -> None:
         await engine.score(asked, 1.0, deadline_seconds=PATIENCE)
 
@@ -147,7 +147,7 @@ async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
     await score(ScoreRequest((1,) * 250, (1,) * 6))
 
 
-async def test_weights_that_are_no_numbers(
+async def test_scoring_with_weights_that_are_not_finite_is_refused(
     engine: EmbeddedEngine, model: PreTrainedModel, transfer: Transfer
 ) -> None:
     with torch.no_grad():

@@ -113,7 +113,7 @@ async def test_weights_that_do_not_fit_change_nothing(
     assert engine.version == 10
 
 
-async def test_what_is_not_what_was_announced_is_never_served(
+async def test_weights_with_another_checksum_are_never_served(
     engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = publish(transfer, make_model(1), 1)
@@ -175,7 +175,7 @@ def test_weights_are_served_from_where_they_are_published(transfer: Transfer) ->
     assert served.get_input_embeddings().weight is served.get_output_embeddings().weight
 
 
-async def test_what_is_served_stays_when_its_version_is_deleted_and_files_are_filled_again(
+async def test_served_weights_stay_when_their_version_is_deleted(
     engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("troupe.transfer.segment_pool.MIN_BYTES", 0)

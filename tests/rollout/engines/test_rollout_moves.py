@@ -134,7 +134,7 @@ async def test_moving_twice_is_moving_once(house: House, workshop: Made) -> None
     assert (await move(house, second, "big")).source == "small"
 
 
-async def test_what_cannot_be_moved_says_why(house: House, workshop: Made) -> None:
+async def test_an_impossible_move_is_refused_with_the_reason(house: House, workshop: Made) -> None:
     await house.prepare("team", **TWO)
     first, second = workshop.engines["big"]
     [small] = workshop.engines["small"]
@@ -175,7 +175,7 @@ async def test_an_engine_that_does_not_get_the_other_weights_goes_back(
     assert (await move(house, second, "small")).source == "big"
 
 
-async def test_one_that_dies_on_its_way_arrives_through_a_restart(
+async def test_an_engine_that_dies_on_its_way_arrives_through_a_restart(
     house: House, workshop: Made
 ) -> None:
     await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 60}}})
@@ -209,7 +209,9 @@ async def test_an_engine_of_another_make_is_refused_or_made_anew(
     await listed(house)
 
 
-async def test_one_that_cannot_be_made_anew_is_made_as_it_was(house: House, workshop: Made) -> None:
+async def test_an_engine_that_cannot_be_rebuilt_is_made_as_it_was(
+    house: House, workshop: Made
+) -> None:
     await house.prepare("team", **UNLIKE, balancing={"rebuild": True})
     _, second = workshop.engines["big"]
     workshop.broken["small"] = 1
@@ -282,7 +284,7 @@ async def test_turns_that_an_engine_does_not_give_back_cost_a_restart_and_nothin
     assert (await listed(house))[second.engine_id] == ("small", HEALTHY)
 
 
-async def test_one_that_can_go_neither_on_nor_back_is_made_anew_where_it_was(
+async def test_an_engine_that_can_move_neither_way_is_rebuilt_where_it_was(
     house: House, workshop: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await house.prepare("team", **TWO)

@@ -37,7 +37,7 @@ def make(engine_id: str, policy_name: str, policy_spec: PolicySpec, **_: Any) ->
     return MeetingEngine(engine_id, policy_name, policy_spec)
 
 
-async def test_they_overlap_in_the_engine(tmp_path: Path) -> None:
+async def test_parallel_turns_overlap_in_the_engine(tmp_path: Path) -> None:
     pace = {"decode_seconds": 0.001, "response_tokens_mean": 5, "load_seconds": 0}
     async with open_house(tmp_path, make=make) as house:
         await house.prepare("parallel", policies={"big": {"simulated": pace}})

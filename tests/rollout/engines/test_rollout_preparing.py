@@ -158,7 +158,7 @@ async def test_models_of_released_jobs_do_not_pile_up(
     assert [model() is not None for model in models] == [False, False, False, True]
 
 
-async def test_a_specification_that_is_none_is_refused(house: House) -> None:
+async def test_an_invalid_specification_is_refused(house: House) -> None:
     spec = json.loads(JobSpec.model_validate(make_spec()).model_dump_json())
     spec["pipeline"]["stepz"] = 3
     request = rollout_pb.PrepareJobRequest(
@@ -194,7 +194,7 @@ async def test_weights_that_are_gone_are_asked_for_again(house: House) -> None:
     assert (caught.value.kind, caught.value.field) == ("weights_not_found", "small")
 
 
-async def test_another_checksum_than_announced_is_refused(house: House) -> None:
+async def test_weights_with_another_checksum_are_refused(house: House) -> None:
     refs = [house.publish("big", 0), house.publish("small", 0)]
     refs[0].checksum = "0" * 32
     request = rollout_pb.PrepareJobRequest(

@@ -71,7 +71,7 @@ async def test_an_embedded_engine_says_it(name: str, tmp_path: Path) -> None:
     await engine.stop()
 
 
-async def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
+async def test_routes_are_returned_only_when_requested(tmp_path: Path) -> None:
     engine = EmbeddedEngine("e0", "solver", policy_spec(config=MIXTURE))
     await engine.start()
     await load(engine, make("qwen3_moe"), 0, tmp_path)

@@ -100,7 +100,7 @@ async def served_greedy(place: Path) -> tuple[list[int], list[float]]:
     return [row[1] for row in rows], [row[0] for row in rows]
 
 
-async def test_what_the_server_can_do_is_read_from_its_document(client: SglangServer) -> None:
+async def test_features_of_the_server_are_read_from_its_document(client: SglangServer) -> None:
     described = await client.describe()
     assert described.ways == {"directory", "tensors", "ipc", "broadcast"}
     assert described.pauses

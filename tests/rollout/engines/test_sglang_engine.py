@@ -145,7 +145,7 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(stage: Stage) ->
     assert (await stage.ask("again", [1])).versions[0].version == 1
 
 
-async def test_one_that_keeps_the_weights_of_the_policy_that_it_left_is_found_out(
+async def test_a_moved_server_that_keeps_its_old_weights_is_detected(
     stage: Stage,
 ) -> None:
     """Also where the two versions have one number."""

@@ -323,7 +323,7 @@ async def test_an_aborted_trajectory_leaves_its_environment_between_two_steps(
         ({"agents": {"agent_0": {"policy": "big"}, "bob": {"policy": "small"}}}, "agents"),
     ],
 )
-async def test_what_cannot_be_played_is_refused_by_name(
+async def test_environments_that_cannot_be_played_are_refused_by_field(
     house: House, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -361,7 +361,7 @@ def _kuhn() -> JobSpec:
     )
 
 
-async def test_what_networks_do_in_a_game_is_told_in_every_state(house: House) -> None:
+async def test_behave_returns_the_probabilities_of_every_information_state(house: House) -> None:
     """And it is what they do when they play."""
     spec = _kuhn()
     spaces = environment_of(spec).spaces

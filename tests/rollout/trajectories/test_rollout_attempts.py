@@ -48,7 +48,7 @@ async def test_a_trajectory_whose_environment_fails_is_begun_anew(house: House) 
     assert (await house.step()).sealed
 
 
-async def test_it_fails_with_the_reason_when_attempts_are_spent(house: House) -> None:
+async def test_a_trajectory_fails_with_the_reason_after_its_last_attempt(house: House) -> None:
     await prepare(house, "fails_twice", trajectory_retries=1)
     ended = await house.run(training())
     for event in ended.values():
@@ -86,7 +86,7 @@ async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) ->
     await until(lambda: not any(map(runs, worlds.CHILDREN)))
 
 
-async def test_what_is_stale_ends_at_once_wherever_it_hangs(house: House) -> None:
+async def test_a_stale_trajectory_ends_at_once_wherever_it_hangs(house: House) -> None:
     await prepare(house, "some_get_stuck", trajectory_seconds=60)
     running = asyncio.create_task(house.run(training()))
     async with asyncio.timeout(PATIENCE):
@@ -103,7 +103,7 @@ async def test_what_is_stale_ends_at_once_wherever_it_hangs(house: House) -> Non
     assert {len(event.turns) for event in ended.values()} == {1}, "as far as they came"
 
 
-async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
+async def test_only_faults_of_the_environment_are_retried() -> None:
     clock = TrajectoryClock(10, longest=10, patient=False)
     attempts = TrajectoryAttempts(5, clock, seed=0)
     fault = EnvironmentFault("gone", reason="died")
@@ -122,7 +122,7 @@ async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
     assert not await TrajectoryAttempts(5, late, 0).again(fault)
 
 
-async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -> None:
+async def test_a_full_group_is_reported_with_the_end_of_a_trajectory(house: House) -> None:
     """Two trajectories count and one is redundant: the last to come is refused, and says why."""
     await house.prepare("one_turn")
     await house.open_step(queries=1, redundant=1)
@@ -135,7 +135,7 @@ async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -
     assert len({row.trajectory_id for row in await house.samples("big")}) == 2
 
 
-async def test_who_is_aborted_while_its_end_is_stored_ended_as_the_store_says(
+async def test_a_trajectory_aborted_while_its_end_is_stored_ends_as_stored(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await house.prepare("one_turn")

@@ -57,7 +57,7 @@ async def test_a_workflow_that_fails_names_the_reason(
         ("asks_stranger", "unknown_agent", "agents.critic"),
     ],
 )
-async def test_what_repetition_cannot_cure_is_a_problem_with_a_remedy(
+async def test_faults_that_repetition_cannot_cure_carry_a_remedy(
     house: House, workflow: str, kind: str, remedy: str
 ) -> None:
     await house.prepare(workflow)
@@ -106,7 +106,7 @@ async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
     assert [ended[f"h{n}-e0-t0"].state for n in (1, 2)] == [COMPLETED, COMPLETED]
 
 
-async def test_who_blocks_is_named_by_those_who_miss_their_deadline(tmp_path: Path) -> None:
+async def test_a_blocking_workflow_is_named_in_missed_deadlines(tmp_path: Path) -> None:
     async with open_house(tmp_path, blocked_seconds=1.0) as house:
         await house.prepare("blocks", **QUICK)
         ended = await house.run(evaluation(2))
@@ -180,7 +180,7 @@ async def test_a_turn_that_nobody_awaits_is_said_and_refused_where_chance_is(hou
     assert "Await every `chat`" in event.problem.remedy
 
 
-def test_closing_a_workflow_is_no_failure_of_it() -> None:
+def test_closing_a_workflow_does_not_count_as_its_failure() -> None:
     @types.coroutine
     def waits(*_: Any) -> Generator[None, None, None]:
         yield

@@ -56,7 +56,7 @@ class Left:
         self.gone[key] += 1
 
 
-async def test_what_was_heard_before_a_trajectory_was_lost_is_told_first() -> None:
+async def test_events_before_a_lost_trajectory_are_delivered_first() -> None:
     runner = Left()
     listener = TrajectoryListener(runner, "job", {"0", "1", "2"}, endings_only=True)  # type: ignore[arg-type]
     for news in (event(0), event(1), Unavailable("the store is away"), event(2)):

@@ -36,7 +36,7 @@ def clock() -> TrajectoryClock:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=5))
-def test_nobody_begins_a_call_while_another_has_one(plans: list[list[int]]) -> None:
+def test_rounds_of_calls_do_not_overlap(plans: list[list[int]]) -> None:
     """Whatever calls take and however many each makes: a round begins when the last has ended."""
 
     async def play() -> World:
@@ -87,7 +87,7 @@ async def test_branches_of_a_trajectory_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "raises", "leaves"])
-async def test_who_ends_holds_nobody_up(how: str) -> None:
+async def test_an_ended_trajectory_does_not_hold_up_the_barrier(how: str) -> None:
     lockstep = Lockstep()
 
     async def gone() -> None:

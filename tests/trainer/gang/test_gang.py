@@ -233,7 +233,7 @@ def test_packed_rows_of_a_gang_give_what_single_rows_give(
     assert_close(gang, one, 1e-6)
 
 
-def test_who_leads_a_gang_reads_samples_without_the_model(
+def test_the_leader_of_a_gang_reads_samples_without_the_model(
     tokenizer: Path, gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, it may not fit: and it would be made anew for every claim."""

@@ -124,7 +124,7 @@ async def test_a_gang_over_two_workers_learns_what_one_device_does(stage: Traini
 
 
 @pytest.mark.slow
-async def test_who_is_lost_takes_its_ranks_along_and_the_newest_gang_has_the_devices(
+async def test_a_lost_leader_s_ranks_end_and_the_newest_gang_gets_the_devices(
     stage: TrainingStage,
 ) -> None:
     two, one = specs(stage)

@@ -94,7 +94,7 @@ def test_activations_of_sharded_layers_are_computed_again(tokenizer: Path, gangs
     gang.release()
 
 
-def test_what_is_broken_on_one_rank_is_broken_on_all(tokenizer: Path, gangs: Gangs) -> None:
+def test_a_step_that_fails_on_one_rank_is_skipped_on_all(tokenizer: Path, gangs: Gangs) -> None:
     spec = gang_spec(tokenizer)
     gang = together(gangs, spec)
     weights, moments = gang.weights(), gang.moments()

@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_does_not_hold_up_who_gives_up(tokenizer: Path, gangs:
 
 
 @slow
-def test_no_room_in_memory_is_named_and_the_gang_goes_on(
+def test_a_full_memory_disk_is_named_and_the_gang_goes_on(
     tokenizer: Path, gangs: Gangs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = gang_spec(tokenizer)
@@ -138,7 +138,7 @@ def test_no_room_in_memory_is_named_and_the_gang_goes_on(
     assert_equal(gang.weights(), weights)
 
 
-def test_an_endpoint_that_is_none_is_named_and_leaves_nothing(
+def test_an_invalid_endpoint_is_named_and_leaves_nothing(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("troupe.disks.memory_root", lambda: tmp_path)

@@ -67,7 +67,7 @@ def test_twins_keep_no_memory(tokenizer: Path, stopped: bool) -> None:
         assert all(own.nbytes == 0 and own.grad is None for _, own in seat.pairs)
 
 
-def test_what_the_crew_counts_is_what_one_thread_counts(tokenizer: Path) -> None:
+def test_metrics_of_several_threads_equal_those_of_one(tokenizer: Path) -> None:
     found = [side_by_side(tokenizer, count)[0].apply(0).metrics for count in (1, 2)]
 
     for one, two in zip(*(sorted(metrics.items()) for metrics in found), strict=True):
@@ -122,7 +122,7 @@ def test_a_crew_is_for_small_models_on_several_threads() -> None:
     assert not worth_splitting(large, 2)
 
 
-def test_what_draws_random_numbers_is_not_computed_side_by_side(tokenizer: Path) -> None:
+def test_models_with_dropout_are_computed_in_one_thread(tokenizer: Path) -> None:
     """Threads draw from one generator, in no order."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)

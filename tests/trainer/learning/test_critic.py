@@ -191,7 +191,7 @@ def test_a_value_that_is_not_finite_skips_the_step(tokenizer: Path) -> None:
     assert all(torch.equal(t, after[n]) for n, t in before.items())
 
 
-def test_what_the_agent_cannot_see_the_team_can(tokenizer: Path) -> None:
+def test_a_critic_of_the_team_sees_more_than_one_of_the_agent(tokenizer: Path) -> None:
     """MAPPO: the reward depends on what the other agent sees. A critic of the agent's own prompt
     explains nothing of it; one of the team's nearly all, and advantages are smaller by as much."""
     dice = np.random.default_rng(0)

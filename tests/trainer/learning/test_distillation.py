@@ -125,7 +125,7 @@ def with_columns(spec: JobSpec, rows: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("rewards", [False, True])
 @pytest.mark.parametrize("divergence", ["full", "sampled"])
 @pytest.mark.parametrize("teachers", [TEACHERS, {"agent1": "wise"}])
-def test_it_is_the_plain_gradient(
+def test_distillation_gradients_equal_the_plain_ones(
     tokenizer: Path, teachers: dict[str, str], divergence: str, rewards: bool
 ) -> None:
     spec = spec_of(tokenizer, teachers, divergence=divergence, rewards=rewards)
@@ -201,7 +201,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "why"), WRONG)
-def test_what_cannot_be_taught_is_refused(
+def test_impossible_distillation_is_refused(
     tokenizer: Path, change: dict[str, Any], why: str
 ) -> None:
     values = spec_of(tokenizer).model_dump(mode="json")

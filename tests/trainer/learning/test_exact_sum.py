@@ -61,7 +61,7 @@ def test_the_error_is_within_the_stated_bound(
         assert (np.abs(found.double().numpy().ravel() - exact) <= allowed).all()
 
 
-def test_what_is_absent_counts_as_zero() -> None:
+def test_absent_gradients_count_as_zero() -> None:
     total = ExactSum([torch.zeros(2), torch.zeros(0), torch.zeros(1)])
     total.add([torch.tensor([1.0, -2.5]), torch.zeros(0), None])
     total.add([None, None, torch.tensor([3.0])])
@@ -85,7 +85,7 @@ def test_a_sum_that_may_leave_the_range_is_refused_in_any_order(order: tuple[int
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30])
-def test_terms_that_are_no_numbers_are_refused(value: float) -> None:
+def test_terms_that_cannot_be_summed_are_refused(value: float) -> None:
     total = ExactSum([torch.zeros(3)])
     with pytest.raises(NotSummable):
         total.add([torch.tensor([1.0, value, 2.0])])

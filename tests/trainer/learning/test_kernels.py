@@ -183,7 +183,7 @@ def test_the_last_norm_is_not_rounded() -> None:
     assert [states.dtype for states in last] == [torch.float32]
 
 
-def test_what_was_not_measured_is_computed_by_the_models_own() -> None:
+def test_unmeasured_cases_use_the_model_s_own_kernels() -> None:
     model, plain = make_model("qwen3"), make_model("qwen3")
     use_kernels(model)
     found, expected = outcome(model.double()), outcome(plain.double())

@@ -231,7 +231,7 @@ def test_nothing_to_learn_is_a_step_of_size_zero(tokenizer: Path) -> None:
     assert all(torch.equal(t, before[n]) for n, t in learner.weights().items())
 
 
-def test_responses_without_tokens_are_no_step(tokenizer: Path) -> None:
+def test_responses_without_tokens_make_no_step(tokenizer: Path) -> None:
     learner = make_learner(tokenizer)
     row = make_rows(learner.model, 1, 0)[0]
     empty = Row("x", row.ids[:3], 3, np.zeros(0, np.float32), 1.0, (1.0, 0.0), 0)

@@ -137,7 +137,7 @@ def test_policies_begin_as_their_base_and_differ_in_their_adapters(tokenizer: Pa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_published_is_the_adapter_and_merges_to_the_same_model(
+def test_published_weights_are_the_adapter_and_merge_to_the_same_model(
     tokenizer: Path, dtype: str
 ) -> None:
     values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
@@ -260,7 +260,7 @@ def test_adapters_that_the_model_cannot_have(
     assert caught.value.remedy
 
 
-def test_damaged_adapters_are_no_adapters(tokenizer: Path) -> None:
+def test_damaged_adapters_are_refused(tokenizer: Path) -> None:
     spec = lora_spec(tokenizer, ["a"])
     good = learner_of(spec, "a").published()
     name = next(n for n in good if n.endswith("lora_A.weight"))
@@ -293,7 +293,7 @@ def test_gpt2_stores_its_layers_the_other_way_round(tokenizer: Path) -> None:
         torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=0, atol=1e-4)
 
 
-def test_an_adapters_folder_is_no_model(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_folder_of_an_adapter_is_refused_as_a_model(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     model = {"path": str(tmp_path), "tokenizer": str(tokenizer)}
     spec = make_spec(tokenizer, model=model)

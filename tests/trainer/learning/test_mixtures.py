@@ -127,7 +127,7 @@ def test_an_adapter_on_experts_is_refused(tokenizer: Path, name: str) -> None:
     assert "q_proj" in (refused.value.remedy or "")
 
 
-def test_an_adapter_beside_experts_says_that_these_keep_their_weights(tokenizer: Path) -> None:
+def test_an_adapter_of_a_mixture_reports_that_experts_are_frozen(tokenizer: Path) -> None:
     """`gate_proj` of a shared expert is adapted, that of routed ones is not."""
     shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
     model = {"config": tiny_config() | MIXTURE | shared, "tokenizer": str(tokenizer)}

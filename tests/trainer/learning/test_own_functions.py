@@ -89,7 +89,7 @@ def test_whole_step_advantages_do_not_begin_early(tokenizer: Path) -> None:
     assert caught.value.field == "algorithm.advantage"
 
 
-def test_what_is_no_path_and_not_built_in_is_refused(tokenizer: Path) -> None:
+def test_an_unknown_loss_name_is_refused(tokenizer: Path) -> None:
     text = make_spec(tokenizer).model_dump_json()
     with pytest.raises(JobSpecError, match=r"algorithm\.loss.*is not one of ppo_clip") as caught:
         parse_job(text.replace('"ppo_clip"', '"ppo_clop"'))

@@ -249,7 +249,7 @@ def test_checkpoints_that_say_the_same_otherwise_are_read(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "qwen3_moe", "phi3", "gpt_neox"])
-def test_what_save_pretrained_writes_is_read_of_every_architecture(
+def test_checkpoints_of_save_pretrained_are_read_for_every_architecture(
     tokenizer: Path, tmp_path: Path, name: str
 ) -> None:
     sizes: dict[str, Any] = {

@@ -301,7 +301,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "why"), WRONG)
-def test_what_does_not_fit_is_refused(tokenizer: Path, changes: dict[str, Any], why: str) -> None:
+def test_contradictory_preferences_settings_are_refused(
+    tokenizer: Path, changes: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
         spec_of(tokenizer, **changes)
 

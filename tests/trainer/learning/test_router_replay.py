@@ -119,7 +119,7 @@ def test_experts_that_are_not_the_models_are_refused(
     assert row.routes is None
 
 
-def test_what_is_not_to_be_replayed_is_not_read(tokenizer: Path) -> None:
+def test_routes_are_read_only_by_mixtures_that_replay_them(tokenizer: Path) -> None:
     """Without the job's word, and by dense models."""
     routes = np.zeros((6, 2, 2), np.uint8)
     spec = mixture_spec(tokenizer)

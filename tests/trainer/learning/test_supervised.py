@@ -144,7 +144,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "why"), WRONG)
-def test_what_does_not_fit_is_refused(tokenizer: Path, changes: dict[str, Any], why: str) -> None:
+def test_contradictory_supervised_settings_are_refused(
+    tokenizer: Path, changes: dict[str, Any], why: str
+) -> None:
     shown = {"tasks": {"source": "nowhere:rows"}, "steps": 4, **changes}
     with pytest.raises(ValueError, match=why):
         make_spec(tokenizer, supervised=shown)

@@ -215,7 +215,7 @@ async def test_an_update_that_breaks_is_skipped_and_leaves_no_trace(
     assert (await other.run(0, 0)).weights.checksum == after.weights.checksum
 
 
-async def test_a_fragment_that_is_none_is_refused_by_name(stage: TrainingStage) -> None:
+async def test_an_invalid_fragment_is_refused_by_column(stage: TrainingStage) -> None:
     spec, trainer = spec_of(), await stage.trainer()
     ref = await trainer.bind(spec)
     await open_step(stage)
@@ -230,7 +230,7 @@ async def test_a_fragment_that_is_none_is_refused_by_name(stage: TrainingStage) 
     assert bad.sample_id in str(caught.value)
 
 
-def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
+def test_a_fragment_of_some_agents_names_them(tmp_path: Path) -> None:
     spec = spec_of()
     network = spec.policies["solver"].network
     assert network is not None
@@ -273,7 +273,7 @@ def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_an_environment_refuses_is_told_as_the_job_says_it(
+def test_refusals_of_an_environment_name_the_field_of_the_job(
     environment: dict[str, Any], field: str
 ) -> None:
     job = spec_of().model_dump() | {"environment": environment}

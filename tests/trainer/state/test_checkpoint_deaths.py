@@ -124,7 +124,7 @@ def test_a_death_at_any_point_leaves_whole_states(tmp_path: Path) -> None:
     assert points > 10, "the hook hears nothing"
 
 
-def test_who_comes_second_finds_it_there(tmp_path: Path) -> None:
+def test_two_writers_of_one_base_leave_it_whole(tmp_path: Path) -> None:
     """Policies on two workers write the base that they share at the same time."""
     place = tmp_path / ".base" / "00ff"
     together = threading.Barrier(2)
@@ -150,7 +150,7 @@ def test_who_comes_second_finds_it_there(tmp_path: Path) -> None:
     assert (place / "weights").read_text() == "the same"
 
 
-def test_what_the_dead_left_goes_and_what_somebody_is_at_stays(tmp_path: Path) -> None:
+def test_leftovers_of_dead_writers_are_pruned_and_unfinished_writes_stay(tmp_path: Path) -> None:
     for name in ("v1", "v2", ".v1.ab.tmp", ".v2.cd.old", ".v3.ef.tmp"):
         (tmp_path / name / "part").mkdir(parents=True)
     prune(tmp_path, 1)

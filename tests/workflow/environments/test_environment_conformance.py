@@ -215,7 +215,7 @@ def test_chance_that_is_not_the_seeds_is_found() -> None:
     assert {"same_seed_same_episode", "instances_independent"} <= broken(Forgetful)
 
 
-def test_what_is_declared_random_is_not_compared() -> None:
+def test_environments_declared_random_are_not_compared() -> None:
     report = check(lambda: Forgetful(deterministic=False))
     assert report.ok, report
     assert {f.name for f in report.findings if f.skipped} >= {"same_seed_same_episode"}

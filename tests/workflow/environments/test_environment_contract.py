@@ -106,7 +106,7 @@ def test_a_malformed_step_names_what_is_wrong(changes: dict[str, Any], field: st
 
 
 @pytest.mark.parametrize("given", [None, 5, ({}, {}, {}, {}, ())])
-def test_what_is_no_step_or_reset_is_named(given: Any) -> None:
+def test_an_invalid_step_or_reset_is_named(given: Any) -> None:
     contract, _ = begun()
     with pytest.raises(EnvironmentContractError, match=r"^step is .* Return a `Step`") as caught:
         contract.went(given)
@@ -141,7 +141,7 @@ def test_a_seat_that_is_done_does_not_come_back() -> None:
         contract.went(Step(seen, {}, {}, {}, ("left",)))
 
 
-def test_an_episode_is_no_longer_than_declared() -> None:
+def test_an_episode_longer_than_declared_is_refused() -> None:
     contract = Contract(replace(Nim.declared, max_steps=2))
     contract.began(Nim().reset(0))
     contract.went(step())
@@ -149,7 +149,7 @@ def test_an_episode_is_no_longer_than_declared() -> None:
         contract.went(step())
 
 
-def test_an_observation_is_no_larger_than_declared() -> None:
+def test_an_observation_larger_than_declared_is_refused() -> None:
     contract = Contract(replace(Nim.declared, max_observation_chars=3))
     with pytest.raises(ObservationTooLargeError, match="'left' sees 6 characters; 3 are declared"):
         contract.began(Nim().reset(0))
@@ -157,7 +157,7 @@ def test_an_observation_is_no_larger_than_declared() -> None:
 
 @pytest.mark.parametrize("make", [Nim, Pennies])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_travels_arrives(make: type[Nim | Pennies], seed: int) -> None:
+def test_records_survive_their_encoding(make: type[Nim | Pennies], seed: int) -> None:
     record = play_randomly(make(), seed)
 
     def travelled(message: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_a_move_is_read_from_what_was_said(text: str, action: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fold", "alphabet", "passport", "[]", "11"])
-def test_what_names_no_move_is_illegal(text: str) -> None:
+def test_text_that_names_no_move_is_illegal(text: str) -> None:
     with pytest.raises(IllegalMoveError) as caught:
         read_move(text, CARDS, "p0")
     assert caught.value.seat == "p0"

@@ -100,7 +100,7 @@ async def test_a_beginning_that_always_fails_says_how_often_it_was_tried() -> No
     await environment.close()
 
 
-async def test_what_cannot_be_imported_is_not_tried_again() -> None:
+async def test_a_failed_import_is_not_retried() -> None:
     environment = hosted("tests.workflow.environments.nowhere:Nim", limits=QUICK)
     before = counts()
     with pytest.raises(EntrypointError, match="does not exist here"):
@@ -125,7 +125,7 @@ async def test_in_this_process_too_it_cannot_end_more_than_its_episode(what: str
     await environment.close()
 
 
-async def test_what_is_no_step_is_told_from_another_process_too() -> None:
+async def test_an_invalid_step_is_reported_from_another_process() -> None:
     environment = naughty("nothing", "step", QUICK)
     await environment.reset(0)
     with pytest.raises(EnvironmentContractError, match="step is None") as caught:

@@ -123,7 +123,7 @@ RULES: list[tuple[IllegalRule, int, dict[str, float], int]] = [
 
 
 @pytest.mark.parametrize(("rule", "answers", "rewards", "forfeits"), RULES)
-async def test_who_never_makes_a_legal_move(
+async def test_a_player_without_legal_moves_is_treated_as_the_rule_says(
     rule: IllegalRule, answers: int, rewards: dict[str, float], forfeits: int
 ) -> None:
     def policy(prompt: Prompt) -> str:
@@ -172,7 +172,7 @@ def test_rules_that_there_are_not() -> None:
             Episodes("train", resamples=bad)  # type: ignore[arg-type]
 
 
-async def test_who_is_asked_again_hears_what_is_legal() -> None:
+async def test_a_repeated_question_names_the_legal_moves() -> None:
     answers = {"x": ["three", "1", "1", "1"], "y": "1"}
     played = await game(GameWorkflow(Nim, permute=False), ScriptedPolicy(answers))
     assert played.turns[1].messages[-2:] == (

@@ -30,7 +30,7 @@ from troupe.workflow.environments import (
 from troupe.workflow.environments.conformance import plain_step, play_randomly
 
 
-async def test_it_plays_as_it_does_in_this_process() -> None:
+async def test_a_hosted_environment_plays_like_a_local_one() -> None:
     alone = play_randomly(Nim(), 5)
     environment = hosted(f"{ZOO}:Nim", limits=QUICK)
     try:
@@ -59,7 +59,7 @@ async def test_an_illegal_move_changes_nothing() -> None:
     await environment.close()
 
 
-async def test_what_it_prints_is_no_answer() -> None:
+async def test_prints_of_an_environment_are_not_answers() -> None:
     environment = naughty("print", "step")
     await environment.reset(0)
     assert (await environment.step({"left": 1})).current == ("right",)
@@ -127,7 +127,7 @@ asyncio.run(main())
 """
 
 
-def test_it_does_not_outlive_its_parent() -> None:
+def test_a_hosted_environment_does_not_outlive_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None

@@ -32,7 +32,7 @@ async def pool() -> AsyncIterator[EnvironmentPool]:
     await pool.close()
 
 
-async def test_nobody_waits_for_a_stuck_one(pool: EnvironmentPool) -> None:
+async def test_a_stuck_environment_does_not_hold_up_others(pool: EnvironmentPool) -> None:
     stuck = naughty("hang", "step", FaultLimits(step_seconds=600))
     await stuck.reset(0)
     waiting = asyncio.create_task(stuck.step({"left": 1}))

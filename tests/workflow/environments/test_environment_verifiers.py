@@ -132,7 +132,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert caught.value.value == python
 
 
-def test_a_program_that_is_no_interpreter_is_a_fault_with_its_last_words(tmp_path: Path) -> None:
+def test_a_program_that_is_not_python_is_reported_with_its_output(tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('not today')\n")
     program.chmod(0o755)
@@ -141,7 +141,7 @@ def test_a_program_that_is_no_interpreter_is_a_fault_with_its_last_words(tmp_pat
     assert caught.value.kind == "environment"
 
 
-def test_one_that_does_not_answer_is_killed(tmp_path: Path) -> None:
+def test_a_program_that_does_not_answer_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
     program.chmod(0o755)

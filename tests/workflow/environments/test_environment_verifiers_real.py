@@ -164,7 +164,7 @@ async def test_held_out_tasks_are_those_for_evaluation_or_a_part(
     assert [endless[at]["task"]["total"] for at in (0, 1, 5000, 0)] == [5, 7, 10005, 5]
 
 
-async def test_what_an_environment_refuses_is_said(rubrics: str, tasksets: str) -> None:
+async def test_refusals_of_an_environment_have_their_kinds(rubrics: str, tasksets: str) -> None:
     for python, environment, args, kind in (
         (rubrics, "nowhere-env", {}, "environment_not_installed"),
         (tasksets, "nowhere-v1", {}, "environment_not_installed"),
@@ -244,7 +244,7 @@ async def test_a_killed_process_loses_its_episodes_and_no_others(tasksets: str) 
     assert (await pool.for_episode()) is not process
 
 
-def test_episodes_of_one_process_run_beside_each_other(tasksets: str) -> None:
+def test_episodes_of_one_process_run_concurrently(tasksets: str) -> None:
     async def many() -> list[Played]:
         tasks = await tasks_of(environment="relay-v1", python=tasksets)
         query = tasks[0]

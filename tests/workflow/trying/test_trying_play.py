@@ -63,7 +63,7 @@ async def test_a_frozen_policy_makes_no_samples_and_needs_no_reward() -> None:
         await play(workflow, {})
 
 
-async def test_what_the_workflow_raises_is_raised() -> None:
+async def test_errors_of_the_workflow_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await play(plays.fails, {})
     with pytest.raises(WorkflowError, match="after 1 turns") as caught:
@@ -142,7 +142,7 @@ async def test_the_echo_policy_repeats() -> None:
     assert await speak(EchoPolicy()) == ["one", "two", "one"]
 
 
-async def test_a_script_for_whoever_asks_and_by_agent() -> None:
+async def test_a_script_answers_any_agent_or_by_name() -> None:
     assert await speak(ScriptedPolicy(["1", "2", "3", "4"])) == ["1", "2", "3"]
     assert await speak(ScriptedPolicy({"a": ["1", "2", "3"], "b": "x"})) == ["1", "2", "3"]
     assert await speak({"a": ScriptedPolicy("over"), "b": EchoPolicy()}) == ["over"] * 3
