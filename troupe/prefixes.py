@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import xxhash
 
+from troupe.contracts.payloads import Payloads, common_tokens, places_of
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import DataLoss
 from troupe.tensors import ChecksumError, from_proto, ids_to_proto, to_proto
@@ -53,6 +54,7 @@ class _IndexedRow:
     turn: int
     ids: Array
     columns: Mapping[str, Array]
+    payloads: Payloads = ()
     stem: _IndexedRow | None = None
     shared: int = 0
 
@@ -64,6 +66,7 @@ class OwnPart:
     stem: store_pb.Stem | None
     prompt: Array
     columns: dict[str, Any]
+    payloads: Payloads = ()
 
 
 @dataclass
@@ -79,23 +82,24 @@ class PrefixIndex:
         prompt: Array,
         response: Array,
         columns: Mapping[str, Any],
+        payloads: Payloads = (),
     ) -> OwnPart:
         """Add a row; return the part that earlier rows do not share.
 
-        `prompt`, `response`: int32 [n]. Only `columns` in `SHARED_COLUMNS` are shared. A prompt
-        keeps at least its last token.
+        `prompt`, `response`: int32 [n]. `payloads`: those of the prompt. Only `columns` in
+        `SHARED_COLUMNS` are shared. A prompt keeps at least its last token.
         """
         arrays = {
             name: np.ascontiguousarray(value)
             for name, value in columns.items()
             if name in SHARED_COLUMNS and isinstance(value, np.ndarray) and value.ndim
         }
-        row = _IndexedRow(turn, np.concatenate([prompt, response]), arrays)
+        row = _IndexedRow(turn, np.concatenate([prompt, response]), arrays, payloads)
         earlier = self._rows.setdefault(policy, [])
-        row.stem, row.shared = _longest(earlier, prompt)
+        row.stem, row.shared = _longest(earlier, prompt, payloads)
         earlier.append(row)
         if row.stem is None:
-            return OwnPart(None, prompt, dict(columns))
+            return OwnPart(None, prompt, dict(columns), payloads)
         stem = store_pb.Stem(turn=row.stem.turn, tokens=row.shared, checksum=_checksum(prompt))
         own = dict(columns)
         for name, value in arrays.items():
@@ -105,10 +109,13 @@ class PrefixIndex:
                 stem.columns[name].entries = entries
                 stem.columns[name].checksum = _checksum(value)
                 own[name] = value[entries:]
-        return OwnPart(stem, prompt[row.shared :], own)
+        later = tuple(placed for placed in payloads if placed.position >= row.shared)
+        return OwnPart(stem, prompt[row.shared :], own, later)
 
 
-def _longest(rows: Sequence[_IndexedRow], prompt: Array) -> tuple[_IndexedRow | None, int]:
+def _longest(
+    rows: Sequence[_IndexedRow], prompt: Array, payloads: Payloads
+) -> tuple[_IndexedRow | None, int]:
     """Return the row with the longest prefix of `prompt` without its last token, and the prefix
     length."""
     best, found = 0, None
@@ -117,6 +124,8 @@ def _longest(rows: Sequence[_IndexedRow], prompt: Array) -> tuple[_IndexedRow | 
         if most <= best or row.ids[best] != prompt[best]:
             continue
         length = _common(row.ids[:most], prompt[:most])
+        if payloads or row.payloads:
+            length = common_tokens(row.payloads, payloads, length)
         if length > best:
             best, found = length, row
         if best == len(prompt) - 1:
@@ -166,7 +175,8 @@ def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSam
         }
         index = indices.setdefault(sample.trajectory_id, PrefixIndex())
         prompt, response = from_proto(sample.prompt_ids), from_proto(sample.response_ids)
-        own = index.add(sample.policy, sample.turn, prompt, response, columns)
+        payloads = places_of(sample.payloads) if sample.payloads else ()
+        own = index.add(sample.policy, sample.turn, prompt, response, columns, payloads)
         if own.stem is None:
             made[place] = item
             continue
@@ -176,6 +186,7 @@ def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSam
         copy.sample.prompt_ids.CopyFrom(ids_to_proto(own.prompt))
         for name in own.stem.columns:
             copy.sample.columns[name].tensor.CopyFrom(to_proto(own.columns[name]))
+        del copy.sample.payloads[: len(payloads) - len(own.payloads)]
     return [made[place] for place in range(len(claimed))]
 
 
@@ -258,6 +269,13 @@ class _Joiner:
                 whole.tensor.CopyFrom(_joined(parts, shared.checksum))
             else:
                 whole.parts.CopyFrom(store_pb.ColumnParts(parts=parts, checksum=shared.checksum))
+        if any(one.payloads for one in path):
+            payloads, until = list(sample.payloads), stem.tokens
+            for one in reversed(path):
+                payloads[:0] = [placed for placed in one.payloads if placed.position < until]
+                until = min(until, one.stem.tokens)
+            del sample.payloads[:]
+            sample.payloads.extend(payloads)
         sample.ClearField("stem")
 
     def _path(self, sample: store_pb.Sample) -> list[store_pb.Sample]:

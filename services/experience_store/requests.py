@@ -30,6 +30,7 @@ LARGEST_CLAIM: Final = 65_536
 LARGEST_PAGE: Final = 1000
 DEFAULT_PAGE: Final = 50
 
+_DIGEST_BYTES: Final = 32
 # Columns that Troupe itself reads.
 _TYPED_COLUMNS: Final = {"reference_logprobs": common_pb.DTYPE_FLOAT32}
 
@@ -124,6 +125,35 @@ def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
         if kind is not None and not column.ref:
             # The reader of a reference checks the value behind it.
             check_vector(f"{where}.tensor", column.tensor, kind)
+
+
+def check_payloads(field: str, sample: store_pb.Sample) -> None:
+    """Check that each payload has a kind, a hash, a content and tokens of its own."""
+    stem = sample.stem.tokens
+    free, end = stem, stem + sum(sample.prompt_ids.shape)
+    for index, payload in enumerate(sample.payloads):
+        where = f"{field}[{index}]"
+        check_id(f"{where}.kind", payload.kind)
+        if len(payload.digest) != _DIGEST_BYTES:
+            raise InvalidArgument(
+                f"is not a SHA-256 of {_DIGEST_BYTES} bytes",
+                field=f"{where}.digest",
+                value=payload.digest.hex(),
+            )
+        if not (free <= payload.position and 0 < payload.tokens <= end - payload.position):
+            raise InvalidArgument(
+                f"needs tokens of its own between {free} and {end}, in the order of payloads",
+                field=f"{where}.position",
+                value=payload.position,
+                remedy="Make payloads with troupe.contracts.payloads.",
+            )
+        free = payload.position + payload.tokens
+        if payload.WhichOneof("content") is None:
+            raise InvalidArgument(
+                "has no content", field=where, remedy="Set data, or the key of a large content."
+            )
+        if payload.HasField("ref"):
+            check_id(f"{where}.ref", payload.ref)
 
 
 def check_create(request: store_pb.CreateTablesRequest) -> None:

@@ -25,6 +25,7 @@ from services.experience_store.requests import (
     check_columns,
     check_id,
     check_not_negative,
+    check_payloads,
     check_reward,
     check_size,
     check_vector,
@@ -150,6 +151,7 @@ def _check_sample(
             value=sample.logprobs.shape[0],
         )
     check_columns(f"{field}.columns", sample.columns)
+    check_payloads(f"{field}.payloads", sample)
     check_size(field, len(row.payload))
 
 

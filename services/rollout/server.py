@@ -51,7 +51,8 @@ from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 from troupe.v1 import transfer_pb2_grpc as transfer_grpc
 from troupe.workflow import ContextOverflowError, WorkflowError
-from troupe.workflow.conversation import PromptDraft, TooManyTokensError
+from troupe.workflow.conversation import PromptDraft
+from troupe.workflow.errors import TooManyTokensError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
 from troupe.workflow.token_ids import TokenIds

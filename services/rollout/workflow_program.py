@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.factory import engine_class_of
 from services.rollout.games import describe
 from services.rollout.program import JobProgram, Trajectory
 from services.rollout.serving.policy import ServedPolicy
@@ -41,9 +42,11 @@ class WorkflowProgram(JobProgram):
         fault."""
         languages: dict[str, Language] = {}
         for name, policy in spec.policies.items():
-            languages[name] = await asyncio.to_thread(
+            language = await asyncio.to_thread(
                 load_language, policy.language_model, f"policies.{name}.model"
             )
+            engines = await asyncio.to_thread(engine_class_of, name, policy)
+            languages[name] = replace(language, payload_kinds=engines.payload_kinds)
         roles = {name: role_of(spec, name, languages) for name in spec.agents}
         workflow, queries, demonstrations = None, None, None
         count_tokens = token_counter(spec, languages)

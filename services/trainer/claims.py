@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -112,8 +112,9 @@ class Values:
         """Copies of samples of the last claim that hold the values which `read` has loaded."""
         whole = []
         for item in claimed:
-            columns = item.sample.columns.values()
-            if any(c.HasField("ref") or c.HasField("parts") for c in columns):
+            columns, payloads = item.sample.columns.values(), item.sample.payloads
+            referring = any(c.HasField("ref") or c.HasField("parts") for c in columns)
+            if referring or any(payload.HasField("ref") for payload in payloads):
                 given, item = item, store_pb.ClaimedSample()
                 item.CopyFrom(given)
                 for column in item.sample.columns.values():
@@ -124,6 +125,9 @@ class Values:
                         if all(ref in self._found for ref in refs if ref):
                             value = prefixes.column_value(column.parts, self._found.__getitem__)
                             column.tensor.CopyFrom(to_proto(value))
+                for payload in item.sample.payloads:
+                    if payload.HasField("ref") and payload.ref in self._found:
+                        payload.data = self._found[payload.ref].tobytes()
             whole.append(item)
         return whole
 
@@ -428,17 +432,20 @@ def bounds_of(spec: JobSpec, oldest_version: int | None) -> dict[str, Any]:
 
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
-    """The keys of columns of those samples of a claim that are trained for the last time."""
+    """The keys of columns and payloads of those samples of a claim that are trained for the last
+    time."""
     return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
 
 
-def refs_of(samples: Iterable[store_pb.Sample], besides: Collection[str] = ()) -> Iterator[str]:
-    """The keys of columns that samples keep by reference, without those of earlier samples that
-    theirs begin with; `besides`: columns that are left out."""
+def refs_of(samples: Iterable[store_pb.Sample], *, shared: bool = True) -> Iterator[str]:
+    """The keys of columns and payloads that samples keep by reference, without those of earlier
+    samples that theirs begin with. `shared`: also of what later samples may begin with."""
     for sample in samples:
         for name, column in sample.columns.items():
-            if name in besides:
+            if name in prefixes.SHARED_COLUMNS and not shared:
                 continue
             own = column.parts.parts[-1].column if column.HasField("parts") else column
             if own.HasField("ref"):
                 yield own.ref
+        if shared:
+            yield from (payload.ref for payload in sample.payloads if payload.HasField("ref"))

@@ -28,7 +28,7 @@ from troupe.contracts.metric_names import (
     TRAIN_SECONDS,
     VALUES_GONE,
 )
-from troupe.prefixes import SHARED_COLUMNS, restore
+from troupe.prefixes import restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -249,7 +249,7 @@ class Attempt:
         # Their other values are not needed either. They are deleted now, not at the commit, since a
         # later attempt does not see these samples; but for those that others may begin with, which
         # are deleted with the job.
-        await self._drop_values(refs_of(gone, besides=SHARED_COLUMNS))
+        await self._drop_values(refs_of(gone, shared=False))
 
     async def _drop_values(self, refs: Iterable[str]) -> None:
         """Delete column values by key, waiting at most `_DROP_SECONDS`.

@@ -54,15 +54,18 @@ def test_export(run: Run, cluster: Stage, tmp_path: Path, suffix: str) -> None:
     assert "wrote 5 samples" in out
     if suffix == "parquet":
         rows = pyarrow.parquet.read_table(path).to_pylist()
-        columns = json.loads(rows[1]["columns"])
+        columns, payloads = json.loads(rows[1]["columns"]), json.loads(rows[1]["payloads"])
     else:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        columns = rows[1]["columns"]
+        columns, payloads = rows[1]["columns"], rows[1]["payloads"]
     assert [row["id"] for row in rows] == [f"q{n}_0_t0" for n in range(5)]
     assert rows[1]["prompt_ids"] == [1, 2, 3]
     assert rows[1]["logprobs"] == [-0.5, -0.25]
     assert rows[1]["version"] == 7
     assert columns == {"hint": {"a": 1}, "values": [0.5]}
+    (payload,) = payloads
+    assert (payload["kind"], payload["position"], payload["tokens"]) == ("image", 1, 2)
+    assert payload["data"] == "c2Vlbg=="
     assert rows[2]["prompt_ids"] is None
     assert list(tmp_path.iterdir()) == [path]
 

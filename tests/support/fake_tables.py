@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,9 @@ def sample(number: int) -> store_pb.Sample:
         row.versions.add(version=7, start=0, end=2)
         row.columns["hint"].json = '{"a": 1}'
         row.columns["values"].tensor.CopyFrom(tensors.to_proto(np.array([0.5], np.float32)))
+        content = hashlib.sha256(b"seen").digest()
+        row.payloads.add(kind="image", media_type="image/png", digest=content, position=1, tokens=2)
+        row.payloads[0].data = b"seen"
     return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -557,6 +558,9 @@ class Sample(Record, id_from="sample_id"):
     logprobs: list[float] | None
     # User-defined columns: lists of numbers, JSON values, or {"ref": key} of a large one.
     columns: dict[str, Any]
+    # What tokens of the prompt stand for: kind, media_type, sha256, position, tokens, and the
+    # content: data in base64, or ref, the key of a large one.
+    payloads: list[dict[str, Any]]
 
     @classmethod
     def of(cls, message: store_pb.Sample, **given: Any) -> Self:
@@ -568,6 +572,7 @@ class Sample(Record, id_from="sample_id"):
             message,
             version=min((span.version for span in message.versions), default=None),
             columns={name: _column(column) for name, column in message.columns.items()},
+            payloads=[_payload(one) for one in message.payloads],
             **given,
         )
 
@@ -656,6 +661,18 @@ class Audit(Record, part="tables"):
     def duplicated(self) -> int:
         """The number of uses of samples beyond the job's limit."""
         return sum(one.duplicated for one in self.policies)
+
+
+def _payload(payload: store_pb.Payload) -> dict[str, Any]:
+    large = payload.HasField("ref")
+    return {
+        "kind": payload.kind,
+        "media_type": payload.media_type,
+        "sha256": payload.digest.hex(),
+        "position": payload.position,
+        "tokens": payload.tokens,
+        **({"ref": payload.ref} if large else {"data": b64encode(payload.data).decode()}),
+    }
 
 
 def _column(column: store_pb.Column) -> Any:

@@ -95,6 +95,7 @@ class Sample(_message.Message):
     DEMONSTRATION_FIELD_NUMBER: _builtins.int
     PREFERENCE_FIELD_NUMBER: _builtins.int
     STEM_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -156,6 +157,10 @@ class Sample(_message.Message):
     def stem(self) -> Global___Stem:
         """What precedes `prompt_ids` and values of columns, where an earlier sample has that already."""
 
+    @_builtins.property
+    def payloads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Payload]:
+        """What tokens of the prompt stand for (an image), by `position`; without those of the stem."""
+
     def __init__(
         self,
         *,
@@ -183,10 +188,11 @@ class Sample(_message.Message):
         demonstration: _builtins.bool = ...,
         preference: _builtins.bool = ...,
         stem: Global___Stem | None = ...,
+        payloads: _abc.Iterable[Global___Payload] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "stem", b"stem", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "stem", b"stem", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "payloads", b"payloads", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "stem", b"stem", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__earned: _TypeAlias = _typing.Literal["earned"]  # noqa: Y015
     _WhichOneofArgType__earned: _TypeAlias = _typing.Literal["_earned", b"_earned"]  # noqa: Y015
@@ -206,6 +212,53 @@ class Sample(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class Payload(_message.Message):
+    """A content that tokens of a prompt stand for. The store passes it on as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """What engines and models declare that they take ("image")."""
+    media_type: _builtins.str
+    """As in HTTP ("image/png")."""
+    digest: _builtins.bytes
+    """SHA-256 of the content."""
+    position: _builtins.int
+    """Its first token, counted from the first of the whole prompt."""
+    tokens: _builtins.int
+    """So many tokens stand for it."""
+    data: _builtins.bytes
+    ref: _builtins.str
+    """Key of a large content in the transfer layer (one uint8 tensor, named "value")."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        ref: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "digest", b"digest", "kind", b"kind", "media_type", b"media_type", "position", b"position", "ref", b"ref", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["data", "ref"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Payload: _TypeAlias = Payload  # noqa: Y015
 
 @_typing.final
 class Stem(_message.Message):

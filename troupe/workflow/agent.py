@@ -14,6 +14,7 @@ from functools import partial
 from operator import index as as_int
 from typing import Any, Final, Literal, Protocol, overload, runtime_checkable
 
+from troupe.contracts.payloads import Marks
 from troupe.outcomes import safe_text, utf8_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
@@ -29,20 +30,20 @@ from troupe.workflow.conversation import (
     ChatTokenizer,
     ConversationMemory,
     Draft,
-    PromptIds,
     TextDraft,
-    TooManyTokensError,
 )
 from troupe.workflow.errors import (
     ChatTemplateError,
     ContextOverflowError,
     InvalidMessagesError,
+    TooManyTokensError,
     UnknownAgentError,
     WorkflowError,
     shown,
 )
 from troupe.workflow.messages import (
     AnyMessage,
+    PayloadReader,
     Rendering,
     Reply,
     ToolCall,
@@ -53,7 +54,7 @@ from troupe.workflow.messages import (
     parse_tools,
     plain,
 )
-from troupe.workflow.token_ids import TokenIds
+from troupe.workflow.token_ids import PromptIds, TokenIds
 from troupe.workflow.turns import Role, TrajectoryRecord, TurnRecord
 
 
@@ -184,7 +185,7 @@ class Agent:
         self, read: ReadConversation, n: int | None, **sampling: Any
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         """Do the second half of `chat`: return the reply to a conversation that has been read."""
-        draft = self._memory.draft(read.messages, read.rendering)
+        draft = self._memory.draft(read.messages, read.rendering, read.marks)
         return self._begin(read, self._tokenised_if_short(draft), n, sampling)
 
     async def count_tokens(self, read: ReadConversation) -> int:
@@ -194,7 +195,7 @@ class Agent:
         too long to be counted.
         """
         self._record.check_open(self.name)
-        draft = self._memory.draft(read.messages, read.rendering)
+        draft = self._memory.draft(read.messages, read.rendering, read.marks)
         prompt = self._tokenised_if_short(draft)
         if isinstance(prompt, Draft):
             prompt = await self._record.in_turn(self._tokenised(prompt))
@@ -216,7 +217,8 @@ class Agent:
             if context and isinstance(given, list | tuple) and len(given) > context:
                 many = f"at least {len(given)}"
                 raise ContextOverflowError.of(self.role.policy, many, context)
-        parsed = parse_messages(messages, self.role.system_prompt)
+        payloads = PayloadReader(self.role.payload_kinds) if self.role.payload_kinds else None
+        parsed = parse_messages(messages, self.role.system_prompt, payloads)
         offered = parse_tools(tools)
         options = parse_template_options(chat_template_kwargs, self.role.template_options)
         rendering = Rendering(offered.text, options)
@@ -227,7 +229,9 @@ class Agent:
                 value=tool_choice,
                 remedy='Use "auto" or "none".',
             )
-        return ReadConversation(parsed, rendering, offered.given if tool_choice == "auto" else ())
+        parsed_tools = offered.given if tool_choice == "auto" else ()
+        marks = None if payloads is None else payloads.marks
+        return ReadConversation(parsed, rendering, parsed_tools, marks)
 
     def _tokenised_if_short(self, draft: Draft) -> PromptIds | Draft:
         """Return the prompt of a short draft. Raises `ChatTemplateError` and
@@ -534,6 +538,8 @@ class ReadConversation:
     rendering: Rendering
     tools: Sequence[Mapping[str, Any]]
     """Tools whose calls are parsed; other calls stay text."""
+    marks: Marks | None = None
+    """Payloads of the messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import xxhash
 
 from troupe.chat_templates import TemplateLimitError
 from troupe.chat_templates.chat import TEMPLATE_REMEDY, ChatTemplates
+from troupe.contracts.payloads import Marks
 from troupe.model_output import THINK_TAGS, ThinkTags
-from troupe.workflow.errors import ChatTemplateError
+from troupe.workflow.errors import ChatTemplateError, TooManyTokensError
 from troupe.workflow.messages import (
     AnyMessage,
     Rendering,
@@ -37,7 +38,7 @@ from troupe.workflow.messages import (
     without_thoughts,
 )
 from troupe.workflow.numbering import Path
-from troupe.workflow.token_ids import TokenIds
+from troupe.workflow.token_ids import PromptIds, TokenIds
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""
@@ -74,14 +75,6 @@ _SLICE: Final = 65_536
 _TOKENISING = threading.BoundedSemaphore(4)
 
 
-class TooManyTokensError(Exception):
-    """A text has more than `most` tokens."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(f"the text has more than {most} tokens")
-        self.most = most
-
-
 class ChatTokenizer:
     """A Hugging Face tokenizer with chat template and cache, shared by a policy's trajectories.
 
@@ -101,13 +94,17 @@ class ChatTokenizer:
         self._stop_texts: dict[int, str] = {}
 
     def first_ids(
-        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN, most: int = 0
+        self,
+        messages: tuple[AnyMessage, ...],
+        rendering: Rendering = PLAIN,
+        most: int = 0,
+        marks: Marks | None = None,
     ) -> TokenIds:
         """Return the ids of a conversation from its beginning, ready for the next reply.
 
         `rendering`: offered tools, and template options. `most`: number of usable tokens; 0:
-        unlimited. Raises `ChatTemplateError` when the tokenizer cannot render it, and
-        `TooManyTokensError`.
+        unlimited. `marks`: payloads. Raises `ChatTemplateError` when the tokenizer cannot render
+        it, and `TooManyTokensError`.
         """
 
         def compute() -> TokenIds:
@@ -119,9 +116,10 @@ class ChatTokenizer:
                     remedy="Use a template with `tools`, or describe them in the system prompt.",
                 )
             self._check_length(rendered, most)
-            return TokenIds.of(self._encode(rendered))
+            return TokenIds.of_text(rendered, marks, self._encode)
 
-        return self._cached(_key_of(rendering, messages), compute)
+        # Payloads are large, and are not kept here.
+        return compute() if marks else self._cached(_key_of(rendering, messages), compute)
 
     def reply_ids(
         self,
@@ -187,12 +185,13 @@ class ChatTokenizer:
         stop_id: int | None,
         rendering: Rendering = PLAIN,
         most: int = 0,
+        marks: Marks | None = None,
     ) -> TokenIds:
         """Return the ids that follow the reply `messages[reply]`, up to the beginning of the next
         reply.
 
         `stop_id` is the token at which the reply stopped; the template's end of turn is not added
-        again if it is this token. `most` and errors are as in `first_ids`.
+        again if it is this token. `most`, `marks` and errors are as in `first_ids`.
         """
 
         def compute() -> TokenIds:
@@ -207,8 +206,10 @@ class ChatTokenizer:
             if stop_id is not None:
                 suffix = suffix.removeprefix(self._stop_text(stop_id))
             self._check_length(suffix, most)
-            return TokenIds.of(self._encode(suffix))
+            return TokenIds.of_text(suffix, marks, self._encode)
 
+        if marks:
+            return compute()
         # The reply's own text is not part of the key: the placeholder replaces it.
         key = _key_of((stop_id, rendering), messages[:reply], messages[reply + 1 :])
         return self._cached(key, compute)
@@ -548,17 +549,6 @@ def _after_reply(rendered: str) -> str | None:
 _THOUGHT = "</think>"
 
 
-class PromptIds(NamedTuple):
-    """The ids of a prompt.
-
-    `broken`: an assistant message differs from what this agent said at that point; from there on
-    the history was tokenised again.
-    """
-
-    ids: TokenIds
-    broken: bool
-
-
 @dataclass(slots=True)
 class _KnownReply:
     """A reply that was generated at one point of a conversation."""
@@ -676,9 +666,12 @@ class PromptDraft(Draft):
         rendering: Rendering = PLAIN,
         known: tuple[int, _KnownReply] | None = None,
         broken: bool = False,
+        marks: Marks | None = None,
     ) -> None:
-        """Create the draft. `known`: the last known reply, and its index in the messages."""
+        """Create the draft. `known`: the last known reply, and its index in the messages. `marks`:
+        payloads of the messages."""
         super().__init__(tokenizer)
+        self._marks = marks
         self._messages = messages
         self._rendering = rendering
         self._known = known
@@ -698,10 +691,10 @@ class PromptDraft(Draft):
 
     def _new_ids(self, context: int) -> TokenIds:
         if self._known is None:
-            return self._tokenizer.first_ids(self._messages, self._rendering, context)
+            return self._tokenizer.first_ids(self._messages, self._rendering, context, self._marks)
         index, reply = self._known
         return self._tokenizer.suffix_ids(
-            self._messages, index, reply.stop_id, self._rendering, context
+            self._messages, index, reply.stop_id, self._rendering, context, self._marks
         )
 
     def _joined(self, new: TokenIds) -> PromptIds:
@@ -724,9 +717,14 @@ class ConversationMemory:
         # Texts of all replies.
         self._reply_texts: set[str] = set()
 
-    def draft(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> PromptDraft:
+    def draft(
+        self,
+        messages: Sequence[AnyMessage],
+        rendering: Rendering = PLAIN,
+        marks: Marks | None = None,
+    ) -> PromptDraft:
         """Return the draft of a conversation's prompt, whose longest known beginning is looked up
-        now."""
+        now. `marks`: payloads of the messages."""
         point: _Point | None = self._roots.get(rendering)
         known: tuple[int, _KnownReply] | None = None
         broken = False
@@ -743,7 +741,7 @@ class ConversationMemory:
                     broken = True
             if point is not None:
                 point = reply.then if reply is not None else point.others.get(_key(message))
-        return PromptDraft(self._tokenizer, tuple(messages), rendering, known, broken)
+        return PromptDraft(self._tokenizer, tuple(messages), rendering, known, broken, marks)
 
     def remember(
         self,

@@ -241,3 +241,11 @@ def missing_library(library: str, package: str, error: ImportError) -> MissingLi
         value=package,
         remedy=f"`pip install '{package}'` (or 'troupe-rl[games]') where rollout runs.",
     )
+
+
+class TooManyTokensError(Exception):
+    """A text has more than `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the text has more than {most} tokens")
+        self.most = most

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from troupe.checkpoints.configuration import (
     check_configuration,
     token_ids,
 )
+from troupe.contracts.payloads import PayloadKinds
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.job.hub import first_line, hub_problem
 from troupe.outcomes import utf8_text
@@ -43,6 +44,8 @@ class Language:
     eos_ids: tuple[int, ...]
     positions: int = 0
     """Number of positions of the model; 0: unknown."""
+    payload_kinds: PayloadKinds = field(default_factory=dict)
+    """Kinds of payloads that the policy's engines take."""
 
 
 def load_language(model: ModelSpec, field: str) -> Language:
@@ -150,6 +153,7 @@ def role_of(
         template_options=model.chat_template_kwargs,
         endpoint=EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
         context=context_of(served.engine.max_context, language.positions),
+        payload_kinds=language.payload_kinds,
     )
 
 

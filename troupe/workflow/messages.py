@@ -6,6 +6,7 @@ OpenAI clients. The `PARSERS` of model families split replies into content, tool
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import weakref
@@ -19,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from troupe.contracts.payloads import Payload, PayloadKinds, mark_of
 from troupe.model_output import (
     RESERVED_TEMPLATE_ARGUMENTS,
     THINK_TAGS,
@@ -474,12 +476,15 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
     return ToolSet(tuple(given) if text.isascii() else tuple(json.loads(text)), text)
 
 
-def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tuple[AnyMessage, ...]:
+def parse_messages(
+    given: str | Sequence[Any], system_prompt: str | None, payloads: PayloadReader | None = None
+) -> tuple[AnyMessage, ...]:
     """Check the messages of a `chat` call, and put the agent's system prompt first.
 
-    A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's chat
-    (text only, including `tool_calls`, `tool_call_id` and `reasoning_content`), or an object whose
-    `.message` is such a mapping (a `Reply`). Raises `InvalidMessagesError`.
+    A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's
+    chat (including `tool_calls`, `tool_call_id` and `reasoning_content`), or an object whose
+    `.message` is such a mapping (a `Reply`). Content parts are texts, and the payloads that
+    `payloads` reads, which leave their marks in the text. Raises `InvalidMessagesError`.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
@@ -497,7 +502,7 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
         if not isinstance(mapping, Mapping) or not isinstance(role, str):
             raise _no_message(index, item)
         calls = _calls(mapping.get("tool_calls"), index) if role == "assistant" else ()
-        content = _content(mapping, role, index)
+        content = _content(mapping, role, index, payloads)
         call_id = safe_text(mapping.get("tool_call_id") or "") if role == "tool" else ""
         thoughts = _thoughts(mapping, index) if role == "assistant" else ""
         if calls or call_id or thoughts:
@@ -531,12 +536,14 @@ def _no_message(index: int, item: Any) -> InvalidMessagesError:
     )
 
 
-def _content(message: Mapping[str, Any], role: str, index: int) -> str:
+def _content(
+    message: Mapping[str, Any], role: str, index: int, payloads: PayloadReader | None
+) -> str:
     """Return the text of a message, which may be missing for the roles `assistant` and `tool`."""
     content = message.get("content")
     field = f"messages[{index}].content"
     if isinstance(content, str | list | tuple):
-        return content_text(content, field)
+        return content_text(content, field, payloads)
     if content is None and role in ("assistant", "tool"):
         refusal = message.get("refusal")
         return utf8_text(refusal) if isinstance(refusal, str) and role == "assistant" else ""
@@ -570,9 +577,58 @@ def _thoughts(message: Mapping[str, Any], index: int) -> str:
 _PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def content_text(content: Any, field: str) -> str:
-    """Return a text, or the texts of content parts joined by newlines. Raises
-    `InvalidMessagesError`."""
+class PayloadReader:
+    """Reads the payloads among content parts, of the kinds that an agent's engines take.
+
+    A part is a `Payload`, or an image as OpenAI's API sends one: `{"type": "image_url",
+    "image_url": {"url": "data:image/png;base64,..."}}`, of the kind "image".
+    """
+
+    def __init__(self, kinds: PayloadKinds) -> None:
+        self._kinds = kinds
+        self.marks: dict[str, tuple[Payload, Sequence[int]]] = {}
+        """Of the payloads found so far."""
+
+    def mark(self, part: Any, field: str) -> str | None:
+        """The mark of a part; None: it is no payload of a known kind. Raises
+        `InvalidMessagesError`."""
+        payload = part if isinstance(part, Payload) else self._image(part, field)
+        if payload is None or payload.kind not in self._kinds:
+            return None
+        mark = mark_of(payload)
+        if mark not in self.marks:
+            self.marks[mark] = payload, self._kinds[payload.kind](payload)
+        return mark
+
+    def _image(self, part: Any, field: str) -> Payload | None:
+        is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
+        if not is_image or "image" not in self._kinds:
+            return None
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, Mapping) else given
+        found = _DATA_URL.fullmatch(url) if isinstance(url, str) else None
+        try:
+            data = base64.b64decode(found[2], validate=True) if found else b""
+        except ValueError:
+            data = b""
+        if found is None or not data:
+            raise InvalidMessagesError(
+                "an image is sent with its message, as base64",
+                field=f"{field}.image_url.url",
+                value=shown(url),
+                remedy='Send "data:image/png;base64,...".',
+            )
+        return Payload("image", found[1], data)
+
+
+# Media type and content.
+_DATA_URL: Final = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.ASCII | re.DOTALL)
+
+
+def content_text(content: Any, field: str, payloads: PayloadReader | None = None) -> str:
+    """Return a text, or the texts of content parts joined by newlines, with the marks of payloads.
+
+    Raises `InvalidMessagesError`."""
     if isinstance(content, str):
         return utf8_text(content)
     if not isinstance(content, list | tuple):
@@ -587,6 +643,11 @@ def content_text(content: Any, field: str) -> str:
         if isinstance(part, str):
             texts.append(utf8_text(part))
             continue
+        if payloads is not None:
+            mark = payloads.mark(part, f"{field}[{number}]")
+            if mark is not None:
+                texts.append(mark)
+                continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         key = _PARTS.get(kind) if isinstance(kind, str) else None
         text = part.get(key) if isinstance(part, Mapping) and key else None

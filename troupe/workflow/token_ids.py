@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import index as as_int
-from typing import Any, Final, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from troupe.contracts.payloads import Marks, Payloads, PlacedPayload
 
 IntArray = npt.NDArray[np.int32]
 
@@ -22,19 +26,22 @@ class TokenIds(Sequence[int]):
     others (`joined`) reuse their results: only the new ids are added to hash, range and JSON text.
     """
 
-    __slots__ = ("_earlier", "_hasher", "_json", "_range", "array")
+    __slots__ = ("_earlier", "_hasher", "_json", "_range", "array", "payloads")
 
     array: IntArray
+    payloads: Payloads
+    """What some of the tokens stand for, by position."""
     # xxh3 of all ids; lowest and highest id; JSON text of the first ids, with their number.
     _hasher: Any
     _range: tuple[int, int] | None
     _json: tuple[bytes, int]
     _earlier: TokenIds | None
 
-    def __init__(self, array: IntArray) -> None:
+    def __init__(self, array: IntArray, payloads: Payloads = ()) -> None:
         """Wrap `array`, which is one-dimensional and must never change."""
         array.flags.writeable = False
         self.array = array
+        self.payloads = payloads
         self._hasher = self._range = self._earlier = None
         self._json = b"", 0
 
@@ -67,6 +74,13 @@ class TokenIds(Sequence[int]):
             return given[0] if given else EMPTY
         first = given[0]
         whole = cls(np.concatenate([part.array for part in given]))
+        if any(part.payloads for part in given):
+            starts = accumulate((len(part) for part in given), initial=0)
+            whole.payloads = tuple(
+                placed.moved(start)
+                for start, part in zip(starts, given, strict=False)
+                for placed in part.payloads
+            )
         new = whole.array[len(first) :]
         if first._hasher is not None:
             whole._hasher = first._hasher.copy()
@@ -76,6 +90,23 @@ class TokenIds(Sequence[int]):
             whole._range = min(low, int(new.min())), max(high, int(new.max()))
         whole._json, first._json = first._json, (b"", 0)
         return whole
+
+    @classmethod
+    def of_text(
+        cls, text: str, marks: Marks | None, encode: Callable[[str], Sequence[int]]
+    ) -> TokenIds:
+        """The ids of `text`, with those of payloads in the places of their marks."""
+        if not marks:
+            return cls.of(encode(text))
+        parts = []
+        for piece in re.split(f"({'|'.join(map(re.escape, marks))})", text):
+            if piece in marks:
+                payload, ids = marks[piece]
+                stand_in = (PlacedPayload(payload, 0, len(ids)),)
+                parts.append(cls(np.array(ids, np.int32), stand_in))
+            elif piece:
+                parts.append(cls.of(encode(piece)))
+        return cls.joined(parts)
 
     def share_with(self, earlier: TokenIds) -> None:
         """Turn `earlier`, with which these ids begin, and the ids that it shares with into views of
@@ -89,10 +120,14 @@ class TokenIds(Sequence[int]):
 
     @property
     def digest(self) -> int:
-        """64-bit hash of the ids (xxh3 of each as eight bytes, little-endian)."""
+        """64-bit hash of the ids (xxh3 of each as eight bytes, little-endian), and of payloads."""
         if self._hasher is None:
             self._hasher = xxhash.xxh3_64(self.array.astype("<i8").data)
-        found: int = self._hasher.intdigest()
+        hasher = self._hasher
+        if self.payloads:
+            hasher = hasher.copy()
+            hasher.update(repr(self.payloads).encode())
+        found: int = hasher.intdigest()
         return found
 
     @property
@@ -146,7 +181,8 @@ class TokenIds(Sequence[int]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
-            return np.array_equal(self.array, other.array)
+            same = np.array_equal(self.array, other.array)
+            return same and self.payloads == other.payloads
         if isinstance(other, tuple | list):
             return len(self) == len(other) and self.array.tolist() == list(other)
         return NotImplemented
@@ -162,3 +198,14 @@ class TokenIds(Sequence[int]):
 
 
 EMPTY: Final = TokenIds(np.empty(0, np.int32))
+
+
+class PromptIds(NamedTuple):
+    """Ids of a prompt.
+
+    `broken`: an assistant message differs from what this agent said at that point; from there on
+    the history was tokenised again.
+    """
+
+    ids: TokenIds
+    broken: bool

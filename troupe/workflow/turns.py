@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from troupe.contracts import kinds
+from troupe.contracts.payloads import PayloadKinds
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,
@@ -22,11 +23,11 @@ from troupe.workflow.backend import (
     GeneratedTurn,
     Sampling,
 )
-from troupe.workflow.conversation import ChatTokenizer, PromptIds
+from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import TurnError
 from troupe.workflow.messages import PARSERS, Message, Reply, ReplyParser
 from troupe.workflow.numbering import Path, places
-from troupe.workflow.token_ids import EMPTY, TokenIds
+from troupe.workflow.token_ids import EMPTY, PromptIds, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Role:
     """Defaults of `Agent.endpoint`."""
     context: int = 0
     """Maximum tokens of prompt and response in the policy's engines; 0: unknown."""
+    payload_kinds: PayloadKinds = field(default_factory=dict)
+    """Kinds of payloads that its messages may have."""
 
 
 @dataclass(frozen=True, slots=True)

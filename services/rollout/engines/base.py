@@ -42,6 +42,7 @@ from services.rollout.engines.requests import (
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
+from troupe.contracts.payloads import PayloadKinds
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as common_pb
@@ -73,6 +74,8 @@ class ServingEngine(ABC):
 
     kind: ClassVar[str]
     """The name of the kind, as in `policies.X.engine.kind`."""
+    payload_kinds: ClassVar[PayloadKinds] = {}
+    """Kinds of payloads that prompts may have (`TokenIds.payloads`)."""
     only_copies: ClassVar[bool] = False
     """Whether published tensors are only copied from, and never served from: then the engines of a
     process read them through one mapping, whose pages are looked up once."""
@@ -489,13 +492,22 @@ class ServingEngine(ABC):
                 remedy="Ask for at least one.",
             )
         self._check_ids(prompt_ids, "prompt_ids")
+        prompt = TokenIds.of(prompt_ids)
+        for placed in prompt.payloads:
+            if placed.payload.kind not in self.payload_kinds:
+                raise BadTurn(
+                    f"engines of kind '{self.kind}' take no payloads of kind {placed.payload.kind}",
+                    field="prompt_ids.payloads",
+                    value=placed.payload.kind,
+                    remedy="Send text only.",
+                )
         room = self.max_context - len(prompt_ids)
         if self.max_context and room < 1:
             raise PromptTooLong(self.policy, len(prompt_ids), self.max_context)
         wanted = sampling.max_new_tokens
         return EngineTurn(
             request_id,
-            TokenIds.of(prompt_ids),
+            prompt,
             sampling,
             max_new_tokens=min(wanted, room) if self.max_context else wanted,
             stop_ids=self.eos_ids | frozenset(sampling.stop_token_ids),

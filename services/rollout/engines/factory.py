@@ -26,6 +26,24 @@ ENGINES: Final[dict[str, str]] = {
 }
 
 
+def engine_class_of(policy_name: str, policy_spec: PolicySpec) -> type[ServingEngine]:
+    """The class of a policy's engines. Raises FailedPrecondition of kind "package_missing"."""
+    kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
+    try:
+        found: type[ServingEngine] = pkgutil.resolve_name(ENGINES[kind])
+    except ModuleNotFoundError as error:
+        if kind != "simulated":
+            raise
+        raise FailedPrecondition(
+            "the simulated engine is in Troupe's repository, not in what pip installs",
+            kind="package_missing",
+            field=f"policies.{policy_name}.simulated",
+            value="...",
+            remedy="Start the cluster in a checkout of the repository, at its root.",
+        ) from error
+    return found
+
+
 def make_engine(
     engine_id: str,
     policy_name: str,
@@ -51,20 +69,7 @@ def make_engine(
     FailedPrecondition of kind "package_missing", or "no_routed_experts" for a kind that cannot say
     it.
     """
-    kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
-    engine_class: Callable[..., ServingEngine]
-    try:
-        engine_class = pkgutil.resolve_name(ENGINES[kind])
-    except ModuleNotFoundError as error:
-        if kind != "simulated":
-            raise
-        raise FailedPrecondition(
-            "the simulated engine is in Troupe's repository, not in what pip installs",
-            kind="package_missing",
-            field=f"policies.{policy_name}.simulated",
-            value="...",
-            remedy="Start the cluster in a checkout of the repository, at its root.",
-        ) from error
+    engine_class = engine_class_of(policy_name, policy_spec)
     options = {
         "threads": threads,
         "replica": replica,
@@ -77,11 +82,13 @@ def make_engine(
     named = inspect.signature(engine_class).parameters
     if routed_experts and "routed_experts" not in named:
         raise FailedPrecondition(
-            f"engines of kind '{kind}' do not say which experts their tokens were sent to",
+            f"engines of kind '{engine_class.kind}' do not say which experts their tokens were "
+            "sent to",
             kind="no_routed_experts",
             field="algorithm.router_replay",
             value=True,
             remedy="Turn it off, or serve the policy with `kind: sglang` or `embedded`.",
         )
     known = {name: value for name, value in options.items() if name in named}
-    return engine_class(engine_id, policy_name, policy_spec, **known)
+    make: Callable[..., ServingEngine] = engine_class
+    return make(engine_id, policy_name, policy_spec, **known)

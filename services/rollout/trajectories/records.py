@@ -11,12 +11,14 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
 
 from troupe.contracts import kinds
+from troupe.contracts.payloads import INLINE_BYTES, Payload, add_payloads
 from troupe.experience import ExperienceWriter
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.prefixes import PrefixIndex
@@ -33,13 +35,12 @@ from troupe.workflow.samples import SampleRow
 log = structlog.get_logger(__name__)
 
 State: TypeAlias = common_pb.TrajectoryState.ValueType
-# Larger columns go through transfer: Redis' memory is not for values that are read once.
-INLINE_BYTES: Final = 256 * 1024
 
 
 @dataclass
 class LargeColumns:
-    """Columns of one trajectory that are too large for a row, until `put` into transfer."""
+    """Columns and payloads of one trajectory that are too large for a row, until `put` into
+    transfer."""
 
     transfer: Transfer
     job_id: str
@@ -62,6 +63,13 @@ class LargeColumns:
         """Delete the large values of a trajectory that was not stored."""
         for key in list(self.large):
             await asyncio.to_thread(self.transfer.delete, key)
+
+    def payload_key(self, sample_id: str, payload: Payload) -> str:
+        """The key of a sample's payload that is too large for a row; its content becomes one of
+        `large`."""
+        key = f"{self.job_id}/payloads/{sample_id}/{payload.digest.hex()}"
+        self.large[key] = np.frombuffer(bytearray(payload.data), np.uint8)
+        return key
 
     def _column(self, sample_id: str, name: str, value: Any) -> store_pb.Column:
         if not hasattr(value, "dtype"):
@@ -192,7 +200,9 @@ def samples_of(
             # A reply may be shorter than what was drawn, cut at a stop string.
             columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.response) - 1]
         prompt, response = turn.prompt_ids.array, reply.response.array
-        own = earlier.add(turn.role.policy, turn.position, prompt, response, columns)
+        own = earlier.add(
+            turn.role.policy, turn.position, prompt, response, columns, turn.prompt_ids.payloads
+        )
         samples.append(
             store_pb.Sample(
                 sample_id=row.sample_id,
@@ -217,6 +227,8 @@ def samples_of(
                 stem=own.stem,
             )
         )
+        if own.payloads:
+            add_payloads(samples[-1], own.payloads, partial(shelf.payload_key, row.sample_id))
     return samples
 
 

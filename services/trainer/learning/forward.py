@@ -329,7 +329,9 @@ def _narrow(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def _call(model: Any, batch: PackedBatch) -> torch.Tensor:
-    own = {} if batch.packing is None else {"packing": batch.packing}
+    own: dict[str, Any] = {} if batch.packing is None else {"packing": batch.packing}
+    if batch.payloads:
+        own["payloads"] = batch.payloads
     output = model(
         input_ids=batch.input_ids,
         attention_mask=None,

@@ -534,7 +534,15 @@ class Learner(PolicyLearner[Row]):
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
         routing = Routers.shape_of(self.model)
-        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest, routing=routing)
+        return parse_rows(
+            claimed,
+            self.vocabulary,
+            load,
+            columns,
+            longest=longest,
+            routing=routing,
+            payload_kinds=getattr(self.model, "payload_kinds", ()),
+        )
 
     # Accumulation.
 

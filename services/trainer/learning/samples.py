@@ -19,6 +19,7 @@ import torch
 from troupe import tensors
 from troupe.algorithms.losses import PreferenceWeights
 from troupe.contracts import metric_names
+from troupe.contracts.payloads import Payloads, from_protos
 from troupe.experience import samples_digest
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
@@ -79,6 +80,8 @@ class Row:
     # uint8 or int16 [prompt_len + response_len - 1, layers, k]: the experts that the engine sent
     # each token to (`ROUTES_COLUMN`), where they are to be replayed.
     routes: np.ndarray[Any, np.dtype[Any]] | None = None
+    # What tokens of the prompt stand for.
+    payloads: Payloads = ()
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
@@ -111,7 +114,8 @@ def content_key(row: Row) -> tuple[Any, ...]:
     """A sort key of a row's content; rows with equal keys are interchangeable."""
     prompt = row.ids[: row.prompt_length].astype(">i8").tobytes()
     response = row.ids[row.prompt_length :].astype(">i8").tobytes()
-    tail = (row.behaviour.tobytes(), row.reward, row.temperature)
+    seen = tuple((placed.position, placed.payload.digest) for placed in row.payloads)
+    tail = (row.behaviour.tobytes(), row.reward, row.temperature, seen)
     return (row.trajectory, row.agent, prompt, response, *tail)
 
 
@@ -162,13 +166,14 @@ def parse_rows(
     *,
     longest: int = 0,
     routing: RoutingShape | None = None,
+    payload_kinds: Collection[str] = (),
 ) -> list[Row]:
     """Parse the samples of a claim into rows, sorted by sample id.
 
     `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
-    `columns` that their samples have. `routing`: the shape of their routes; None: the model has no
-    experts. Raises ChecksumError, FailedPrecondition of kind
-    "malformed_sample", and what `load` raises.
+    `columns` that their samples have, and payloads. `routing`: the shape of their routes; None: the
+    model has no experts. `payload_kinds`: those that the model takes. Raises ChecksumError,
+    FailedPrecondition of kind "malformed_sample", and what `load` raises.
     """
     rows = [_parse(item, load, columns) for item in claimed]
     for row in rows:
@@ -177,6 +182,11 @@ def parse_rows(
                 largest = int(ids.max())
                 text = f"token id {largest} is outside the policy's vocabulary of {vocabulary}"
                 remedy = "Check that engine and trainer use the same model and tokenizer."
+                raise malformed(row.sample_id, text, remedy)
+        for placed in row.payloads:
+            if (kind := placed.payload.kind) not in payload_kinds:
+                text = f"the policy's model takes no payload of kind {kind}"
+                remedy = "Train a model that declares it (`payload_kinds`), as its engine does."
                 raise malformed(row.sample_id, text, remedy)
         problem = routing and row.routes is not None and routing.problem(row.routes, len(row.ids))
         if problem:
@@ -240,6 +250,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         final=sample.final_reward if sample.HasField("final_reward") else None,
         context=None if context is None else context.astype(np.int64, copy=False),
         routes=brought.get(ROUTES_COLUMN),
+        payloads=from_protos(sample.payloads, load) if sample.payloads and load else (),
         demonstration=sample.demonstration,
         preference=sample.preference,
     )

@@ -26,6 +26,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.learning.samples import Row
 from troupe.checkpoints.adapters import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
+from troupe.contracts.payloads import Payload, Payloads, PlacedPayload
 from troupe.job.policy import Offload
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
@@ -178,6 +179,16 @@ def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
                 lengths[column.name] = len(value)
             else:
                 values[column.name] = value
+        if row.payloads:
+            contents = [placed.payload.data for placed in row.payloads]
+            values["payloads"] = [
+                (one.payload.kind, one.payload.media_type, one.position, one.tokens, len(content))
+                for one, content in zip(row.payloads, contents, strict=True)
+            ]
+            joined.setdefault("payloads", []).append(
+                np.frombuffer(bytearray(b"".join(contents)), np.uint8)
+            )
+            lengths["payloads"] = sum(map(len, contents))
         described.append({"values": values, "lengths": lengths})
     return {n: torch.from_numpy(np.concatenate(parts)) for n, parts in joined.items()}, described
 
@@ -196,8 +207,19 @@ def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
             begin = begins[name]
             fields[name] = arrays[name][begin : begin + length]
             begins[name] = begin + length
+        if "payloads" in one["lengths"]:
+            fields["payloads"] = _payloads(one["values"]["payloads"], fields["payloads"].tobytes())
         rows.append(Row(**fields))
     return rows
+
+
+def _payloads(described: Sequence[Sequence[Any]], contents: bytes) -> Payloads:
+    found, begin = [], 0
+    for kind, media_type, position, tokens, length in described:
+        payload = Payload(kind, media_type, contents[begin : begin + length])
+        found.append(PlacedPayload(payload, position, tokens))
+        begin += length
+    return tuple(found)
 
 
 def on_host(tensors: Tensors) -> Tensors:

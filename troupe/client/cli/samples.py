@@ -213,7 +213,7 @@ class _Jsonl(SampleWriter):
 
 
 class _Parquet(SampleWriter):
-    """A Parquet file: one column per field, and one column of JSON for user-defined columns."""
+    """A Parquet file: one column per field; user-defined columns and payloads are JSON."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -242,6 +242,7 @@ class _Parquet(SampleWriter):
                 ("response_ids", ids),
                 ("logprobs", pyarrow.list_(pyarrow.float32())),
                 ("columns", text),
+                ("payloads", text),
             ]
         )
         self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
@@ -249,7 +250,8 @@ class _Parquet(SampleWriter):
 
     def add(self, sample: Sample) -> None:
         fields = dataclasses.asdict(sample)
-        self._rows.append({**fields, "columns": json.dumps(sample.columns)})
+        as_json = {name: json.dumps(fields[name]) for name in ("columns", "payloads")}
+        self._rows.append({**fields, **as_json})
         if len(self._rows) >= _GROUP_ROWS:
             self._flush()
 

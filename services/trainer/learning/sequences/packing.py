@@ -24,6 +24,8 @@ import torch
 
 from services.trainer.learning.samples import Ints, Row
 from services.trainer.learning.sequences.history import History, Past, schedule_pieces
+from troupe.contracts.payloads import Payloads
+from troupe.rpc import FailedPrecondition
 
 # Rows whose lengths differ by at most this, or a quarter, share a block of attention.
 _CLOSE = 16
@@ -238,6 +240,8 @@ class PackedBatch:
     # int16 [B * L, layers, k]: the experts that engines sent each token to; negative where no row
     # says it; None: no row does.
     routes: torch.Tensor | None = None
+    # What tokens stand for: places in the flattened [B * L] of their first tokens.
+    payloads: Payloads = ()
     # Whether the pass is made without gradients, for its keys and values; it scores nothing.
     keeps: bool = False
     # Of a piece: int64 [N], its scored tokens among those of `History.order`; None: not cut.
@@ -363,17 +367,19 @@ def plan(
     # The last token of a row is scored, never an input.
     fed = {i: rows[i].ids[:-1] for i in chosen}
     if not packed:
-        lone = [(len(fed[i]), rows[i].response_length) for i in chosen]
-        parts = _bucket(lone, budget, limit, padded=True)
+        sizes = [(len(fed[i]), rows[i].response_length) for i in chosen]
+        parts = _bucket(sizes, budget, limit, padded=True)
         return [_padded([chosen[k] for k in part], rows, fed, starts) for part in parts]
     if slices is not None:
         budget, limit = budget * slices.size, limit and limit * slices.size
         cut = cut and cut * slices.size
-    if sharing is None:
-        trees = _alone(fed)
-    else:
-        scored = {i: rows[i].response_length for i in chosen}
-        trees = _share(fed, scored, sharing, budget, limit, cuts=cut is not None)
+    # Equal tokens that stand for payloads may mean different things: such rows share nothing.
+    lone = {i: ids for i, ids in fed.items() if sharing is None or rows[i].payloads}
+    trees = _alone(lone) if lone else []
+    if sharing is not None and len(lone) < len(fed):
+        others = {i: ids for i, ids in fed.items() if i not in lone} if lone else fed
+        scored = {i: rows[i].response_length for i in others}
+        trees += _share(others, scored, sharing, budget, limit, cuts=cut is not None)
     sizes = [(t.size, sum(rows[i].response_length for i, *_ in t.rows)) for t in trees]
     parts = _bucket(sizes, budget, limit, padded=False)
     batches: list[PackedBatch] = []
@@ -425,7 +431,13 @@ def _padded(
         positions.append(np.arange(first, first + rows[i].response_length))
     places = [(i, b * length + np.arange(len(fed[i]))) for b, i in enumerate(part)]
     batch = _scoring(torch.from_numpy(ids), part, positions, rows, starts)
-    return replace(batch, routes=_routes(ids.size, places, rows))
+    payloads = _payloads(places, rows)
+    return replace(batch, routes=_routes(ids.size, places, rows), payloads=payloads)
+
+
+def _payloads(places: Sequence[tuple[int, Ints]], rows: Sequence[Row]) -> Payloads:
+    """The payloads of a batch. `places`: as for `_routes`; rows with payloads share no tokens."""
+    return tuple(placed.moved(int(at[0])) for i, at in places for placed in rows[i].payloads)
 
 
 def _routes(
@@ -474,6 +486,7 @@ class _Forest:
                 nodes.append(offset + path[rows[i].prompt_length - 1 :])
             offset += tree.size
         self._routes = _routes(offset, places, rows)
+        self._payloads = _payloads(places, rows)
         # By scored token, row after row: its node, its number, itself.
         self._nodes = np.concatenate(nodes)
         self._order = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in self._members])
@@ -492,6 +505,7 @@ class _Forest:
             position_ids=torch.from_numpy(self._depths[None]),
             packing=Packing.of(self._segments),
             routes=self._routes,
+            payloads=self._payloads,
         )
 
     def edges(self, cut: int | None, limit: int | None) -> list[int]:
@@ -514,7 +528,15 @@ class _Forest:
         self, edges: list[int], slices: Slices | None, *, gradients: bool, coupled: bool
     ) -> list[PackedBatch]:
         """The batches of the pieces between `edges`, of this rank of `slices`, in the order in
-        which to compute them."""
+        which to compute them. Raises FailedPrecondition for payloads, which stay whole."""
+        if self._payloads:
+            raise FailedPrecondition(
+                f"rows with payloads of kind {self._payloads[0].payload.kind} are longer than a "
+                "pass, or ranks divide them",
+                kind="payloads_cut",
+                field="trainer.forward_tokens",
+                remedy="Raise it to the longest row, without context parallelism.",
+            )
         rank, n = (0, 1) if slices is None else (slices.rank, slices.size)
         history = History(torch.from_numpy(self._order))
         ranges = [_divided(a, b, n) for a, b in itertools.pairwise(edges)]
