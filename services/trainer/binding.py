@@ -24,6 +24,7 @@ from services.trainer.state.suspension import (
 )
 from services.trainer.state.training_state import StateStore
 from services.trainer.versions import Versions, packed_weights
+from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.scheduling.memory import RankMemory
@@ -80,6 +81,8 @@ class PolicyBinding:
         trained_on = common_pb.DeviceWeights(
             trainer=settings.address, host_id=host_id(), device=device.type
         )
+        if device.type == "cuda" and (own := find_devices()):
+            trained_on.device_uuid = own[0].uuid  # of a gang, too: its rank 0 gathers
         publication = Publication(transfer, job_id, policy, trained_on)
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)

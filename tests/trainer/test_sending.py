@@ -176,7 +176,19 @@ async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
         loader._described = replace(loader._described, device="cuda")
         weights = sending_weights(first)
         weights.ref.trained_on.device = "cuda"
-        assert loader.chosen(weights) == "ipc"
+        weights.ref.trained_on.device_uuid = "GPU-1"
+        # (What the server sees, the job's wish, the way.) A server that cannot open the handles of
+        # a GPU would end; of an attached one it is not known what it sees.
+        for visible, setting, way in (
+            ({"GPU-0", "GPU-1"}, "auto", "ipc"),
+            ({"GPU-0"}, "auto", "broadcast"),
+            ({"GPU-0"}, "ipc", None),
+            (None, "auto", "broadcast"),
+            (None, "ipc", "ipc"),
+        ):
+            loader._visible, loader._setting = visible, setting
+            assert loader.chosen(weights) == way, (visible, setting)
+        loader._visible, loader._setting = {"GPU-1"}, "auto"
         weights.ref.trained_on.host_id = "another host"
         assert loader.chosen(weights) == "broadcast"
         loader._setting = "disk"

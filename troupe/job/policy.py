@@ -294,8 +294,8 @@ class EngineSpec(Section):
     """`sglang`: how new weights are sent to a server. From the trainer's devices, `ipc`: by handles
     of their memory, on one host; `broadcast`: in a process group (NCCL, on a CPU gloo). From host
     memory, `disk`: as files on a shared file system; `tensor`: through shared memory to a launched
-    server, over HTTP to an attached one. `auto`: from GPU to GPU `ipc` on one host and `broadcast`
-    between hosts; else, and where that fails, `disk` to a server of this host, which reads the
+    server, over HTTP to an attached one. `auto`: from GPU to GPU `ipc` to a server that sees the
+    trainer's GPU and `broadcast` to others; else, and where that fails, `disk` to a server of this host, which reads the
     published file in place, or `tensor`; only what the SGLang release supports."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue; each token records its

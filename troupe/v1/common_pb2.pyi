@@ -416,22 +416,26 @@ class DeviceWeights(_message.Message):
     TRAINER_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     trainer: _builtins.str
     """"host:port" of the trainer."""
     host_id: _builtins.str
     """Host of its devices, as heartbeats name hosts."""
     device: _builtins.str
     """"cuda" or "cpu"."""
+    device_uuid: _builtins.str
+    """The driver's name of the GPU that has the tensors, or gathers them; empty if unknown."""
     def __init__(
         self,
         *,
         trainer: _builtins.str = ...,
         host_id: _builtins.str = ...,
         device: _builtins.str = ...,
+        device_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_uuid", b"device_uuid", "host_id", b"host_id", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any, Final, Literal
 
 import torch
@@ -25,6 +25,7 @@ from services.rollout.engines.servers.loaders import Loader, NewWeights, Tensors
 from troupe.contracts import kinds
 from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
 from troupe.transfer.checksum import dtype_name, dtype_of
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
@@ -50,12 +51,14 @@ class DirectLoader(Loader):
         setting: UpdateSetting,
         *,
         near: bool,
+        visible: Collection[str] | None,
         refused: set[DirectWay],
     ) -> None:
-        """`near`: whether the server's address is this host's. `refused`: ways that the engine's
-        servers have refused or died of, which are not tried again; added to here."""
+        """`near`: whether the server's address is this host's. `visible`: UUIDs of the GPUs that
+        the server sees; None: unknown. `refused`: ways that the engine's servers have refused or
+        died of, which are not tried again; added to here."""
         self._other, self._server, self._described = other, server, described
-        self._setting, self._near = setting, near
+        self._setting, self._near, self._visible = setting, near, visible
         self._refused = refused
         # The process group that the server has joined last; empty if there is none. A trainer that
         # has dropped it names another.
@@ -132,12 +135,21 @@ class DirectLoader(Loader):
         gpus = source.device == described.device == "cuda"
         if not source.trainer or not (forced or (gpus and self._setting == "auto")):
             return None
-        here = self._near and source.host_id == host_id()
+        here = self._near and source.host_id == host_id() and self._opens_handles(source)
         way: DirectWay = "ipc" if here and self._setting != "broadcast" else "broadcast"
         able = way in described.ways and described.names_versions
         if not able or self._setting not in ("auto", way):
             return None
         return None if way in self._refused else way
+
+    def _opens_handles(self, source: common_pb.DeviceWeights) -> bool:
+        """Whether the server can open handles of the trainer's memory. One that does not see the
+        trainer's GPU ends when it tries: CUDA names devices by what a process sees."""
+        if source.device != "cuda":
+            return True  # handles of shared memory
+        if self._visible is None or not source.device_uuid:
+            return self._setting == "ipc"  # whoever attaches the server and asks for it knows
+        return source.device_uuid in self._visible
 
     def _failed(self, way: DirectWay, error: BaseException) -> None:
         self.fallbacks += 1

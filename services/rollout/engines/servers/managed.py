@@ -36,6 +36,7 @@ from services.rollout.engines.servers.loaders import DirectoryLoader, choose_loa
 from services.rollout.engines.servers.update import UNNAMED, Updater
 from services.rollout.engines.weights import load_config, skeleton
 from troupe.checkpoints.adapters import linear_layers
+from troupe.devices import find_devices
 from troupe.disks import Scratch
 from troupe.job import ModelSpec, PolicySpec
 from troupe.job.engines import KINDS
@@ -102,6 +103,8 @@ class ManagedServer:
         self._process: ServerProcess | None = None
         # Direct ways of weights that this server, or one before it, has refused or died of.
         self._refused_ways: set[DirectWay] = set()
+        # UUIDs of the GPUs that a launched server sees.
+        self._visible: set[str] = set()
         # Served model name of a launched server, so that no other one is mistaken for it.
         self._name = ""
 
@@ -225,6 +228,7 @@ class ManagedServer:
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
         devices = self.devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
+        self._visible = {one.uuid for one in (find_devices() if devices is None else devices)}
         launch = Launch(
             spec,
             source,
@@ -347,6 +351,7 @@ class ManagedServer:
             described,
             spec.engine.update,
             near=near,
+            visible=self._visible if launched else None,
             refused=self._refused_ways,
         )
         if spec.engine.cache == "keep" and not described.keeps_cache:
