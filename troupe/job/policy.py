@@ -296,7 +296,8 @@ class EngineSpec(Section):
     memory, `disk`: as files on a shared file system; `tensor`: through shared memory to a launched
     server, over HTTP to an attached one. `auto`: from GPU to GPU `ipc` to a server that sees the
     trainer's GPU and `broadcast` to others; else, and where that fails, `disk` to a server of this
-    host, which reads the published file in place, or `tensor`; only what the SGLang release supports."""
+    host, which reads the published file in place, or `tensor`; only what the SGLang release
+    supports."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue; each token records its
     version. `restart`: abort and repeat, so that every turn has one version."""
