@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import simpy
 
 from testbed.twin.actions import ActingTurn, ActionPool
-from testbed.twin.faults import FailingTrainers, NodeFaults, start_faults
-from testbed.twin.workload import FailingTrajectory
+from testbed.twin.faults import FailingTrainers, FailingTrajectory, NodeFaults, start_faults
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.routing import Rates, classes_for
 from troupe.twin.cluster import OpenStep, PlayedTrajectory, QueryGroup, Twin

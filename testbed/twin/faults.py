@@ -1,4 +1,4 @@
-"""Failures of nodes in the twin: exponential lives of rollout and trainer workers."""
+"""Failures in the twin: environments that break, nodes with exponential lives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import simpy
 
 from troupe.scheduling.binding import RankWorker
 from troupe.twin.trainers import TrainingPool
+from troupe.twin.workload import TwinTrajectory
+
+
+class FailingTrajectory(TwinTrajectory):
+    """A trajectory whose environment breaks at the end of its last turn: it runs again, once."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

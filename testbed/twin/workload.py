@@ -6,13 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from testbed.twin.faults import FailingTrajectory
 from troupe.twin.workload import TeamWorkload, TwinTrajectory, TwinTurn, Workload
-
-
-class FailingTrajectory(TwinTrajectory):
-    """A trajectory whose environment breaks at the end of its last turn: it runs again, once."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _outcomes_in(environment: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # compiles nine modules, then runs large jobs twice
 def test_compiled_runs_end_as_interpreted_ones() -> None:
     try:
         ready = compiled.environment()
