@@ -122,9 +122,9 @@ class Bench:
         model = skeleton(AutoConfig.for_model(**self.plan.config), self.plan.dtype, POLICY)
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
-        for name, slot in model.state_dict().items():
-            drawn = torch.randn(slot.shape, generator=generator) * 0.02
-            tensors[name] = (drawn + 1.0 if "norm" in name else drawn).to(slot.dtype)
+        for name, tensor in model.state_dict().items():
+            drawn = torch.randn(tensor.shape, generator=generator) * 0.02
+            tensors[name] = (drawn + 1.0 if "norm" in name else drawn).to(tensor.dtype)
         if self.plan.config["tie_word_embeddings"]:
             del tensors["lm_head.weight"]
         return tensors

@@ -282,9 +282,9 @@ class RealBench(Bench):
         layout = skeleton(AutoConfig.for_model(**config), "bfloat16", POLICY)
         generator = torch.Generator().manual_seed(0)
         self._tensors = {
-            name: (torch.randn(slot.shape, generator=generator) * 0.02).to(slot.dtype)
+            name: (torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor.dtype)
             + (1.0 if "norm" in name else 0.0)
-            for name, slot in layout.state_dict().items()
+            for name, tensor in layout.state_dict().items()
             if name != "lm_head.weight"
         }
         engines: list[ServingEngine] = [
@@ -368,8 +368,8 @@ async def under_updates(cache: Literal["recompute", "keep"], quick: bool, place:
     generator = torch.Generator().manual_seed(0)
     layout = skeleton(AutoConfig.for_model(**config), "float32", POLICY).state_dict()
     now = {
-        name: torch.randn(slot.shape, generator=generator) * 0.1 + ("norm" in name)
-        for name, slot in layout.items()
+        name: torch.randn(tensor.shape, generator=generator) * 0.1 + ("norm" in name)
+        for name, tensor in layout.items()
         if name != "lm_head.weight"
     }
     versions = [now]

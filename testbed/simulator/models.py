@@ -73,7 +73,7 @@ class SharedPool:
         self.restores = 0
 
     def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
-        """Waits until the service is loaded and has a free slot, then holds it."""
+        """Waits until the service is loaded and has a free place, then holds it."""
         state, started = self._states[service], self._env.event()
         self._arrivals += 1
         state.waiting.append((self._arrivals, started))

@@ -46,7 +46,7 @@ async def test_first_come_first_served() -> None:
     assert engine.served == [f"r{n}" for n in range(5)]
 
 
-async def test_an_engine_that_comes_back_takes_what_waits() -> None:
+async def test_an_engine_that_returns_takes_the_waiting_turns() -> None:
     router, [engine] = make(count=1)
     engine.state = common_pb.ENGINE_STATE_STALE
     task = ask(router, "r")
@@ -88,7 +88,7 @@ async def test_deadlines_name_what_they_waited_for() -> None:
         (BadTurn("the prompt is empty"), TurnError, "bad_turn"),
     ],
 )
-async def test_what_no_engine_can_serve_is_not_repeated(
+async def test_a_turn_that_no_engine_can_serve_is_not_repeated(
     raised: Exception, expected: type[TurnError], kind: str
 ) -> None:
     router, [engine] = make(count=1)
@@ -114,7 +114,7 @@ async def test_a_closed_router_refuses_everyone() -> None:
         await held
 
 
-async def test_an_engine_that_is_added_takes_what_waits() -> None:
+async def test_an_added_engine_takes_the_waiting_turns() -> None:
     router, [first] = make(count=1, limit=1)
     tasks = [ask(router, f"r{n}") for n in range(3)]
     await settle()
@@ -140,7 +140,7 @@ async def test_a_removed_engine_ends_its_turns_and_gets_no_more() -> None:
     held = ask(router, "held", home)
     await settle()
     assert home.engine_id == "e0"
-    idle = StickyRoute(home.slot)
+    idle = StickyRoute(home.routed)
     router.remove("e0")
     assert home.engine_id is None
     others = [ask(router, f"r{n}", home if n == 0 else None) for n in range(5)]

@@ -55,7 +55,7 @@ async def test_a_long_conversation_waits_for_its_full_engine_but_not_for_a_lost_
     assert "c/2" in second.held  # read anew in no time
     second.answer("c/2")
     await short
-    home.slot = next(slot for slot in router._slots.values() if slot.engine is first)
+    home.routed = next(one for one in router._routed.values() if one.engine is first)
     again = ask(router, "c/3", home, prompt=4000)
     await settle()
     assert router.waiting == 1

@@ -206,9 +206,9 @@ def keep_float32(model: Any, exact: Tensors) -> None:
 
     Creating or casting a model in another dtype has rounded them.
     """
-    slots = model.state_dict(keep_vars=True)
+    own = model.state_dict(keep_vars=True)
     for name, tensor in exact.items():
-        slots[name].data = tensor.to(device=slots[name].device, dtype=torch.float32)
+        own[name].data = tensor.to(device=own[name].device, dtype=torch.float32)
 
 
 class _Same:
@@ -306,10 +306,10 @@ def _to_model(
 
     They follow `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
     """
-    slots = model.state_dict()
+    own = model.state_dict()
     if not is_transformers(model):
         for name in checkpoint:
-            _require(name, name, slots)
+            _require(name, name, own)
         return [Conversion.unchanged(name, tensor) for name, tensor in checkpoint.items()], []
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -324,13 +324,13 @@ def _to_model(
     prefix = model.base_model_prefix
 
     def matched(name: str) -> tuple[str, str | None]:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, slots)
-        if target not in slots and name in slots:
-            target, pattern = rename_source_key(name, [], [], prefix, slots)
-        if strays is not None and target not in slots:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, pattern = rename_source_key(name, [], [], prefix, own)
+        if strays is not None and target not in own:
             strays.append(name)
             return "", None
-        _require(name, target, slots)
+        _require(name, target, own)
         return target, pattern
 
     conversions = _planned(
@@ -490,8 +490,8 @@ def is_transformers(model: Any) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def _require(name: str, target: str, slots: Mapping[str, Any]) -> None:
-    if target not in slots:
+def _require(name: str, target: str, own: Mapping[str, Any]) -> None:
+    if target not in own:
         raise FormatMismatch(f"'{name}' is published, but the model has no such tensor", name)
 
 

@@ -139,19 +139,19 @@ def fitted(model: Any, stored: Layout) -> ModelArrangement:
         expected = CheckpointFormat(model, model.dtype).layout
         problem = shape_difference(_shapes(stored), _shapes(expected))
         raise TensorsDoNotFit(problem or str(error)) from error
-    slots = model.state_dict(keep_vars=True)
+    own = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
-    for name, tensor in slots.items():
+    for name, tensor in own.items():
         names.setdefault(id(tensor), []).append(name)
     lacking = {one[0] for one in names.values() if not any(name in found.layout for name in one)}
     about = SimpleNamespace(missing_keys=lacking, unexpected_keys=set(strays))
     model._adjust_missing_and_unexpected_keys(about)
     missing, superfluous = set(about.missing_keys), set(about.unexpected_keys)
-    both = {name: tensor for name, tensor in found.layout.items() if name in slots}
+    both = {name: tensor for name, tensor in found.layout.items() if name in own}
     reshaped = {
-        name: (tuple(tensor.shape), tuple(slots[name].shape))
+        name: (tuple(tensor.shape), tuple(own[name].shape))
         for name, tensor in both.items()
-        if tensor.shape != slots[name].shape
+        if tensor.shape != own[name].shape
     }
     if missing or reshaped:
         # Missing sources of converted tensors, such as one expert of a stack.

@@ -184,8 +184,12 @@ async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, B
 async def paced(plan: Plan, console: Console) -> dict[str, Any]:
     """On a host of more cores, whose actions sleep."""
     law = CodingLaw(turns=plan.turns).scaled(plan.paced_scale)
-    parallelism, slots = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
-    modes = (Mode("elastic"), Mode("fixed", parallelism), Mode("reserved", parallelism, slots))
+    parallelism, reservations = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
+    modes = (
+        Mode("elastic"),
+        Mode("fixed", parallelism),
+        Mode("reserved", parallelism, reservations),
+    )
     rows: list[tuple[Result, BatchResult]] = []
     async with started(_PACED_CORES, plan.paced_workers, paced=True) as reward:
         for count in plan.paced:
@@ -282,8 +286,8 @@ def _twin(
     before: Sequence[Trajectory] = (),
 ) -> BatchResult:
     """The same in simulated time."""
-    if mode.slots is not None:
-        pod, parallelism = cores // mode.slots, mode.fixed or 1
+    if mode.reservations is not None:
+        pod, parallelism = cores // mode.reservations, mode.fixed or 1
         return simulated.reserved(
             trajectories, [cores], pod=pod, parallelism=parallelism, kubernetes=False
         )

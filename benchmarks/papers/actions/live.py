@@ -54,12 +54,12 @@ class Result:
 @dataclass(frozen=True)
 class Mode:
     """How cores are given. `fixed`: so many to every action that could use more; None: elastic.
-    `slots`: reservations that there are; None: nobody waits for one. `order` is the service's.
+    `reservations`: how many there are; None: nobody waits for one. `order` is the service's.
     What one of the same `job` was seen to do is known; empty: its own name."""
 
     name: str
     fixed: int | None = None
-    slots: int | None = None
+    reservations: int | None = None
     told: bool = False
     order: Order = SHORTEST
     job: str = ""
@@ -76,7 +76,7 @@ async def play(
         given = (1, law.max_cores, 0.9) if fixed is None else (fixed, fixed, 0.0)
         kind = REWARD if name == REWARD else "tool"
         await reward.register(f"{name}-{suffix}", *given, kind=kind, told=mode.told)
-    pods = asyncio.Semaphore(mode.slots) if mode.slots is not None else None
+    pods = asyncio.Semaphore(mode.reservations) if mode.reservations is not None else None
     ran: list[Ran] = []
     waited = 0.0
 

@@ -65,7 +65,7 @@ class Losses:
 
 
 @dataclass(slots=True, eq=False)
-class EngineSlot:
+class RoutedEngine:
     """One engine of the router with the turns that it was given."""
 
     engine: ServingEngine
@@ -80,12 +80,12 @@ class EngineSlot:
 class StickyRoute:
     """The engine that served the last turn of one trajectory and policy: it caches the prefix."""
 
-    slot: EngineSlot | None = None
+    routed: RoutedEngine | None = None
 
     @property
     def engine_id(self) -> str | None:
         """The engine's id; None after its removal, since it loses its cache when it comes back."""
-        return None if self.slot is None or self.slot.removed else self.slot.engine.engine_id
+        return None if self.routed is None or self.routed.removed else self.routed.engine.engine_id
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class EnginePlacement:
     """The place of one running turn on an engine. `beside`: turns on the engine when this one
     began, itself included."""
 
-    slot: EngineSlot
+    routed: RoutedEngine
     work: Work
     cost: float
     beside: int
@@ -101,7 +101,7 @@ class EnginePlacement:
     @property
     def mean_beside(self) -> float:
         """Turns on the engine, the mean of when this one began and now."""
-        return (self.beside + self.slot.in_flight) / 2
+        return (self.beside + self.routed.in_flight) / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -250,9 +250,9 @@ class PolicyRouter:
         self._resume = resume
         self._closed = ""
         self._losses = Losses()
-        self._slots: dict[str, EngineSlot] = {}
+        self._routed: dict[str, RoutedEngine] = {}
         # Removed engines that still run turns.
-        self._leaving: set[EngineSlot] = set()
+        self._leaving: set[RoutedEngine] = set()
         self._fleet = Fleet(self._spec.policy, sticky=self._spec.sticky)
         self._rates: dict[str, Rates] = {}
         self._profiles = Profiles()
@@ -272,27 +272,27 @@ class PolicyRouter:
     @property
     def in_flight(self) -> int:
         """Turns on engines, removed engines included."""
-        return sum(slot.in_flight for slot in (*self._slots.values(), *self._leaving))
+        return sum(routed.in_flight for routed in (*self._routed.values(), *self._leaving))
 
     @property
     def backlog(self) -> Backlog:
         """Current load. O(engines + waiting turns)."""
-        tokens = sum(slot.outstanding for slot in (*self._slots.values(), *self._leaving))
+        tokens = sum(routed.outstanding for routed in (*self._routed.values(), *self._leaving))
         for queue in (self._queue, *self._bound.values()):
             tokens += sum(t.work.prompt_tokens + t.work.response_tokens for t in queue)
         return Backlog(self.waiting, self.in_flight, round(tokens))
 
     def add(self, engine: ServingEngine) -> None:
         """Let turns go to `engine` from now on. Raises `AlreadyExists`."""
-        if engine.engine_id in self._slots:
+        if engine.engine_id in self._routed:
             raise AlreadyExists(
                 f"policy '{self._policy}' has this engine already",
                 field="engine_id",
                 value=engine.engine_id,
             )
         adaptive = self._spec.adaptive_limit and self._spec.policy == "least_work"
-        slot = EngineSlot(engine, self._limit, AdaptiveLimit(self._limit) if adaptive else None)
-        self._slots[engine.engine_id] = slot
+        routed = RoutedEngine(engine, self._limit, AdaptiveLimit(self._limit) if adaptive else None)
+        self._routed[engine.engine_id] = routed
         device = engine.device
         rates = None
         if device.prefill_tokens_per_second and device.decode_tokens_per_second:
@@ -305,30 +305,30 @@ class PolicyRouter:
 
     def remove(self, engine_id: str) -> None:
         """Send the engine no new turns; running ones continue. Raises `NotFound`."""
-        slot = self._slots.pop(engine_id, None)
-        if slot is None:
+        routed = self._routed.pop(engine_id, None)
+        if routed is None:
             raise NotFound(
                 f"policy '{self._policy}' has no such engine",
                 field="engine_id",
                 value=engine_id,
-                remedy=f"Known: {', '.join(self._slots) or 'none'}.",
+                remedy=f"Known: {', '.join(self._routed) or 'none'}.",
             )
         self._fleet.remove(engine_id)
         self._rates = self._fleet.rates
-        slot.removed = True
-        if slot.in_flight:
-            self._leaving.add(slot)
+        routed.removed = True
+        if routed.in_flight:
+            self._leaving.add(routed)
         self.wake()
 
     def set_limit(self, engine_id: str, limit: int) -> None:
         """Change how many turns an engine runs at most; further ones run to their end. Repeatable,
         without effect for an engine that is not in the router."""
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.most == limit:
+        routed = self._routed.get(engine_id)
+        if routed is None or routed.most == limit:
             return
-        slot.most = limit
-        if slot.limit is not None:
-            slot.limit = AdaptiveLimit(limit)
+        routed.most = limit
+        if routed.limit is not None:
+            routed.limit = AdaptiveLimit(limit)
         self._fleet.set_limit(engine_id, limit)
         self.wake()
 
@@ -404,7 +404,7 @@ class PolicyRouter:
                 raise self._late(f"found no free engine within {deadline_seconds:g} s") from error
             placed = time.monotonic()
             waited += placed - queued
-            engine = placement.slot.engine
+            engine = placement.routed.engine
             drawn: GeneratedTurn | None = None
             try:
                 drawn = await engine.generate(
@@ -415,7 +415,7 @@ class PolicyRouter:
                 )
                 drawn = replace(drawn, beside=placement.mean_beside)
             except Unavailable as error:  # the engine died, updates, or leaves
-                route.slot = None
+                route.routed = None
                 self.on_lost(engine.engine_id)
                 piece = getattr(error, "drawn", None)
             except TurnDeadline as error:
@@ -472,19 +472,19 @@ class PolicyRouter:
 
     def _release(self, placement: EnginePlacement, drawn: GeneratedTurn | None = None) -> None:
         """Free the place of a turn whose engine drew `drawn`, and give it to the next turn."""
-        slot = placement.slot
+        routed = placement.routed
         beside = placement.mean_beside
-        slot.in_flight -= 1
-        slot.outstanding -= placement.work.prompt_tokens + placement.work.response_tokens
-        if slot.removed:
-            if not slot.in_flight:
-                self._leaving.discard(slot)
+        routed.in_flight -= 1
+        routed.outstanding -= placement.work.prompt_tokens + placement.work.response_tokens
+        if routed.removed:
+            if not routed.in_flight:
+                self._leaving.discard(routed)
             return
-        engine_id = slot.engine.engine_id
+        engine_id = routed.engine.engine_id
         self._fleet.take_back(engine_id, placement.cost)
-        if drawn is not None and slot.limit is not None:
-            slot.limit.ended(beside, drawn.generate_seconds, len(drawn.token_ids))
-            self._fleet.set_limit(engine_id, slot.limit.now)
+        if drawn is not None and routed.limit is not None:
+            routed.limit.ended(beside, drawn.generate_seconds, len(drawn.token_ids))
+            self._fleet.set_limit(engine_id, routed.limit.now)
         self.wake()
 
     def _try_place(self, turn: PendingTurn) -> EnginePlacement | None:
@@ -494,14 +494,14 @@ class PolicyRouter:
             engine_id = self._choose(turn)
         if engine_id is None:
             return None
-        slot = turn.route.slot = self._slots[engine_id]
+        routed = turn.route.routed = self._routed[engine_id]
         if not self._fleet.has_room(engine_id):
             turn.bound = engine_id
             return None
-        slot.in_flight += 1
-        slot.outstanding += turn.work.prompt_tokens + turn.work.response_tokens
+        routed.in_flight += 1
+        routed.outstanding += turn.work.prompt_tokens + turn.work.response_tokens
         cost = self._fleet.give(engine_id, turn.work)
-        return EnginePlacement(slot, turn.work, cost, slot.in_flight)
+        return EnginePlacement(routed, turn.work, cost, routed.in_flight)
 
     def _choose(self, turn: PendingTurn) -> str | None:
         affinity, kind = self._spec.affinity, (turn.domain, turn.agent)
@@ -553,17 +553,17 @@ class PolicyRouter:
             del self._bound[engine_id]
 
     def _serves(self, engine_id: str) -> bool:
-        slot = self._slots.get(engine_id)
-        return slot is not None and self._may_serve(slot.engine)
+        routed = self._routed.get(engine_id)
+        return routed is not None and self._may_serve(routed.engine)
 
     def _new_queue(self) -> TurnQueue[PendingTurn]:
         return TurnQueue(priority=self._spec.priority)
 
     def _late(self, what: str) -> TurnError:
         engines = ", ".join(
-            f"{slot.engine.engine_id} {common_pb.EngineState.Name(slot.engine.state)[13:]}"
-            + (f" ({slot.engine.message})" if slot.engine.message else "")
-            for slot in self._slots.values()
+            f"{routed.engine.engine_id} {common_pb.EngineState.Name(routed.engine.state)[13:]}"
+            + (f" ({routed.engine.message})" if routed.engine.message else "")
+            for routed in self._routed.values()
         )
         return TurnError(
             f"a turn of policy '{self._policy}' {what}; "

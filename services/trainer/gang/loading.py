@@ -219,13 +219,13 @@ class MetaTensors:
         self._by_name: dict[str, MetaTensor] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
             path, _, leaf = name.rpartition(".")
-            slot = self._by_name[name] = together.setdefault(id(tensor), MetaTensor())
-            slot.add(name, module.get_submodule(path), leaf)
+            meta = self._by_name[name] = together.setdefault(id(tensor), MetaTensor())
+            meta.add(name, module.get_submodule(path), leaf)
 
     def of(self, module: Any) -> dict[str, MetaTensor]:
-        """The slots of what `module` has become, by every name."""
+        """The metas of what `module` has become, by every name."""
         modules = {id(one) for one in module.modules()}
-        return {name: slot for name, slot in self._by_name.items() if slot.within(modules)}
+        return {name: meta for name, meta in self._by_name.items() if meta.within(modules)}
 
 
 class StoredModel:
@@ -258,49 +258,49 @@ class StoredModel:
             raise self._explained(error) from error
 
     def fill(
-        self, slots: Mapping[str, MetaTensor], device: torch.device, progress: LoadProgress
+        self, metas: Mapping[str, MetaTensor], device: torch.device, progress: LoadProgress
     ) -> None:
-        """Read this rank's shards of `slots` to `device`. Raises InvalidArgument."""
+        """Read this rank's shards of `metas` to `device`. Raises InvalidArgument."""
         filled: dict[int, torch.Tensor] = {}
         try:
             for one in self._arrangement.conversions:
-                for name, shard in self._shards(one, slots):
-                    slot = slots[name]
-                    before = filled.setdefault(id(slot), shard)
+                for name, shard in self._shards(one, metas):
+                    meta = metas[name]
+                    before = filled.setdefault(id(meta), shard)
                     if before is not shard:  # a tied tensor that the files have twice
                         if self._ties and not torch.equal(before, shard):
                             raise untied(self._outline)
                         continue
-                    slot.put(shard, device)
-                    filled[id(slot)] = shard if len(slot.names) > 1 else shard.new_empty(0)
-                    progress.add(slot.nbytes)
+                    meta.put(shard, device)
+                    filled[id(meta)] = shard if len(meta.names) > 1 else shard.new_empty(0)
+                    progress.add(meta.nbytes)
         except TimeoutError:
             raise
         except Exception as error:
             raise self._explained(error) from error
 
     def _shards(
-        self, one: Conversion, slots: Mapping[str, MetaTensor]
+        self, one: Conversion, metas: Mapping[str, MetaTensor]
     ) -> list[tuple[str, torch.Tensor]]:
         """This rank's shards of what a conversion makes, by names in the model."""
-        wanted = {name: slots[name] for name in one.layout if name in slots}
+        wanted = {name: metas[name] for name in one.layout if name in metas}
         if not wanted:
             return []
         stored = self._stored
         if one.renames is not None:
             source, target = one.renames
-            slot = wanted[target]
-            rows = slot.part()[1] if stored.layout[source].ndim else None
-            return [(target, stored.read(source, slot.tensor.dtype, rows))]
+            meta = wanted[target]
+            rows = meta.part()[1] if stored.layout[source].ndim else None
+            return [(target, stored.read(source, meta.tensor.dtype, rows))]
         if len(wanted) == len(one.layout) == 1:
-            ((name, slot),) = wanted.items()
-            shape, rows = slot.part()
+            ((name, meta),) = wanted.items()
+            shape, rows = meta.part()
             if not rows:
                 return [(name, torch.empty(shape))]
             if (part := one.rows(rows)) is not None:
                 return [(name, part.convert(stored.read)[name])]
         whole = one.convert(stored.read)
-        return [(name, whole[name][_slice(slot.part()[1])]) for name, slot in wanted.items()]
+        return [(name, whole[name][_slice(meta.part()[1])]) for name, meta in wanted.items()]
 
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, TroupeError):
@@ -335,17 +335,17 @@ def load_sharded(
     themselves. Raises as `load_model` and `together`.
     """
     module = cast(outline(policy, spec), dtype).eval()
-    slots = MetaTensors(module)
+    metas = MetaTensors(module)
     source = spec.language_model
     stored = None if weights is not None else _stored_model(group, policy, source, module)
     module = prepare(module)
     # Its own modules are not on the meta device.
     module = group.collectives.follow(shard(module, group.mesh, half=half))
-    wanted = slots.of(module)
+    wanted = metas.of(module)
 
     def read(progress: LoadProgress) -> None:
         assert stored is not None
-        progress.total = sum(slot.nbytes for slot in {id(s): s for s in wanted.values()}.values())
+        progress.total = sum(meta.nbytes for meta in {id(s): s for s in wanted.values()}.values())
         stored.verify(group.local, group.size // group.hosts)
         stored.fill(wanted, device, progress)
 
@@ -398,28 +398,28 @@ def _stored_model(
 
 
 def fill_from(
-    tensors: Mapping[str, torch.Tensor], slots: Mapping[str, MetaTensor], *, shared: bool
+    tensors: Mapping[str, torch.Tensor], metas: Mapping[str, MetaTensor], *, shared: bool
 ) -> None:
-    """Fill `slots` with this rank's shards of `tensors`, sharded alike: copies, unless `shared`."""
-    for slot in slots.values():
-        own = next((tensors[one] for one in slot.names if one in tensors), None)
-        if own is None or not slot.tensor.is_meta:
+    """Fill `metas` with this rank's shards of `tensors`, sharded alike: copies, unless `shared`."""
+    for meta in metas.values():
+        own = next((tensors[one] for one in meta.names if one in tensors), None)
+        if own is None or not meta.tensor.is_meta:
             continue
         local = (own.to_local() if isinstance(own, DTensor) else own).detach()
-        slot.put(local if shared else local.clone(), local.device)
+        meta.put(local if shared else local.clone(), local.device)
 
 
 def scatter_model(
-    slots: Mapping[str, MetaTensor], model: Any, device: torch.device, group: GangGroup
+    metas: Mapping[str, MetaTensor], model: Any, device: torch.device, group: GangGroup
 ) -> None:
-    """Fill `slots` with the tensors of a whole `model`, which rank 0 has and the others have not.
+    """Fill `metas` with the tensors of a whole `model`, which rank 0 has and the others have not.
 
     All ranks must call it. One tensor at a time is whole on the others.
     """
     whole = {} if model is None else model.state_dict()
-    for name in sorted(slots):
-        slot = slots[name]
-        own = slot.tensor
+    for name in sorted(metas):
+        meta = metas[name]
+        own = meta.tensor
         if not own.is_meta:  # tied to one before
             continue
         full = torch.empty(own.shape, dtype=own.dtype, device=device)
@@ -427,11 +427,11 @@ def scatter_model(
             full.copy_(whole[name])
         if isinstance(own, DTensor):
             spread = distribute_tensor(full, own.device_mesh, own.placements)
-            slot.put(spread.to_local(), device)
+            meta.put(spread.to_local(), device)
         else:
             cpu = full.cpu()
             dist.broadcast(cpu, 0, group.control)
-            slot.put(cpu, device)
+            meta.put(cpu, device)
 
 
 @torch.no_grad()

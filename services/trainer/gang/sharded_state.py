@@ -86,7 +86,7 @@ def read_whole(directory: Path) -> Tensors:
 
 
 def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
-    """Split tensors into weights and moments, whose names begin with that of their slot."""
+    """Split tensors into weights and moments, whose names begin with their kind."""
     return (
         {name: tensor for name, tensor in tensors.items() if not is_moment(name)},
         {name: tensor for name, tensor in tensors.items() if is_moment(name)},

@@ -242,7 +242,7 @@ class Critic:
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Weights by `critic/weight/{parameter}`, moments by `critic/{slot}/{parameter}`."""
+        """Weights by `critic/weight/{parameter}`, moments by `critic/{kind}/{parameter}`."""
         state = {f"{_PREFIX}{_WEIGHT}/{n}": p.detach() for n, p in self._trained.items()}
         moments = export_moments(self._module, self._optimizer)
         return state | {f"{_PREFIX}{name}": tensor for name, tensor in moments.items()}

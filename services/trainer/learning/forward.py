@@ -114,10 +114,10 @@ class TrainedModel:
 
 
 def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    slots = model.state_dict()
+    own = model.state_dict()
     named = {name for name, _ in model.named_parameters()}
     # Buffers, and further names of a tied tensor, may be missing.
-    expected = {n: slot.shape for n, slot in slots.items() if n in named or n in weights}
+    expected = {n: tensor.shape for n, tensor in own.items() if n in named or n in weights}
     if wrong := shape_difference({n: t.shape for n, t in weights.items()}, expected):
         raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
     model.load_state_dict(dict(weights), strict=False)

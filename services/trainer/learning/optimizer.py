@@ -30,7 +30,7 @@ _LIMIT = 1 << 63
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 Generators = dict[str, torch.Tensor]
 NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
-# Between the slot and the parameter in the name of a moment: `{slot}/{parameter}`.
+# Between the kind and the parameter in the name of a moment: `{kind}/{parameter}`.
 SEPARATOR = "/"
 Moments = dict[str, torch.Tensor]
 
@@ -292,11 +292,11 @@ def make_optimizer(
 
 
 def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Moments:
-    """The optimizer's state by `{slot}/{parameter}`, not copied; empty before the first step."""
+    """The optimizer's state by `{kind}/{parameter}`, not copied; empty before the first step."""
     return {
-        f"{slot}/{name}": value
+        f"{kind}/{name}": value
         for name, parameter in model.named_parameters()
-        for slot, value in optimizer.state.get(parameter, {}).items()
+        for kind, value in optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -314,17 +314,17 @@ def import_moments(
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in moments.items():
-        slot, _, name = key.partition("/")
+        kind, _, name = key.partition("/")
         parameter = parameters[name]
         # AdamW keeps `step` in float32, the moments in the parameter's type.
         if isinstance(optimizer, OffloadedAdamW):
             found = optimizer.on_host(value, parameter)
         else:
             found = value.to(parameter.device, copy=copy)
-        optimizer.state.setdefault(parameter, {})[slot] = found
+        optimizer.state.setdefault(parameter, {})[kind] = found
 
 
-_SLOTS = ("exp_avg", "exp_avg_sq")
+_MOMENT_KINDS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,9 @@ class _Buffer:
     """Device memory of the moments of one part."""
 
     def __init__(self, elements: int, like: torch.Tensor) -> None:
-        self._memory = [torch.empty(elements, dtype=like.dtype, device=like.device) for _ in _SLOTS]
+        self._memory = [
+            torch.empty(elements, dtype=like.dtype, device=like.device) for _ in _MOMENT_KINDS
+        ]
         # When what was computed here is on the host.
         self.left: torch.cuda.Event | None = None
 
@@ -404,11 +406,11 @@ class OffloadedAdamW(torch.optim.AdamW):
                 continue
             if not (state := self.state[parameter]):
                 state["step"] = torch.zeros(())
-                for slot in _SLOTS:
-                    state[slot] = self.on_host(parameter.detach(), parameter, empty=True)
+                for kind in _MOMENT_KINDS:
+                    state[kind] = self.on_host(parameter.detach(), parameter, empty=True)
             flat = local_part(parameter.detach()).view(-1)
             gradient = local_part(parameter.grad).contiguous().view(-1)
-            first, second = (local_part(state[slot]).view(-1) for slot in _SLOTS)
+            first, second = (local_part(state[kind]).view(-1) for kind in _MOMENT_KINDS)
             start = 0
             while start < len(flat):
                 end = min(len(flat), start + room)

@@ -59,7 +59,7 @@ class _Gather:
     @classmethod
     def of(cls, packing: Packing, heads: _Heads, window: int | None) -> _Gather:
         by_query, by_key = torch.arange(heads.queries), torch.arange(heads.keys)
-        queries, keys, slots = [], [], []
+        queries, keys, outputs = [], [], []
         offset = 0
         for block in packing.blocks:
             n, width, length = block.shape
@@ -68,9 +68,9 @@ class _Gather:
             keys.append((block.keys.view(n, 1, length) * heads.keys + by_key[:, None]).reshape(-1))
             # [n * Q, H]: where in the output the heads of the block's queries are.
             found = torch.arange(offset, offset + own.numel()).view(n, heads.queries, width)
-            slots.append(found.transpose(1, 2).reshape(n * width, heads.queries))
+            outputs.append(found.transpose(1, 2).reshape(n * width, heads.queries))
             offset += own.numel()
-        joined = torch.cat(slots)
+        joined = torch.cat(outputs)
         places = (joined if packing.place is None else joined[packing.place]).reshape(-1)
         used = torch.zeros(offset, dtype=torch.bool)
         used[places] = True

@@ -144,8 +144,8 @@ class Packing:
         """Make the packing of segments whose fresh tokens are concatenated in this order."""
         blocks, places, offset = [], np.empty(sum(s.fresh for s in segments), np.int64), 0
         for members in _similar(segments):
-            block, own, slots = _block([segments[i] for i in members])
-            places[own] = offset + slots
+            block, own, positions = _block([segments[i] for i in members])
+            places[own] = offset + positions
             offset += block.shape[0] * block.shape[1]
             blocks.append(block)
         ordered = offset == len(places) and bool((np.diff(places) == 1).all())
@@ -200,12 +200,12 @@ def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
     depth = max(row.shared for row in rows)
     length = width if not depth else max(len(row.path) for row in rows)
     queries, keys = np.empty((n, width), np.int64), np.empty((n, length), np.int64)
-    slots: list[Ints] = []
+    positions: list[Ints] = []
     for b, row in enumerate(rows):
         own = row.queries
         queries[b, : row.fresh], queries[b, row.fresh :] = own, own[-1]
         keys[b, : len(row.path)], keys[b, len(row.path) :] = row.path, row.path[-1]
-        slots.append(np.arange(b * width, b * width + row.fresh))
+        positions.append(np.arange(b * width, b * width + row.fresh))
     flat, read = queries.reshape(-1), keys.reshape(-1)
     dense = not depth and bool((np.diff(flat) == 1).all()) and np.array_equal(flat, read)
     block = Block(
@@ -216,7 +216,7 @@ def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
         torch.from_numpy(np.array([row.shared for row in rows])),
         int(flat[0]) if dense else None,
     )
-    return block, np.concatenate([row.queries for row in rows]), np.concatenate(slots)
+    return block, np.concatenate([row.queries for row in rows]), np.concatenate(positions)
 
 
 @dataclass(frozen=True)
