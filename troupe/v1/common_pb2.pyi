@@ -69,7 +69,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Policies are being bound, engines launched, weights of version 0 published."""
     JOB_STATE_RUNNING: _JobState.ValueType  # 3
     JOB_STATE_PAUSING: _JobState.ValueType  # 4
-    """No new query is admitted; what is in flight finishes."""
+    """No new query is admitted; queries in flight finish."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 5
     JOB_STATE_CANCELLING: _JobState.ValueType  # 6
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 7
@@ -77,7 +77,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_CANCELLED: _JobState.ValueType  # 9
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
-    """The life of a job. Allowed transitions: troupe/states.py."""
+    """The states of a job. Allowed transitions: troupe/states.py."""
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 JOB_STATE_SUBMITTED: JobState.ValueType  # 1
@@ -86,7 +86,7 @@ JOB_STATE_STARTING: JobState.ValueType  # 2
 """Policies are being bound, engines launched, weights of version 0 published."""
 JOB_STATE_RUNNING: JobState.ValueType  # 3
 JOB_STATE_PAUSING: JobState.ValueType  # 4
-"""No new query is admitted; what is in flight finishes."""
+"""No new query is admitted; queries in flight finish."""
 JOB_STATE_PAUSED: JobState.ValueType  # 5
 JOB_STATE_CANCELLING: JobState.ValueType  # 6
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 7
@@ -202,7 +202,7 @@ class _BindingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BindingS
     """Its training state waits in the transfer layer; it holds no device."""
 
 class BindingState(_BindingState, metaclass=_BindingStateEnumTypeWrapper):
-    """A policy holding training devices."""
+    """A policy that holds training devices."""
 
 BINDING_STATE_UNSPECIFIED: BindingState.ValueType  # 0
 BINDING_STATE_BINDING: BindingState.ValueType  # 1
@@ -271,7 +271,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ResolvedSetting(_message.Message):
-    """What a failed call carries in its status details: enough to act on.
+    """The status details of a failed call, with the information needed to act.
     A setting of a job that its author may have left open, as a worker resolved it.
     """
 
@@ -281,10 +281,10 @@ class ResolvedSetting(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     field: _builtins.str
-    """Where the job has it: "policies.solver.engine.max_running"."""
+    """Its path in the job: "policies.solver.engine.max_running"."""
     value: _builtins.str
     source: _builtins.str
-    """Who decided: "given", "checkpoint", or the class of the device."""
+    """Source of the value: "given", "checkpoint", or the class of the device."""
     def __init__(
         self,
         *,
@@ -378,12 +378,12 @@ class WeightsRef(_message.Message):
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"host:port" of transfer owners that had it when this was written: where another host asks
-        first. Whoever finds it nowhere there asks Orchestrator.LocateState.
+        first. A reader that does not find it there asks Orchestrator.LocateState.
         """
 
     @_builtins.property
     def trained_on(self) -> Global___DeviceWeights:
-        """Where the devices are that trained it. Not set for weights that no trainer holds."""
+        """Location of the devices that trained it. Not set for weights without a trainer."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ class Sample(_message.Message):
     be what they are compared with; absent or 0 (greedy) counts as 1.
     """
     uses: _builtins.int
-    """Optimizer steps that it has contributed to; more than one only where the job replays."""
+    """Number of optimizer steps to which it has contributed; more than one only if the job replays."""
     chain: _builtins.str
     """Samples of one trajectory and agent with equal `chain` follow one another in the order of
     `turn`: an episode of a critic. Replies of one call that drew several are chains of their own,
@@ -262,8 +262,8 @@ Global___Payload: _TypeAlias = Payload  # noqa: Y015
 
 @_typing.final
 class Stem(_message.Message):
-    """The beginning that a sample shares with an earlier one of its trajectory and policy: each token of
-    a conversation is sent and stored once (troupe/prefixes.py).
+    """The beginning that a sample shares with an earlier one of its trajectory and policy: each token
+    of a conversation is sent and stored once (troupe/prefixes.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -446,7 +446,7 @@ class CreateTablesRequest(_message.Message):
     trained returns in the policy's next step, until it was used so often.
     """
     drop_without_signal: _builtins.bool
-    """Groups whose rewards are all equal teach nothing: they are DROPPED as "no_signal"."""
+    """Groups whose rewards are all equal have no signal: they are DROPPED as "no_signal"."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -534,7 +534,7 @@ class OpenStepRequest(_message.Message):
     """
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Version each trained policy rolls out with."""
+        """Version with which each trained policy rolls out."""
 
     @_builtins.property
     def query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -566,7 +566,7 @@ class OpenStepResponse(_message.Message):
     EXISTED_FIELD_NUMBER: _builtins.int
     ENDED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """True when this step was open already (a repeated or resumed call)."""
+    """True if this step was already open (a repeated or resumed call)."""
     @_builtins.property
     def ended_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Trajectories of this step already ended, to skip when resuming."""
@@ -605,7 +605,7 @@ class AmendStepRequest(_message.Message):
     drop_reason: _builtins.str
     carry_to: _builtins.int
     close: _builtins.bool
-    """From now on the roster stays as it is."""
+    """From now on the roster is fixed."""
     cursor: _builtins.int
     """Replaces the step's cursor when larger."""
     @_builtins.property
@@ -649,7 +649,7 @@ class AmendStepResponse(_message.Message):
     COMPLETE_QUERY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def complete_query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that were to leave but are complete, and so stay."""
+        """Queries that should have left but are complete, and therefore stay."""
 
     def __init__(
         self,
@@ -685,9 +685,9 @@ class AppendTrajectoryRequest(_message.Message):
     state: _common_pb2.TrajectoryState.ValueType
     """COMPLETED, FAILED or ABORTED."""
     reason: _builtins.str
-    """Why it has no rows, when it has none."""
+    """The reason if it has no rows."""
     solved: _builtins.bool
-    """Of a job with a curriculum: whether it solved its task."""
+    """For a job with a curriculum: whether it solved its task."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
@@ -722,7 +722,7 @@ class AppendTrajectoryResponse(_message.Message):
     accepted: _builtins.bool
     """False when this trajectory had ended before: nothing was written."""
     step: _builtins.int
-    """The step that it counts for: another than asked for when its query was carried over."""
+    """The step for which it counts: not the requested one if its query was carried over."""
     drop_reason: _builtins.str
     """Why the trajectory was dropped before this call: its query left the step, or its group was
     complete without it ("redundant"). Empty when it was accepted or had ended by itself.
@@ -1052,7 +1052,7 @@ class ClaimMicroBatchRequest(_message.Message):
     policy: _builtins.str
     step: _builtins.int
     claimant: _builtins.str
-    """The claiming binding; ReleaseClaims by this name frees all it holds."""
+    """The claiming binding; ReleaseClaims with this name frees all its claims."""
     max_samples: _builtins.int
     max_tokens: _builtins.int
     """Stop before this many tokens are exceeded (at least one sample); 0: no bound."""
@@ -1285,8 +1285,8 @@ Global___ReleaseClaimsResponse: _TypeAlias = ReleaseClaimsResponse  # noqa: Y015
 @_typing.final
 class DropGoneRequest(_message.Message):
     """A value that a column refers to is nowhere any more, as after the loss of the host that kept it:
-    the samples are DROPPED as "value_gone", the claim goes on with the others. Rewards of theirs stay
-    among the `group_rewards` of their group, which are final once a member can be claimed.
+    the samples are DROPPED as "value_gone", the claim goes on with the others. Rewards of theirs
+    stay among the `group_rewards` of their group, which are final once a member can be claimed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1701,7 +1701,7 @@ Global___FreeKeptRowsResponse: _TypeAlias = FreeKeptRowsResponse  # noqa: Y015
 
 @_typing.final
 class StepCommit(_message.Message):
-    """The record that a policy's step is over."""
+    """The record that a policy's step is over, which alone determines its version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2732,7 +2732,7 @@ class AuditTablesResponse(_message.Message):
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAudit]: ...
     @_builtins.property
     def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What contradicts the promise, in words; empty when it holds."""
+        """Descriptions of violations of the guarantee; empty: none."""
 
     @_builtins.property
     def trajectories_by_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
@@ -2895,7 +2895,7 @@ class LoggedStep(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoggedSample]:
-        """In order of their ids."""
+        """In the order of their ids."""
 
     @_builtins.property
     def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

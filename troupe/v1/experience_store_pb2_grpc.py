@@ -191,7 +191,7 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AmendStep(self, request, context):
-        """Changes the roster of a step that was opened with `held_open`, at one stroke.
+        """Changes the roster of a step that was opened with `held_open`, atomically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,7 +212,7 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request, context):
-        """Several of both in one call: what comes at about the same time need not travel one by one.
+        """Several of both in one call, for data that arrive at about the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,21 +232,21 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseClaims(self, request, context):
-        """Gives claimed samples back (a trainer that stops, or was superseded).
+        """Returns claimed samples (of a trainer that stops, or was superseded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropGone(self, request, context):
-        """Drops samples of a live claim that cannot be trained, since values of theirs are gone.
+        """Drops samples of a live claim that cannot be trained because some of their values are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """Ends a policy's step: claimed samples become TRAINED and the version moves, at once.
+        """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,14 +288,14 @@ class ExperienceStoreServicer:
 
     def KeepRows(self, request, context):
         """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
-        training state is on disk: by these rows another trainer computes the step again.
+        training state is on disk: with these rows another trainer can compute the step again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeKeptRows(self, request, context):
-        """Which version of a policy is on disk, and which later ones can be computed from kept rows.
+        """The version of a policy on disk, and the later ones that can be computed from kept rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,15 +309,16 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FreeKeptRows(self, request, context):
-        """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed.
+        """Records that a version's training state is on disk; rows kept for it and earlier ones are
+        freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadTaskPools(self, request, context):
-        """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
-        the tasks by their success rates. Idempotent.
+        """For a job with a curriculum: counts how often the tasks of committed steps were solved, and
+        lists the tasks by their success rates. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,7 +338,7 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeTables(self, request, context):
-        """What every table of a job holds now, over all its steps.
+        """The present contents of every table of a job, over all its steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,7 +352,7 @@ class ExperienceStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadLog(self, request, context):
-        """The log behind the audit: what became of every sample of a policy, step by step.
+        """The log behind the audit: the outcome of every sample of a policy, step by step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

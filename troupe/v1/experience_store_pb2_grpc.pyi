@@ -38,22 +38,22 @@ class ExperienceStoreStub:
     OpenStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.OpenStepRequest, _experience_store_pb2.OpenStepResponse]
     """Admits a step: the durable list of the groups that it consists of."""
     AmendStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AmendStepRequest, _experience_store_pb2.AmendStepResponse]
-    """Changes the roster of a step that was opened with `held_open`, at one stroke."""
+    """Changes the roster of a step that was opened with `held_open`, atomically."""
     AppendTrajectory: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AppendTrajectoryRequest, _experience_store_pb2.AppendTrajectoryResponse]
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]
     """Fills columns of one sample that arrive late (rewards, reference log-probs)."""
     Write: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.WriteRequest, _experience_store_pb2.WriteResponse]
-    """Several of both in one call: what comes at about the same time need not travel one by one."""
+    """Several of both in one call, for data that arrive at about the same time."""
     ClaimMicroBatch: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ClaimMicroBatchRequest, _experience_store_pb2.ClaimMicroBatchResponse]
     """Leases ready samples of one policy and step; waits until some are ready."""
     RenewClaims: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]
     ReleaseClaims: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ReleaseClaimsRequest, _experience_store_pb2.ReleaseClaimsResponse]
-    """Gives claimed samples back (a trainer that stops, or was superseded)."""
+    """Returns claimed samples (of a trainer that stops, or was superseded)."""
     DropGone: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]
-    """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
+    """Drops samples of a live claim that cannot be trained because some of their values are gone."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
-    """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
+    """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
     OpenVersion: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.OpenVersionRequest, _experience_store_pb2.OpenVersionResponse]
     """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing."""
@@ -65,27 +65,29 @@ class ExperienceStoreStub:
     """All versions of one policy, oldest first, in pages."""
     KeepRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]
     """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
-    training state is on disk: by these rows another trainer computes the step again.
+    training state is on disk: with these rows another trainer can compute the step again.
     """
     DescribeKeptRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeKeptRowsRequest, _experience_store_pb2.DescribeKeptRowsResponse]
-    """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+    """The version of a policy on disk, and the later ones that can be computed from kept rows."""
     ReadKeptRows: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadKeptRowsRequest, _experience_store_pb2.KeptMicroBatch]
     """The micro-batches that made a version, in the order in which they were accumulated."""
     FreeKeptRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.FreeKeptRowsRequest, _experience_store_pb2.FreeKeptRowsResponse]
-    """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
+    """Records that a version's training state is on disk; rows kept for it and earlier ones are
+    freed.
+    """
     ReadTaskPools: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]
-    """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
-    the tasks by their success rates. Idempotent.
+    """For a job with a curriculum: counts how often the tasks of committed steps were solved, and
+    lists the tasks by their success rates. Idempotent.
     """
     WatchTables: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]
     DescribeTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]
-    """What every table of a job holds now, over all its steps."""
+    """The present contents of every table of a job, over all its steps."""
     AuditTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AuditTablesRequest, _experience_store_pb2.AuditTablesResponse]
     """Checks from the log that every sample was trained once or dropped with a reason."""
     ReadLog: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]
-    """The log behind the audit: what became of every sample of a policy, step by step."""
+    """The log behind the audit: the outcome of every sample of a policy, step by step."""
     DropTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]
     """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
     AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
@@ -101,22 +103,22 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     OpenStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.OpenStepRequest, _experience_store_pb2.OpenStepResponse]  # type: ignore[assignment]
     """Admits a step: the durable list of the groups that it consists of."""
     AmendStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AmendStepRequest, _experience_store_pb2.AmendStepResponse]  # type: ignore[assignment]
-    """Changes the roster of a step that was opened with `held_open`, at one stroke."""
+    """Changes the roster of a step that was opened with `held_open`, atomically."""
     AppendTrajectory: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AppendTrajectoryRequest, _experience_store_pb2.AppendTrajectoryResponse]  # type: ignore[assignment]
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]  # type: ignore[assignment]
     """Fills columns of one sample that arrive late (rewards, reference log-probs)."""
     Write: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.WriteRequest, _experience_store_pb2.WriteResponse]  # type: ignore[assignment]
-    """Several of both in one call: what comes at about the same time need not travel one by one."""
+    """Several of both in one call, for data that arrive at about the same time."""
     ClaimMicroBatch: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ClaimMicroBatchRequest, _experience_store_pb2.ClaimMicroBatchResponse]  # type: ignore[assignment]
     """Leases ready samples of one policy and step; waits until some are ready."""
     RenewClaims: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]  # type: ignore[assignment]
     ReleaseClaims: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ReleaseClaimsRequest, _experience_store_pb2.ReleaseClaimsResponse]  # type: ignore[assignment]
-    """Gives claimed samples back (a trainer that stops, or was superseded)."""
+    """Returns claimed samples (of a trainer that stops, or was superseded)."""
     DropGone: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]  # type: ignore[assignment]
-    """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
+    """Drops samples of a live claim that cannot be trained because some of their values are gone."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
-    """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
+    """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
     OpenVersion: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.OpenVersionRequest, _experience_store_pb2.OpenVersionResponse]  # type: ignore[assignment]
     """Records a policy's first weights. Repeatable: once a policy has a version, it changes nothing."""
@@ -128,27 +130,29 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     """All versions of one policy, oldest first, in pages."""
     KeepRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]  # type: ignore[assignment]
     """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
-    training state is on disk: by these rows another trainer computes the step again.
+    training state is on disk: with these rows another trainer can compute the step again.
     """
     DescribeKeptRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeKeptRowsRequest, _experience_store_pb2.DescribeKeptRowsResponse]  # type: ignore[assignment]
-    """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+    """The version of a policy on disk, and the later ones that can be computed from kept rows."""
     ReadKeptRows: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadKeptRowsRequest, _experience_store_pb2.KeptMicroBatch]  # type: ignore[assignment]
     """The micro-batches that made a version, in the order in which they were accumulated."""
     FreeKeptRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.FreeKeptRowsRequest, _experience_store_pb2.FreeKeptRowsResponse]  # type: ignore[assignment]
-    """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
+    """Records that a version's training state is on disk; rows kept for it and earlier ones are
+    freed.
+    """
     ReadTaskPools: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]  # type: ignore[assignment]
-    """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
-    the tasks by their success rates. Idempotent.
+    """For a job with a curriculum: counts how often the tasks of committed steps were solved, and
+    lists the tasks by their success rates. Idempotent.
     """
     WatchTables: _aio.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]  # type: ignore[assignment]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
     DescribeTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]  # type: ignore[assignment]
-    """What every table of a job holds now, over all its steps."""
+    """The present contents of every table of a job, over all its steps."""
     AuditTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AuditTablesRequest, _experience_store_pb2.AuditTablesResponse]  # type: ignore[assignment]
     """Checks from the log that every sample was trained once or dropped with a reason."""
     ReadLog: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]  # type: ignore[assignment]
-    """The log behind the audit: what became of every sample of a policy, step by step."""
+    """The log behind the audit: the outcome of every sample of a policy, step by step."""
     DropTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]  # type: ignore[assignment]
     """Frees the payloads and the bookkeeping of a job. Its log and its versions stay, so that
     AuditTables, ReadLog and ListPolicyVersions answer as before; rows of steps that were not committed are DROPPED there as "job_over".
@@ -179,7 +183,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.AmendStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.AmendStepResponse, _abc.Awaitable[_experience_store_pb2.AmendStepResponse]]:
-        """Changes the roster of a step that was opened with `held_open`, at one stroke."""
+        """Changes the roster of a step that was opened with `held_open`, atomically."""
 
     @_abc_1.abstractmethod
     def AppendTrajectory(
@@ -203,7 +207,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.WriteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.WriteResponse, _abc.Awaitable[_experience_store_pb2.WriteResponse]]:
-        """Several of both in one call: what comes at about the same time need not travel one by one."""
+        """Several of both in one call, for data that arrive at about the same time."""
 
     @_abc_1.abstractmethod
     def ClaimMicroBatch(
@@ -226,7 +230,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.ReleaseClaimsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.ReleaseClaimsResponse, _abc.Awaitable[_experience_store_pb2.ReleaseClaimsResponse]]:
-        """Gives claimed samples back (a trainer that stops, or was superseded)."""
+        """Returns claimed samples (of a trainer that stops, or was superseded)."""
 
     @_abc_1.abstractmethod
     def DropGone(
@@ -234,7 +238,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.DropGoneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DropGoneResponse, _abc.Awaitable[_experience_store_pb2.DropGoneResponse]]:
-        """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
+        """Drops samples of a live claim that cannot be trained because some of their values are gone."""
 
     @_abc_1.abstractmethod
     def CommitStep(
@@ -242,7 +246,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.CommitStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.CommitStepResponse, _abc.Awaitable[_experience_store_pb2.CommitStepResponse]]:
-        """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
+        """Ends a policy's step: claimed samples become TRAINED and the version advances, atomically."""
 
     @_abc_1.abstractmethod
     def GetStep(
@@ -290,7 +294,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.KeepRowsResponse, _abc.Awaitable[_experience_store_pb2.KeepRowsResponse]]:
         """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
-        training state is on disk: by these rows another trainer computes the step again.
+        training state is on disk: with these rows another trainer can compute the step again.
         """
 
     @_abc_1.abstractmethod
@@ -299,7 +303,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.DescribeKeptRowsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DescribeKeptRowsResponse, _abc.Awaitable[_experience_store_pb2.DescribeKeptRowsResponse]]:
-        """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+        """The version of a policy on disk, and the later ones that can be computed from kept rows."""
 
     @_abc_1.abstractmethod
     def ReadKeptRows(
@@ -315,7 +319,9 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.FreeKeptRowsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.FreeKeptRowsResponse, _abc.Awaitable[_experience_store_pb2.FreeKeptRowsResponse]]:
-        """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
+        """Records that a version's training state is on disk; rows kept for it and earlier ones are
+        freed.
+        """
 
     @_abc_1.abstractmethod
     def ReadTaskPools(
@@ -323,8 +329,8 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.ReadTaskPoolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.ReadTaskPoolsResponse, _abc.Awaitable[_experience_store_pb2.ReadTaskPoolsResponse]]:
-        """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
-        the tasks by their success rates. Idempotent.
+        """For a job with a curriculum: counts how often the tasks of committed steps were solved, and
+        lists the tasks by their success rates. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -348,7 +354,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.DescribeTablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DescribeTablesResponse, _abc.Awaitable[_experience_store_pb2.DescribeTablesResponse]]:
-        """What every table of a job holds now, over all its steps."""
+        """The present contents of every table of a job, over all its steps."""
 
     @_abc_1.abstractmethod
     def AuditTables(
@@ -364,7 +370,7 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.ReadLogRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_experience_store_pb2.LoggedStep], _abc.AsyncIterator[_experience_store_pb2.LoggedStep]]:
-        """The log behind the audit: what became of every sample of a policy, step by step."""
+        """The log behind the audit: the outcome of every sample of a policy, step by step."""
 
     @_abc_1.abstractmethod
     def DropTables(

@@ -348,8 +348,8 @@ class Job(_message.Message):
     activity: _builtins.str
     """What the job does now, for people ("rolling out 37 of 128")."""
     split_hint: _builtins.str
-    """Which change of its engines or trainers would shorten its steps, for people; empty: none, or too
-    little is measured.
+    """Which change of its engines or trainers would shorten its steps, for people; empty: none, or
+    too little is measured.
     """
     @_builtins.property
     def problem(self) -> _common_pb2.Problem:

@@ -231,7 +231,8 @@ class OrchestratorServicer:
 
     def ForgetJob(self, request, context):
         """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
-        trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
+        trajectories, rows and published weights. What is in its directory stays (checkpoints,
+        metrics).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,8 @@ class OrchestratorStub:
     CancelJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]
     ForgetJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]
     """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
-    trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
+    trajectories, rows and published weights. What is in its directory stays (checkpoints,
+    metrics).
     """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]
@@ -100,7 +101,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     CancelJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]  # type: ignore[assignment]
     ForgetJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]  # type: ignore[assignment]
     """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
-    trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
+    trajectories, rows and published weights. What is in its directory stays (checkpoints,
+    metrics).
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]  # type: ignore[assignment]
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -202,7 +204,8 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ForgetJobResponse, _abc.Awaitable[_orchestrator_pb2.ForgetJobResponse]]:
         """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
-        trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
+        trajectories, rows and published weights. What is in its directory stays (checkpoints,
+        metrics).
         """
 
     @_abc_1.abstractmethod

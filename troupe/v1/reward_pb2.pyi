@@ -82,39 +82,39 @@ class FunctionSpec(_message.Message):
     memory_mib: _builtins.int
     """Address space a call may add to its worker process; 0: unlimited."""
     max_concurrency: _builtins.int
-    """Calls of this function that may run at once; 0: as many as there are workers."""
+    """Maximum concurrent calls of this function; 0: as many as there are workers."""
     cores: _builtins.int
     """Cores that a call takes while it runs; absent: one. 0: it mostly waits for something else."""
     max_cores: _builtins.int
-    """Cores that a call can make use of; 0: `cores`. What it gets is the scheduler's affair."""
+    """Cores that a call can use at most; 0: `cores`. The scheduler decides."""
     parallel_fraction: _builtins.float
     """Part of a call's time that more cores make shorter (Amdahl), until runs have shown it."""
     sandbox: _builtins.str
-    """"process" (also when empty), "bubblewrap" for code that is not to be trusted, "container"."""
+    """"process" (also if empty), "bubblewrap" for untrusted code, "container"."""
     processes: _builtins.int
     """In a sandbox: processes and threads at once; 0: 64."""
     disk_mib: _builtins.int
     """In a sandbox: MiB of its private /tmp, and of a single file; 0: 256."""
     kind: _builtins.str
-    """"reward" or "tool"; empty where nobody said."""
+    """"reward" or "tool"; empty: unknown."""
     retries: _builtins.int
     """Times that a call is begun again whose worker died or that took too long; 0: never. Only for
     functions that may run twice.
     """
     source_sha256: _builtins.str
-    """What UploadSource returned; empty: the code is importable where the workers run."""
+    """The result of UploadSource; empty: the code is importable where the workers run."""
     idle_seconds: _builtins.float
     """How long a worker is kept warm for its next call; absent: as the service is set."""
     min_workers: _builtins.int
-    """Workers that are started for it ahead of any call and are never idle for too long."""
+    """Workers that are started in advance and never end for idleness."""
     max_queued: _builtins.int
-    """Calls that may wait; more are asked to come again. 0: as many as the service takes."""
+    """Maximum waiting calls; further ones must be repeated later. 0: the service's limit."""
     gpus: _builtins.int
     """Units of GPU that a call takes; 0: none."""
     model_service: _builtins.str
     """Model that the call needs resident on those GPUs."""
     quota: _builtins.str
-    """Quota of an interface outside that a call takes units of; empty: none."""
+    """Quota of an external interface, of which a call takes units; empty: none."""
     quota_units: _builtins.int
     """0: one."""
     stateful: _builtins.bool
@@ -641,8 +641,8 @@ class InvocationError(_message.Message):
         the service died. The caller may start over: without naming it there is a new one.
         """
         KIND_RESULT_TOO_LARGE: InvocationError._Kind.ValueType  # 12
-        """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB). Invoke
-        with the same id brings the result, while it is kept.
+        """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB).
+        Invoke with the same id brings the result, while it is kept.
         """
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
@@ -666,8 +666,8 @@ class InvocationError(_message.Message):
     the service died. The caller may start over: without naming it there is a new one.
     """
     KIND_RESULT_TOO_LARGE: InvocationError.Kind.ValueType  # 12
-    """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB). Invoke
-    with the same id brings the result, while it is kept.
+    """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB).
+    Invoke with the same id brings the result, while it is kept.
     """
 
     KIND_FIELD_NUMBER: _builtins.int

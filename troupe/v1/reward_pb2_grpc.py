@@ -100,7 +100,7 @@ class RewardServicer:
     """Missing associated documentation comment in .proto file."""
 
     def RegisterFunction(self, request, context):
-        """Makes a function known. The same name and version with other content is refused.
+        """Registers a function. The same name and version with different content is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,7 +113,7 @@ class RewardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteFunction(self, request, context):
-        """Forgets a function. What waits for it or runs is cancelled.
+        """Forgets a function. Its waiting and running calls are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class RewardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InvokeStream(self, request, context):
-        """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended.
+        """Like Invoke, with the events until the end: waiting, running, output, result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,14 +154,14 @@ class RewardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadLogs(self, request, context):
-        """What calls of a function printed last, and with `follow` what they print from now on.
+        """The last output of a function's calls and, with `follow`, their further output.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseTrajectory(self, request, context):
-        """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them.
+        """Ends the sandboxes of a trajectory's stateful functions, and the calls that wait for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +176,7 @@ class RewardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListHosts(self, request, context):
-        """The hosts that are attached, and what they do.
+        """The attached hosts, and their activity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

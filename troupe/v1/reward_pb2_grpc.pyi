@@ -32,10 +32,10 @@ class RewardStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardAsyncStub: ...
     RegisterFunction: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RegisterFunctionRequest, _reward_pb2.RegisterFunctionResponse]
-    """Makes a function known. The same name and version with other content is refused."""
+    """Registers a function. The same name and version with different content is refused."""
     ListFunctions: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]
     DeleteFunction: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DeleteFunctionRequest, _reward_pb2.DeleteFunctionResponse]
-    """Forgets a function. What waits for it or runs is cancelled."""
+    """Forgets a function. Its waiting and running calls are cancelled."""
     UploadSource: _grpc.UnaryUnaryMultiCallable[_reward_pb2.UploadSourceRequest, _reward_pb2.UploadSourceResponse]
     """Files that a function's code consists of, known by their hash from then on; no pickles."""
     Invoke: _grpc.UnaryUnaryMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvokeResponse]
@@ -43,27 +43,27 @@ class RewardStub:
     InvokeBatch: _grpc.UnaryUnaryMultiCallable[_reward_pb2.InvokeBatchRequest, _reward_pb2.InvokeBatchResponse]
     """Many calls of one function in one message, one response for each, in their order."""
     InvokeStream: _grpc.UnaryStreamMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvocationEvent]
-    """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
+    """Like Invoke, with the events until the end: waiting, running, output, result."""
     CancelInvocation: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CancelInvocationRequest, _reward_pb2.CancelInvocationResponse]
     ReadLogs: _grpc.UnaryStreamMultiCallable[_reward_pb2.ReadLogsRequest, _reward_pb2.LogLine]
-    """What calls of a function printed last, and with `follow` what they print from now on."""
+    """The last output of a function's calls and, with `follow`, their further output."""
     CloseTrajectory: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]
-    """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+    """Ends the sandboxes of a trajectory's stateful functions, and the calls that wait for them."""
     AttachHost: _grpc.StreamStreamMultiCallable[_reward_pb2.HostMessage, _reward_pb2.HostCommand]
     """A host that runs calls for this service, for as long as the stream is open. What it runs when
     the stream ends is lost: the service has it run elsewhere, or says so.
     """
     ListHosts: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListHostsRequest, _reward_pb2.ListHostsResponse]
-    """The hosts that are attached, and what they do."""
+    """The attached hosts, and their activity."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterFunction: _aio.UnaryUnaryMultiCallable[_reward_pb2.RegisterFunctionRequest, _reward_pb2.RegisterFunctionResponse]  # type: ignore[assignment]
-    """Makes a function known. The same name and version with other content is refused."""
+    """Registers a function. The same name and version with different content is refused."""
     ListFunctions: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]  # type: ignore[assignment]
     DeleteFunction: _aio.UnaryUnaryMultiCallable[_reward_pb2.DeleteFunctionRequest, _reward_pb2.DeleteFunctionResponse]  # type: ignore[assignment]
-    """Forgets a function. What waits for it or runs is cancelled."""
+    """Forgets a function. Its waiting and running calls are cancelled."""
     UploadSource: _aio.UnaryUnaryMultiCallable[_reward_pb2.UploadSourceRequest, _reward_pb2.UploadSourceResponse]  # type: ignore[assignment]
     """Files that a function's code consists of, known by their hash from then on; no pickles."""
     Invoke: _aio.UnaryUnaryMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvokeResponse]  # type: ignore[assignment]
@@ -71,18 +71,18 @@ class RewardAsyncStub(RewardStub):
     InvokeBatch: _aio.UnaryUnaryMultiCallable[_reward_pb2.InvokeBatchRequest, _reward_pb2.InvokeBatchResponse]  # type: ignore[assignment]
     """Many calls of one function in one message, one response for each, in their order."""
     InvokeStream: _aio.UnaryStreamMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvocationEvent]  # type: ignore[assignment]
-    """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
+    """Like Invoke, with the events until the end: waiting, running, output, result."""
     CancelInvocation: _aio.UnaryUnaryMultiCallable[_reward_pb2.CancelInvocationRequest, _reward_pb2.CancelInvocationResponse]  # type: ignore[assignment]
     ReadLogs: _aio.UnaryStreamMultiCallable[_reward_pb2.ReadLogsRequest, _reward_pb2.LogLine]  # type: ignore[assignment]
-    """What calls of a function printed last, and with `follow` what they print from now on."""
+    """The last output of a function's calls and, with `follow`, their further output."""
     CloseTrajectory: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]  # type: ignore[assignment]
-    """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+    """Ends the sandboxes of a trajectory's stateful functions, and the calls that wait for them."""
     AttachHost: _aio.StreamStreamMultiCallable[_reward_pb2.HostMessage, _reward_pb2.HostCommand]  # type: ignore[assignment]
     """A host that runs calls for this service, for as long as the stream is open. What it runs when
     the stream ends is lost: the service has it run elsewhere, or says so.
     """
     ListHosts: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListHostsRequest, _reward_pb2.ListHostsResponse]  # type: ignore[assignment]
-    """The hosts that are attached, and what they do."""
+    """The attached hosts, and their activity."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -91,7 +91,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.RegisterFunctionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.RegisterFunctionResponse, _abc.Awaitable[_reward_pb2.RegisterFunctionResponse]]:
-        """Makes a function known. The same name and version with other content is refused."""
+        """Registers a function. The same name and version with different content is refused."""
 
     @_abc_1.abstractmethod
     def ListFunctions(
@@ -106,7 +106,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.DeleteFunctionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.DeleteFunctionResponse, _abc.Awaitable[_reward_pb2.DeleteFunctionResponse]]:
-        """Forgets a function. What waits for it or runs is cancelled."""
+        """Forgets a function. Its waiting and running calls are cancelled."""
 
     @_abc_1.abstractmethod
     def UploadSource(
@@ -138,7 +138,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.InvokeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.InvocationEvent], _abc.AsyncIterator[_reward_pb2.InvocationEvent]]:
-        """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
+        """Like Invoke, with the events until the end: waiting, running, output, result."""
 
     @_abc_1.abstractmethod
     def CancelInvocation(
@@ -153,7 +153,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ReadLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.LogLine], _abc.AsyncIterator[_reward_pb2.LogLine]]:
-        """What calls of a function printed last, and with `follow` what they print from now on."""
+        """The last output of a function's calls and, with `follow`, their further output."""
 
     @_abc_1.abstractmethod
     def CloseTrajectory(
@@ -161,7 +161,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.CloseTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.CloseTrajectoryResponse, _abc.Awaitable[_reward_pb2.CloseTrajectoryResponse]]:
-        """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+        """Ends the sandboxes of a trajectory's stateful functions, and the calls that wait for them."""
 
     @_abc_1.abstractmethod
     def AttachHost(
@@ -179,6 +179,6 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ListHostsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ListHostsResponse, _abc.Awaitable[_reward_pb2.ListHostsResponse]]:
-        """The hosts that are attached, and what they do."""
+        """The attached hosts, and their activity."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

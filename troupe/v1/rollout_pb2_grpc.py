@@ -117,14 +117,14 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunQueries(self, request, context):
-        """Runs queries and reports every trajectory as it moves. Cancelling the stream aborts them.
+        """Runs queries and reports every trajectory's progress. Cancelling the stream aborts them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortTrajectories(self, request, context):
-        """Ends running trajectories as ABORTED; the store is told, and so are their streams.
+        """Ends running trajectories as ABORTED, and notifies the store and their streams.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,8 +152,8 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ShareServers(self, request, context):
-        """Which attached servers of a job this worker keeps, and which it follows: the present state, not
-        a change. Answers when engines serve what they were told to follow.
+        """Sets which attached servers of a job this worker keeps, and which it follows: the present
+        state, not a change. Answers when engines serve the versions that they follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,14 +173,15 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeGame(self, request, context):
-        """What a job's workflow asks its players in every information state of a game of OpenSpiel.
+        """The questions of a job's workflow to its players in every information state of an OpenSpiel
+        game.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Behave(self, request, context):
-        """What a policy that is a network does in every information state of the game that it plays.
+        """The action probabilities of a network policy in every information state of its game.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,9 +194,9 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MoveEngine(self, request, context):
-        """Takes an engine from its policy to another one of the same job: no new turns, those in flight
-        end or go on elsewhere, the other policy's weights are loaded and verified, turns come. An
-        engine that does not get there goes back. Idempotent; harmless when it is there already.
+        """Moves an engine from its policy to another policy of the same job: it gets no new turns, turns
+        in flight end or continue elsewhere, the other policy's weights are loaded and verified, then
+        turns arrive. An engine whose move fails returns. Idempotent; no effect if it is already there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,7 @@ class WantedWeights(_message.Message):
     version: _builtins.int
     checksum: _builtins.str
     way: _builtins.str
-    """"ipc": by handles of device memory, to a server of this host. "broadcast": in a process group
+    """"ipc": by handles of device memory, to a server on this host. "broadcast": in a process group
     with the server.
     """
     ranks: _builtins.int
@@ -116,7 +116,7 @@ class SendWeightsEvent(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group(self) -> Global___UpdateGroup:
-        """The server is to join this group, at once: the trainer waits there."""
+        """The server must join this group immediately: the trainer waits there."""
 
     @_builtins.property
     def ready(self) -> Global___WeightsReady:
@@ -269,7 +269,7 @@ class BindRequest(_message.Message):
     """Checksum of that version, as committed; empty on a new job."""
     @_builtins.property
     def hosts(self) -> Global___GangHosts:
-        """Of a gang over several workers."""
+        """For a gang over several workers."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ Global___BindRequest: _TypeAlias = BindRequest  # noqa: Y015
 
 @_typing.final
 class GangHosts(_message.Message):
-    """The workers besides the leader on which the ranks of a gang run: as many on each as on the leader."""
+    """The other workers of a gang, in addition to the leader; all run equally many ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -329,9 +329,9 @@ class BindResponse(_message.Message):
     RESOLVED_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
     state_bytes: _builtins.int
-    """Of weights, optimizer and gradients on the device."""
+    """Bytes of weights, optimizer and gradients on the device."""
     seconds: _builtins.float
-    """Of Resume: how long the device did not compute for it."""
+    """For Resume: how long the device was idle because of it."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     @_builtins.property
@@ -355,7 +355,7 @@ Global___BindResponse: _TypeAlias = BindResponse  # noqa: Y015
 
 @_typing.final
 class SuspendedState(_message.Message):
-    """Where the training state of a policy is that holds no device, and what it had begun."""
+    """Location of the training state of a policy without devices, and its unfinished step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,21 +373,21 @@ class SuspendedState(_message.Message):
     key: _builtins.str
     """`{job}/{policy}/training@{version}-{id}` in the transfer layer."""
     checksum: _builtins.str
-    """Of the state under `key`; another one there is not this state."""
+    """Checksum of the state under `key`; other content there is not this state."""
     num_bytes: _builtins.int
     version: _builtins.int
     step: _builtins.int
-    """The step in whose middle it was suspended; absent: between two steps."""
+    """The unfinished step in which it was suspended; absent: between two steps."""
     claimant: _builtins.str
-    """Who holds the step's samples in the experience store. Whoever suspended the policy renews the
-    leases; once they are lost the step begins again from `version`.
+    """Claimant of the step's samples in the experience store. The worker that suspended the policy
+    renews the leases; after their loss the step begins again from `version`.
     """
     claims: _builtins.int
     """Claims held, and samples whose gradients have accumulated."""
     samples: _builtins.int
     lease_seconds: _builtins.float
     seconds: _builtins.float
-    """How long its device computed nothing, for any policy, while it was suspended."""
+    """How long its device was idle, without computing for any policy, while it was suspended."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"host:port" of transfer owners that had it when this was written."""
@@ -785,9 +785,9 @@ class OfferStateResponse(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Where the state is in the transfer layer, for a few minutes."""
+    """Location of the state in the transfer layer, for a few minutes."""
     checksum: _builtins.str
-    """Of the state as it is stored there."""
+    """Checksum of the state as stored there."""
     num_bytes: _builtins.int
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -846,9 +846,11 @@ class KeepStateResponse(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     HAS_FIRST_FIELD_NUMBER: _builtins.int
     kept: _builtins.bool
-    """False where the offer comes from this very host: its copy would be lost with the original."""
+    """False if the offer comes from this same host, where the copy would be lost together with the
+    original.
+    """
     has_first: _builtins.bool
-    """Version 0 is kept there too; else whoever has it should offer it."""
+    """Version 0 is also kept there; else its holder should offer it."""
     def __init__(
         self,
         *,
@@ -874,7 +876,7 @@ class ReleaseRequest(_message.Message):
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
-    """Empty with `delete_states`: none is bound any more."""
+    """Empty with `delete_states`: no policy is bound any more."""
     delete_states: _builtins.bool
     """As in `ReleaseJobRequest`."""
     def __init__(
@@ -970,15 +972,15 @@ class BindingStatus(_message.Message):
     prefetched: _builtins.bool
     """Suspended elsewhere, but its state is ready here."""
     state_bytes: _builtins.int
-    """Of training state on the device, or in the transfer layer."""
+    """Bytes of training state on the device, or in the transfer layer."""
     swaps: _builtins.int
-    """Suspensions and resumptions on this worker, and how long they kept the device from computing."""
+    """Suspensions and resumptions on this worker, and the idle time of the device that they caused."""
     swap_seconds: _builtins.float
     checkpoint_written_bytes: _builtins.int
-    """Of the checkpoint that is being written, or of the last one: bytes that are, and all of them."""
+    """Written and total bytes of the checkpoint that is being written, or of the last one."""
     checkpoint_bytes: _builtins.int
     loaded_bytes: _builtins.int
-    """While the ranks of a gang load the model: bytes of it that they have, and all of them."""
+    """While the ranks of a gang load the model: its loaded and total bytes."""
     load_bytes: _builtins.int
     def __init__(
         self,
@@ -1098,7 +1100,7 @@ class PublishMemberResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef:
-        """Under `{job}/{policy}/members/{version}@0`: members are no versions of each other."""
+        """Under `{job}/{policy}/members/{version}@0`, since members are not versions of each other."""
 
     def __init__(
         self,
@@ -1127,7 +1129,7 @@ class DropMemberRequest(_message.Message):
     policy: _builtins.str
     version: _builtins.int
     files: _builtins.bool
-    """Delete the files as well: nobody will ask for it again."""
+    """Also delete the files, since the member is not needed again."""
     def __init__(
         self,
         *,
@@ -1210,7 +1212,7 @@ class HostRanksRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
-    """The policy that the gang is started for."""
+    """The policy for which the gang is started."""
     policy: _builtins.str
     leader: _builtins.str
     """Worker id of the leader."""

@@ -169,16 +169,18 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Suspend(self, request, context):
-        """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
-        frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+        """Moves all training state of a policy into the transfer layer, even in the middle of a step, and
+        frees its devices. Happens between micro-batches: a running computation or step is finished
+        first. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
-        RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+        """Binds a policy from its suspended state, on this worker or another, and continues exactly
+        there: RunStep continues the step. A missing or different state is an error: bind the policy
+        afresh.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,8 +202,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishMember(self, request, context):
-        """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
-        is bound there. Idempotent.
+        """Publishes a kept member's weights for engines to load. Any worker that has its files can do it,
+        whatever is bound there. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,7 +218,7 @@ class TrainerServicer:
 
     def Restart(self, request, context):
         """Makes the first weights of a bound policy its next version, without a step: a best response
-        begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+        restarts from there. Optimizer and all other learned state also restart. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,8 +239,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HostRanks(self, request, context):
-        """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
-        leaves the stream. One event when they were started; an error when they end before.
+        """Runs, on this worker's devices, ranks of a gang that another worker leads, until the caller
+        leaves the stream. One event when they have started; an error if they end earlier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,9 +248,9 @@ class TrainerServicer:
 
     def SendWeights(self, request_iterator, context):
         """Sends the committed weights of a bound policy from its devices to one inference server. The
-        caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
-        the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
-        devices hold other weights by now.
+        caller, which has the server, first sends a request; then it acknowledges `ready`, and each
+        bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
+        Refused when the devices already hold other weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,12 +48,14 @@ class TrainerStub:
     KeepState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.KeepStateRequest, _trainer_pb2.KeepStateResponse]
     """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent."""
     Suspend: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]
-    """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
-    frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+    """Moves all training state of a policy into the transfer layer, even in the middle of a step, and
+    frees its devices. Happens between micro-batches: a running computation or step is finished
+    first. Idempotent.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ResumeRequest, _trainer_pb2.BindResponse]
-    """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
-    RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+    """Binds a policy from its suspended state, on this worker or another, and continues exactly
+    there: RunStep continues the step. A missing or different state is an error: bind the policy
+    afresh.
     """
     Prefetch: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]
     """Brings a suspended state to this worker's host while another policy computes."""
@@ -62,14 +64,14 @@ class TrainerStub:
     directory, where it stays until it is dropped. Idempotent.
     """
     PublishMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishMemberRequest, _trainer_pb2.PublishMemberResponse]
-    """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
-    is bound there. Idempotent.
+    """Publishes a kept member's weights for engines to load. Any worker that has its files can do it,
+    whatever is bound there. Idempotent.
     """
     DropMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]
     """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
     Restart: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestartRequest, _trainer_pb2.BindResponse]
     """Makes the first weights of a bound policy its next version, without a step: a best response
-    begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+    restarts from there. Optimizer and all other learned state also restart. Idempotent.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
@@ -77,14 +79,14 @@ class TrainerStub:
     """
     ListBindings: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]
     HostRanks: _grpc.UnaryStreamMultiCallable[_trainer_pb2.HostRanksRequest, _trainer_pb2.HostRanksEvent]
-    """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
-    leaves the stream. One event when they were started; an error when they end before.
+    """Runs, on this worker's devices, ranks of a gang that another worker leads, until the caller
+    leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _grpc.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]
     """Sends the committed weights of a bound policy from its devices to one inference server. The
-    caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
-    the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
-    devices hold other weights by now.
+    caller, which has the server, first sends a request; then it acknowledges `ready`, and each
+    bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
+    Refused when the devices already hold other weights.
     """
 
 @_typing.type_check_only
@@ -107,12 +109,14 @@ class TrainerAsyncStub(TrainerStub):
     KeepState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.KeepStateRequest, _trainer_pb2.KeepStateResponse]  # type: ignore[assignment]
     """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent."""
     Suspend: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]  # type: ignore[assignment]
-    """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
-    frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+    """Moves all training state of a policy into the transfer layer, even in the middle of a step, and
+    frees its devices. Happens between micro-batches: a running computation or step is finished
+    first. Idempotent.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ResumeRequest, _trainer_pb2.BindResponse]  # type: ignore[assignment]
-    """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
-    RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+    """Binds a policy from its suspended state, on this worker or another, and continues exactly
+    there: RunStep continues the step. A missing or different state is an error: bind the policy
+    afresh.
     """
     Prefetch: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Brings a suspended state to this worker's host while another policy computes."""
@@ -121,14 +125,14 @@ class TrainerAsyncStub(TrainerStub):
     directory, where it stays until it is dropped. Idempotent.
     """
     PublishMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishMemberRequest, _trainer_pb2.PublishMemberResponse]  # type: ignore[assignment]
-    """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
-    is bound there. Idempotent.
+    """Publishes a kept member's weights for engines to load. Any worker that has its files can do it,
+    whatever is bound there. Idempotent.
     """
     DropMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]  # type: ignore[assignment]
     """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
     Restart: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestartRequest, _trainer_pb2.BindResponse]  # type: ignore[assignment]
     """Makes the first weights of a bound policy its next version, without a step: a best response
-    begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+    restarts from there. Optimizer and all other learned state also restart. Idempotent.
     """
     Release: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
@@ -136,14 +140,14 @@ class TrainerAsyncStub(TrainerStub):
     """
     ListBindings: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]  # type: ignore[assignment]
     HostRanks: _aio.UnaryStreamMultiCallable[_trainer_pb2.HostRanksRequest, _trainer_pb2.HostRanksEvent]  # type: ignore[assignment]
-    """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
-    leaves the stream. One event when they were started; an error when they end before.
+    """Runs, on this worker's devices, ranks of a gang that another worker leads, until the caller
+    leaves the stream. One event when they have started; an error if they end earlier.
     """
     SendWeights: _aio.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]  # type: ignore[assignment]
     """Sends the committed weights of a bound policy from its devices to one inference server. The
-    caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
-    the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
-    devices hold other weights by now.
+    caller, which has the server, first sends a request; then it acknowledges `ready`, and each
+    bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
+    Refused when the devices already hold other weights.
     """
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
@@ -205,8 +209,9 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SuspendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SuspendResponse, _abc.Awaitable[_trainer_pb2.SuspendResponse]]:
-        """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
-        frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+        """Moves all training state of a policy into the transfer layer, even in the middle of a step, and
+        frees its devices. Happens between micro-batches: a running computation or step is finished
+        first. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -215,8 +220,9 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.BindResponse, _abc.Awaitable[_trainer_pb2.BindResponse]]:
-        """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
-        RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+        """Binds a policy from its suspended state, on this worker or another, and continues exactly
+        there: RunStep continues the step. A missing or different state is an error: bind the policy
+        afresh.
         """
 
     @_abc_1.abstractmethod
@@ -243,8 +249,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.PublishMemberRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PublishMemberResponse, _abc.Awaitable[_trainer_pb2.PublishMemberResponse]]:
-        """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
-        is bound there. Idempotent.
+        """Publishes a kept member's weights for engines to load. Any worker that has its files can do it,
+        whatever is bound there. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -262,7 +268,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.BindResponse, _abc.Awaitable[_trainer_pb2.BindResponse]]:
         """Makes the first weights of a bound policy its next version, without a step: a best response
-        begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+        restarts from there. Optimizer and all other learned state also restart. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -288,8 +294,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.HostRanksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.HostRanksEvent], _abc.AsyncIterator[_trainer_pb2.HostRanksEvent]]:
-        """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
-        leaves the stream. One event when they were started; an error when they end before.
+        """Runs, on this worker's devices, ranks of a gang that another worker leads, until the caller
+        leaves the stream. One event when they have started; an error if they end earlier.
         """
 
     @_abc_1.abstractmethod
@@ -299,9 +305,9 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendWeightsEvent], _abc.AsyncIterator[_trainer_pb2.SendWeightsEvent]]:
         """Sends the committed weights of a bound policy from its devices to one inference server. The
-        caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
-        the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
-        devices hold other weights by now.
+        caller, which has the server, first sends a request; then it acknowledges `ready`, and each
+        bucket once the server has loaded it. Between micro-batches; nothing is applied meanwhile.
+        Refused when the devices already hold other weights.
         """
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

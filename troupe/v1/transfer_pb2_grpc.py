@@ -232,8 +232,8 @@ class TransferOwner:
 
 
 class HostModelsStub:
-    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
-    serve those of their hosts.
+    """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
+    workers serve those of their hosts.
     """
 
     def __init__(self, channel):
@@ -255,12 +255,12 @@ class HostModelsStub:
 
 
 class HostModelsServicer:
-    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
-    serve those of their hosts.
+    """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
+    workers serve those of their hosts.
     """
 
     def FindModel(self, request, context):
-        """Whether this host has a model directory, and which.
+        """Whether this host has a model directory, and its digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -296,8 +296,8 @@ def add_HostModelsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HostModels:
-    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
-    serve those of their hosts.
+    """Directories of models, for hosts that do not have them. The orchestrator, trainers and rollout
+    workers serve those of their hosts.
     """
 
     @staticmethod
