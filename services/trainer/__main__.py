@@ -11,11 +11,11 @@ from services.trainer.settings import TrainerSettings
 
 
 def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefinition:
-    """Make the service; imports torch only now, after the chassis has set the thread budget."""
+    """Make the service, importing torch only now, after the chassis has set the thread budget."""
     from services.trainer.server import TrainerService
 
-    # Imported objects stay: without this a full collection looks at all of them, torch's included,
-    # and holds up the event loop for a fifth of a second.
+    # Imported objects stay: without this, a full collection would examine all of them, including
+    # torch's, and block the event loop for a fifth of a second.
     gc.freeze()
     return TrainerService(settings, telemetry)
 

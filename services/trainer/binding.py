@@ -56,7 +56,7 @@ class PolicyBinding:
         gangs: Gangs,
         hosts: GangHosts,
     ) -> None:
-        """`hosts`: those of its gang besides this one, if it has one."""
+        """Create the binding. `hosts`: the other hosts of its gang, if it has one."""
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Whether the policy is trained; a frozen policy is only published.
         self.trainable = spec.policies[policy].trainable
@@ -66,9 +66,9 @@ class PolicyBinding:
         # Size of the training state on the device.
         self.state_bytes = 0
         self._memory: RankMemory | None = None
-        # Bytes of the model that the ranks of a gang have loaded, of how many; only meanwhile.
+        # While a gang's ranks load the model: its loaded and total bytes.
         self._load = (0, 0)
-        # What became of settings that the job may leave open; empty before `load`.
+        # The resolved values of settings that the job may leave open; empty before `load`.
         self.resolved: list[common_pb.ResolvedSetting] = []
         self.step = 0
         self.samples = 0
@@ -110,7 +110,7 @@ class PolicyBinding:
             self.on_change()
 
     def status(self) -> trainer_pb.BindingStatus:
-        """The status in ListBindings and heartbeats."""
+        """Return the status in ListBindings and heartbeats."""
         return trainer_pb.BindingStatus(
             job_id=self.job_id,
             policy=self.policy,
@@ -163,7 +163,7 @@ class PolicyBinding:
         self._load = (done, total) if done < total else (0, 0)
 
     def move_to(self, hosts: GangHosts) -> None:
-        """Have the ranks of a parked policy run on these hosts when it is resumed. Blocking."""
+        """Let the ranks of a parked policy run on these hosts when it is resumed. Blocking."""
         self.hosts = hosts
         if self.versions.made:
             self.learner.move_to(hosts)
@@ -236,18 +236,18 @@ class PolicyBinding:
         self._note_bytes()
 
     def swapped(self, seconds: float) -> None:
-        """Count a suspension or resumption that kept the device idle for `seconds`."""
+        """Record a suspension or resumption that kept the device idle for `seconds`."""
         self.swaps += 1
         self.swap_seconds += seconds
         self.last_swap_seconds = seconds
 
     def draw(self, call: Callable[..., T], *args: Any) -> T:
-        """The result of a learner's method, which draws from this policy's generators. Blocking."""
+        """Call a learner's method, which draws from this policy's generators. Blocking."""
         with self.versions.randomness.drawing():
             return call(*args)
 
     def release(self) -> None:
-        """Delete what the next binding does not need. Blocking.
+        """Delete everything that the next binding does not need. Blocking.
 
         Deletes published versions except the newest, suspended states, and the policy on the ranks
         of a gang.
@@ -260,7 +260,8 @@ class PolicyBinding:
         self.leave_ranks()
 
     def leave(self) -> None:
-        """Have the state on disk, since another binding of the policy takes over. Blocking."""
+        """Ensure that the state is on disk, since another binding of the policy takes over.
+        Blocking."""
         if self.versions.committed:
             self.versions.flush()
         self.versions.durability.close()
@@ -272,7 +273,7 @@ class PolicyBinding:
             self.learner.close()
 
     def values(self) -> Values:
-        """A loader of column values for one attempt at a step."""
+        """Return a loader of column values for one attempt at a step."""
         # On a single host a missing value cannot reappear, so it is not waited for.
         shared = self._settings.shares_states
         return Values(self._column, self._settings.trainer_value_wait_seconds if shared else 0.0)

@@ -48,7 +48,7 @@ Claim = store_pb.ClaimMicroBatchResponse
 # Seconds that the deadline of a claim exceeds the time that the store is asked to wait.
 _SLACK_SECONDS = 20.0
 _UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
-# Claims, and bytes of them, that are kept since later samples begin as theirs do.
+# Claims, and their bytes, that are kept because later samples begin with the same tokens.
 _RECENT_CLAIMS: Final = 16
 _RECENT_BYTES: Final = 128 * 2**20
 # Retries once a second without limit, after the channel's own retries have failed.
@@ -66,8 +66,9 @@ class Values:
     """Loader of column values of claimed samples, for one attempt at a step. Blocking."""
 
     def __init__(self, fetch: Fetch, wait_seconds: float) -> None:
-        """`wait_seconds`: how long to wait for the first missing value of a claim, since its host
-        may come back. Further ones are not waited for: a lost host loses many values.
+        """Create the loader. `wait_seconds`: how long to wait for the first missing value of a
+        claim, since its host may return. Further missing values are not waited for, since a lost
+        host loses many values.
         """
         self._fetch = fetch
         self._wait_seconds = wait_seconds
@@ -78,10 +79,10 @@ class Values:
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], read: Read
     ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
-        """Parse a claim into rows; returns them, and the samples left out because of lost values.
+        """Parse a claim into rows; return them, and the samples left out because of lost values.
 
-        Raises what `read` raises, and TransferError: a TransferTimeout, which is retryable, while a
-        host that may have a value does not answer.
+        Raises the errors of `read`, and TransferError: a retryable TransferTimeout while a host
+        that may have a value does not answer.
         """
         self._left = self._wait_seconds
         found = self._found = {}
@@ -109,7 +110,8 @@ class Values:
     def with_values(
         self, claimed: Iterable[store_pb.ClaimedSample]
     ) -> list[store_pb.ClaimedSample]:
-        """Copies of samples of the last claim that hold the values which `read` has loaded."""
+        """Return copies of samples of the last claim that hold the values which `read` has
+        loaded."""
         whole = []
         for item in claimed:
             columns, payloads = item.sample.columns.values(), item.sample.payloads
@@ -142,8 +144,8 @@ class Values:
 
 
 class RecentClaims:
-    """The last claims of an attempt at a step, as they came: later ones refer to samples of theirs,
-    which the store then does not send again."""
+    """The last claims of an attempt at a step, in unchanged form: later claims refer to their
+    samples, which the store then does not send again."""
 
     def __init__(self, limit: int = _RECENT_BYTES) -> None:
         self._limit = limit
@@ -156,7 +158,7 @@ class RecentClaims:
         return list(self._claims)
 
     def complete(self, claim: Claim) -> None:
-        """Add the stems of its samples that earlier claims brought to those of `claim`; keep it."""
+        """Add to `claim` the stems of its samples that arrived in earlier claims, and keep it."""
         samples = [item.sample for item in claim.samples]
         size = claim.ByteSize()
         if any(sample.HasField("stem") for sample in samples):
@@ -175,8 +177,8 @@ class RecentClaims:
 class StepClaims:
     """The claims and leases of one attempt at one policy's step.
 
-    Each attempt has a claimant id of its own, so that a late response to an earlier attempt is not
-    mistaken for its own. Calls are retried while the store is unreachable.
+    Each attempt has its own claimant id, so that a late response to an earlier attempt is not
+    mistaken for a response to this one. Calls are retried while the store is unreachable.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class StepClaims:
         lease: float,
         unfinished: SuspendedStep | None = None,
     ) -> None:
-        """`unfinished`: continue with the claims of a suspended step."""
+        """Begin an attempt. `unfinished`: continue with the claims of a suspended step."""
         self._stub = stub
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
         self.claimant = f"{claimant}/{new_id()[:8]}" if unfinished is None else unfinished.claimant
@@ -211,12 +213,13 @@ class StepClaims:
         return time.monotonic() > self._extended + self._lease
 
     async def committed(self, step: int | None = None) -> store_pb.StepCommit | None:
-        """The commit of this step, or of another step that the store still has; None if none."""
+        """Return the commit of this step, or of another step that the store still has; None if
+        none."""
         commits = (await self._status(step)).commits
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
     async def claim(self, bounds: Mapping[str, Any], wait: float) -> Claim:
-        """Lease a micro-batch; waits in the store until one is ready or the step is exhausted.
+        """Lease a micro-batch; the store waits until one is ready or the step is exhausted.
 
         `bounds`: fields of ClaimMicroBatchRequest (`bounds_of`).
         Cancelling the caller does not cancel the request: the store may still answer with samples,
@@ -267,7 +270,7 @@ class StepClaims:
             return
         if response.renewed < held:
             if await self.committed() is not None:
-                return  # this attempt has committed: its response is in flight, no lease is left
+                return  # this attempt has committed: no lease is left
             raise FailedPrecondition(
                 f"{held - response.renewed} of {held} claims were taken by another binding",
                 kind=kinds.CLAIM_LOST,
@@ -293,7 +296,7 @@ class StepClaims:
     async def keep_rows(self, index: int, samples: Sequence[store_pb.ClaimedSample]) -> None:
         """Have the store keep a copy of the step's micro-batch `index`.
 
-        Raises ResourceExhausted where there is no room, or for too large a message.
+        Raises ResourceExhausted if there is no room, or if the message is too large.
         """
         request = store_pb.KeepRowsRequest(
             **self._where,
@@ -305,7 +308,8 @@ class StepClaims:
         await self._repeated(self._stub.KeepRows, request)
 
     async def contested(self) -> bool:
-        """Whether another claimant holds samples of this step, when this attempt holds none."""
+        """Return whether another claimant holds samples of this step, when this attempt holds
+        none."""
         return any(
             counts.claimed > 0
             for counts in (await self._status()).counts
@@ -368,9 +372,10 @@ class StepClaims:
     ) -> store_pb.CommitStepResponse:
         """Commit the step; the answer has the valid commit, which may be another binding's.
 
-        `digest`: of the samples whose gradients are in `weights`. `durable`: the state of these is
-        on disk; `kept`: it is not, and the rows of so many micro-batches are kept. Raises
-        FailedPrecondition of kind "digest_mismatch" when they are not those of the claims.
+        `digest`: digest of the samples whose gradients are in `weights`. `durable`: the state of
+        these weights is on disk; `kept`: it is not, but the rows of this many micro-batches are
+        kept. Raises FailedPrecondition of kind "digest_mismatch" if the samples are not those of
+        the claims.
         """
         request = store_pb.CommitStepRequest(
             **self._where,
@@ -398,7 +403,8 @@ class StepClaims:
         return status
 
     async def _repeated(self, call: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """The answer to an RPC, which is repeated while the store is unreachable until `close`."""
+        """Return the answer to an RPC, which is repeated while the store is unreachable until
+        `close`."""
 
         def retryable(error: Exception) -> bool:
             return isinstance(error, _UNREACHABLE) and not self._closed
@@ -414,12 +420,12 @@ class StepClaims:
 
 
 def is_lost(error: TroupeError) -> bool:
-    """Whether the store says that claims were lost."""
+    """Return whether the store reports lost claims."""
     return isinstance(error, FailedPrecondition) and error.kind == kinds.CLAIM_LOST
 
 
 def bounds_of(spec: JobSpec, oldest_version: int | None) -> dict[str, Any]:
-    """The limits of a job's micro-batches, as fields of ClaimMicroBatchRequest."""
+    """Return the limits of a job's micro-batches, as fields of ClaimMicroBatchRequest."""
     pipeline = spec.pipeline
     return {
         "max_samples": pipeline.micro_batch_samples,
@@ -432,13 +438,13 @@ def bounds_of(spec: JobSpec, oldest_version: int | None) -> dict[str, Any]:
 
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
-    """The keys of columns and payloads of those samples of a claim that are trained for the last
-    time."""
+    """Return the keys of columns and payloads of those samples of a claim that are trained for the
+    last time."""
     return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
 
 
 def refs_of(samples: Iterable[store_pb.Sample], *, shared: bool = True) -> Iterator[str]:
-    """The keys of columns and payloads that samples keep by reference, without those of earlier
+    """Yield the keys of columns and payloads that samples keep by reference, without those of earlier
     samples that theirs begin with. `shared`: also of what later samples may begin with."""
     for sample in samples:
         for name, column in sample.columns.items():

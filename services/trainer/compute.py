@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class Compute:
-    """The compute thread: runs calls first in, first out, so that the event loop never blocks.
+    """The compute thread, which runs calls first in, first out, so that the event loop never
+    blocks.
 
     Policies that share a worker take turns by micro-batch. A cancelled caller stops waiting, but
     its call still runs to its end before the next one begins.
@@ -75,7 +76,7 @@ class Compute:
 
 
 class SwapClock:
-    """Measures how long the device was idle while policies were suspended and resumed.
+    """A clock of the device's idle time while policies were suspended and resumed.
 
     Idle time of overlapping swaps is counted once, for the first swap that ends. Not thread-safe:
     for the event loop.
@@ -115,7 +116,7 @@ class BusyFraction:
         self._seen: deque[tuple[float, float]] = deque()
 
     def fraction(self, busy: float) -> float:
-        """The busy fraction of the window that ends now; call it about once a second."""
+        """Return the busy fraction of the window that ends now; call it about once a second."""
         now = time.monotonic()
         self._seen.append((now, busy))
         while len(self._seen) > 2 and self._seen[1][0] < now - self._WINDOW_SECONDS:
@@ -125,12 +126,13 @@ class BusyFraction:
 
 
 def memory_of(device: torch.device, setting: int) -> int:
-    """The bytes of `device` that policies may use: `setting`, or all that it has; 0: unbounded."""
+    """Return the bytes of `device` that policies may use: `setting`, or all that it has; 0:
+    unbounded."""
     return setting or gpu_memory(device) or 0
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """The bytes of memory of a GPU; 0 if they are unknown, None for a CPU."""
+    """Return the bytes of memory of a GPU; 0 if they are unknown, None for a CPU."""
     if device.type == "cpu":
         return None
     there = device.type == "cuda" and torch.cuda.is_available()
@@ -145,7 +147,7 @@ def give_back_memory() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of a setting; "auto": the first GPU if there is one, else the CPU."""
+    """Return the torch device of a setting; "auto": the first GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

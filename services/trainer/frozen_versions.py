@@ -1,4 +1,5 @@
-"""Frozen versions of policies on disk: the members of populations, kept while matches need them.
+"""Frozen versions of policies on disk: members of populations, which are kept while matches need
+them.
 
 `{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, with the published tensors beside
 it where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
@@ -34,11 +35,11 @@ class FrozenVersions:
         self._data_dir = data_dir
 
     def path(self, job_id: str, policy: str, version: int) -> Path:
-        """The directory of a member. The names are checked (`check_name`): no paths."""
+        """Return the directory of a member. The names are checked (`check_name`): no paths."""
         return self._data_dir / job_id / "members" / policy / f"v{version}"
 
     def keep(self, binding: PolicyBinding, version: int, checksum: str) -> tuple[str, int]:
-        """Freeze a version of a bound policy; returns its path and size in bytes. Idempotent.
+        """Freeze a version of a bound policy, and return its path and size in bytes. Idempotent.
 
         Raises FailedPrecondition ("version_not_kept"), ResourceExhausted ("storage_full").
         """
@@ -49,7 +50,7 @@ class FrozenVersions:
                 tensors, _ = self._transfer.get(key, expected_checksum=checksum)
             except (KeyNotFound, Corrupt) as error:
                 raise FailedPrecondition(
-                    f"version {version} of policy {binding.policy} is published no more: "
+                    f"version {version} of policy {binding.policy} is no longer published: "
                     f"{error.message}",
                     kind=kinds.VERSION_NOT_KEPT,
                     field="version",
@@ -120,6 +121,6 @@ class FrozenVersions:
 
 
 def _key(job_id: str, policy: str, version: int) -> str:
-    # Every member is version 0 under a key of its own: hosts drop their copy of a version once they
+    # Every member is version 0 under its own key: hosts drop their copy of a version once they
     # fetch a newer version of the same key, but matches need old and new members.
     return f"{job_id}/{policy}/members/{version}@0"

@@ -1,4 +1,4 @@
-"""Factory of learners: which class trains a policy, on which defaults, in how much memory.
+"""Factory of learners: the class that trains a policy, its defaults, and its memory.
 
 learning/interface.py is the interface that every learner implements.
 """
@@ -48,8 +48,8 @@ def make_learner(
     loaded: Loaded = lambda done, total: None,
 ) -> tuple[PolicyLearner[Any], Any]:
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
-    `hosts`: those of its gang besides this one; `submitted`: the specification that they read;
-    `loaded`: is told how many bytes of a model a gang has loaded, of how many.
+    `hosts`: the other hosts of its gang; `submitted`: the specification that they read; `loaded` is
+    called with the loaded and total bytes of a gang's model.
 
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
     FailedPrecondition of kind "gang_too_large" or "gang_uneven".
@@ -92,8 +92,8 @@ def make_learner(
 def resolved_settings(
     policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
 ) -> list[common_pb.ResolvedSetting]:
-    """Resolved settings of a policy that the job may leave open: value on this device, and who
-    decided. Blocking: reads the model's configuration."""
+    """Return the resolved settings of a policy that the job may leave open: the value on this
+    device, and its source. Blocking; reads the model's configuration."""
     source = spec.policies[policy]
     if source.model is None or source.simulated is not None:
         return []
@@ -134,9 +134,10 @@ def _network_learner(spec: JobSpec, policy: str) -> PolicyLearner[Any]:
 def memory_needed(
     policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
 ) -> RankMemory | None:
-    """What each device needs that trains the policy; None for a network or a simulated policy.
+    """Return the memory need of each device that trains the policy; None for a network or a
+    simulated policy.
 
-    Blocking: reads the model's configuration. Raises InvalidArgument for one that cannot be used,
+    Blocking; reads the model's configuration. Raises InvalidArgument for one that cannot be used,
     FailedPrecondition of kind "policy_too_large" if this trainer's devices have less.
     """
     source = spec.policies[policy]

@@ -237,7 +237,7 @@ def _bound(binding: PolicyBinding) -> trainer_pb.BindResponse:
 
 
 def _key_of(request: Any, *fields: str) -> Key:
-    """The job and policy of a request, which must have them and `fields`."""
+    """Return the job and policy of a request, which must have them and `fields`."""
     _require(request, "job_id", "policy", *fields)
     return request.job_id, request.policy
 

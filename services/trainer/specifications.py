@@ -71,7 +71,7 @@ class Specifications:
         self.orchestrator: Any = None
 
     async def parse(self, policy: str, spec_json: str) -> JobSpec:
-        """The specification of a job with this policy. Raises as `spec_with`, and what
+        """Return the specification of a job with this policy. Raises as `spec_with`, and what
         `SourceStore.fetch` and `ModelFiles.localized` raise."""
         spec = await self._models.localized(spec_with(policy, spec_json), self.orchestrator)
         imports = spec.environment is not None or spec.algorithm.own_functions

@@ -94,7 +94,7 @@ class Attempt:
             await asyncio.gather(work, keep, return_exceptions=True)
 
     def unfinished(self) -> SuspendedStep:
-        """The step so far, after Suspended."""
+        """Return the step so far, after Suspended."""
         request = self.claims.last_request
         pending = "" if request in self.progress.claim_ids else request
         return replace(self.progress, pending_claim=pending, seconds=self._seconds)
@@ -415,7 +415,7 @@ class StepRun:
         return Attempt(self, self._make_claims(before), before)
 
     def unwatched_seconds(self) -> float:
-        """Seconds since the last watcher left; 0 while there is one."""
+        """Return seconds since the last watcher left; 0 while there is one."""
         return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
     def _event(self) -> trainer_pb.StepEvent:
@@ -506,7 +506,8 @@ class StepRun:
         raise AssertionError("the last attempt returns or raises")
 
     async def _still_leased(self) -> bool:
-        """Whether the suspended part still has its leases; if not, its claims are released."""
+        """Return whether the suspended part still has its leases; if not, its claims are
+        released."""
         try:
             await self._claims.renew()
         except TroupeError as error:

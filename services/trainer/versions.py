@@ -58,8 +58,8 @@ class RemoteStates:
         self._alone = False
 
     def store(self, job_id: str, policy: str) -> StateStore:
-        """The state store of a policy that fetches missing states from other hosts, and copies
-        saved ones to `trainer_state_replicas` hosts."""
+        """Return the state store of a policy that fetches missing states from other hosts, and
+        copies saved ones to `trainer_state_replicas` hosts."""
         return ReplicatedStateStore(self, self._settings, job_id, policy)
 
     def copy_to_device(self, store: StateStore, version: int, checksum: str) -> None:
@@ -273,12 +273,12 @@ class ReplicatedStateStore(StateStore):
 
 
 def _named(store: StateStore, version: int) -> dict[str, Any]:
-    """The fields that identify a version of a policy in requests and log lines."""
+    """Return the fields that identify a version of a policy in requests and log lines."""
     return {"job_id": store.job_id, "policy": store.policy, "version": version}
 
 
 def _files(path: Path) -> dict[str, torch.Tensor]:
-    """The files below `path` as memory-mapped bytes, by relative path."""
+    """Return the files below `path` as memory-mapped bytes, by relative path."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.rglob("*")):
         if file.is_file():
@@ -330,8 +330,8 @@ class Versions:
         return self.weights.version
 
     def holds(self, version: int, checksum: str) -> bool:
-        """Whether the weights in memory are just those that were published as `version`. In the
-        compute thread."""
+        """Return whether the weights in memory are just those that were published as `version`. In
+        the compute thread."""
         same = (self.weights.version, self.weights.checksum) == (version, checksum)
         return same and self.made and not (self.dirty or self._rounded or self.learner.lost)
 
@@ -403,7 +403,7 @@ class Versions:
         return weights
 
     def keeps_rows(self, step: int) -> bool:
-        """Whether `step`, which begins, may be committed before its state is on disk."""
+        """Return whether `step`, which begins, may be committed before its state is on disk."""
         return self.durability.keeps_rows(step, self.committed, copies=self.learner.copies)
 
     def make_durable(self, version: int) -> None:
@@ -653,7 +653,8 @@ class Versions:
     def _snapshot(
         self, weights: common_pb.WeightsRef, frontier: Frontier, *, committed: bool = False
     ) -> TrainingState:
-        """The state in memory; `committed`: a step may have begun to draw from the generators."""
+        """Return the state in memory; `committed`: a step may have begun to draw from the
+        generators."""
         return TrainingState(
             weights.version,
             weights.checksum,
@@ -675,10 +676,10 @@ class Versions:
 
 
 def packed_weights(suspended: SuspendedTensors) -> common_pb.WeightsRef:
-    """The reference to the committed version's weights in a suspended state."""
+    """Return the reference to the committed version's weights in a suspended state."""
     return ParseDict(suspended.document["weights"], common_pb.WeightsRef())
 
 
 def _absent(key: str) -> Any:
-    """Stands in for loading values by key: kept rows hold theirs."""
+    """Stand in for loading values by key: kept rows hold theirs."""
     raise KeyNotFound(key, "is not among the kept rows")

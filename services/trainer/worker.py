@@ -81,11 +81,11 @@ class Bindings:
         self._locks: dict[Key, asyncio.Lock] = {}
 
     def lock(self, key: Key) -> asyncio.Lock:
-        """The lock of one policy, held to bind, release, swap, or start a step."""
+        """Return the lock of one policy, held to bind, release, swap, or start a step."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def find(self, key: Key) -> PolicyBinding:
-        """The binding of a policy that is loaded. Raises NotFound of kind "not_bound"."""
+        """Return the binding of a policy that is loaded. Raises NotFound of kind "not_bound"."""
         binding = self.bound.get(key)
         if binding is None or binding.state == common_pb.BINDING_STATE_BINDING:
             raise NotFound(
@@ -109,7 +109,8 @@ class Bindings:
     def shell(
         self, key: Key, spec: JobSpec, spec_json: str, hosts: GangHosts = ALONE
     ) -> PolicyBinding:
-        """The parked binding of a policy, if its specification is the same; else a new binding."""
+        """Return the parked binding of a policy, if its specification is the same; else a new
+        binding."""
         parked = self.parked.get(key)
         if parked is not None and parked.spec_json == spec_json:
             return parked
@@ -137,7 +138,7 @@ class Bindings:
         binding.move(common_pb.BINDING_STATE_IDLE)
 
     def statuses(self) -> list[trainer_pb.BindingStatus]:
-        """The status of all bindings, sorted by job and policy."""
+        """Return the status of all bindings, sorted by job and policy."""
         found = self.parked | self.bound
         return [found[key].status() for key in sorted(found)]
 
@@ -171,7 +172,7 @@ class PolicySteps:
         await asyncio.gather(*self._counting, return_exceptions=True)
 
     def running(self, key: Key) -> StepRun | None:
-        """The policy's running step, if there is one."""
+        """Return the policy's running step, if there is one."""
         run = self._runs.get(key)
         return None if run is None or run.done else run
 
@@ -475,8 +476,8 @@ class TrainerWorker:
         )
 
     def _holders(self) -> dict[int, list[str]]:
-        """The policies on each device, by its index: a gang is on as many as it has ranks here, any
-        other on the first."""
+        """Return the policies on each device, by its index: a gang is on as many as it has ranks
+        here, any other on the first."""
         found: dict[int, list[str]] = {}
         for (job_id, policy), binding in self.bindings.bound.items():
             ranks = binding.spec.policies[policy].trainer.gang // (1 + len(binding.hosts.members))

@@ -1,4 +1,4 @@
-"""What trainer tests do, shortened."""
+"""Shorthands for trainer tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compute thread's clock, and what policies that come and go take of its time."""
+"""The compute thread's clock, and the time that arriving and leaving policies cost."""
 
 from __future__ import annotations
 

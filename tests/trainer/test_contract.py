@@ -1,4 +1,4 @@
-"""What a step asks of the store and tells it: staleness, whole groups, witnesses."""
+"""A step's calls to the store: staleness, whole groups, witnesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that carry each token once train what whole samples train."""
+"""Samples that carry each token once give the same training as whole samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `troupe export` leaves says what the trainer's model and its engine say, token by token."""
+"""The result of `troupe export` gives the trainer's and the engine's outputs, token by token."""
 
 from __future__ import annotations
 

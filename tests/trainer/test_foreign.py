@@ -1,4 +1,4 @@
-"""Copies of training state on other hosts' disks: who has which versions when a host is lost."""
+"""Copies of training state on other hosts' disks: known versions after the loss of a host."""
 
 from __future__ import annotations
 

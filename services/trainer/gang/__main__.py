@@ -40,7 +40,7 @@ class FollowerSettings(TrainerSettings):
     """The settings of a host that follows a lead, read from `TROUPE_*` environment variables."""
 
     gang_node: int = Field(default_factory=_gang_node, ge=0, le=63)
-    """Which of the gang's hosts this is; the lead is 0."""
+    """Number of this host in the gang; the lead is 0."""
 
 
 def follow(settings: FollowerSettings, stop: threading.Event) -> None:
@@ -65,7 +65,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    """Lead, or follow the lead, until SIGTERM; returns the exit status."""
+    """Lead, or follow the lead, until SIGTERM; return the exit status."""
     settings = read_settings(FollowerSettings, "services.trainer.gang")
     if settings is None:
         return 2
@@ -75,7 +75,7 @@ def main() -> int:
     logs.configure("services.trainer.gang", settings.log_level, settings.log_format)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Not in the handler itself: the thread that it interrupts may hold the event's lock.
+        # Not in the handler itself, since the interrupted thread may hold the event's lock.
         signal.signal(number, lambda *_: threading.Thread(target=stop.set).start())
     follow(settings, stop)
     return 0

@@ -1,7 +1,7 @@
-"""The place of a process among the hosts that a scheduler gave it: LeaderWorkerSet or Slurm.
+"""The place of a process among the hosts allocated by a scheduler: LeaderWorkerSet or Slurm.
 
 Both set environment variables in every process that they start. Ranks of gangs read their number,
-the number of hosts and the address of the first host there, so that people need not number them.
+the number of hosts and the address of the first host there, so users need not number them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from troupe.rpc.errors import InvalidArgument
 
 # torch.distributed's own default. A pod has all ports to itself.
 _POD_PORT: Final = 29500
-# Jobs that share a host need ports of their own: below those that the kernel gives to clients.
+# Jobs that share a host need different ports, below the range that the kernel gives to clients.
 _SLURM_PORTS: Final = range(20_000, 30_000)
 
 
@@ -33,12 +33,12 @@ class Allocation:
 
 
 def allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None:
-    """The allocation that a scheduler's variables describe; None where they name a single host.
+    """Return the allocation that a scheduler's variables describe; None for a single host.
 
-    LeaderWorkerSet: `LWS_LEADER_ADDRESS`, `LWS_GROUP_SIZE`, `LWS_WORKER_INDEX`. Slurm: those of the
-    step (`SLURM_STEP_NODELIST`, `SLURM_STEP_NUM_NODES`) where `srun` started the process, else
-    those of the job (`SLURM_JOB_NODELIST`, `SLURM_NNODES`), and `SLURM_NODEID`. Raises
-    InvalidArgument that names a variable which is no number, or out of range.
+    LeaderWorkerSet: `LWS_LEADER_ADDRESS`, `LWS_GROUP_SIZE`, `LWS_WORKER_INDEX`. Slurm: the step's
+    variables (`SLURM_STEP_NODELIST`, `SLURM_STEP_NUM_NODES`) if `srun` started the process, else
+    the job's (`SLURM_JOB_NODELIST`, `SLURM_NNODES`), and `SLURM_NODEID`. Raises InvalidArgument
+    that names the variable if it is not a number or out of range.
     """
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         return _placed(
@@ -46,7 +46,7 @@ def allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None
         )
     step = environment.get("SLURM_STEP_NODELIST")
     hosts = step or environment.get("SLURM_JOB_NODELIST")
-    # A shell of `salloc` has a job, and is on none of its hosts.
+    # A shell of `salloc` has a job, but is not on its hosts.
     if not hosts or "SLURM_NODEID" not in environment:
         return None
     job = _number(environment, "SLURM_JOB_ID")
@@ -56,7 +56,7 @@ def allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None
 
 
 def first_host(hosts: str) -> str:
-    """The first name of a Slurm host list: "gpu[01-04,07],x9" -> "gpu01".
+    """Return the first name of a Slurm host list: "gpu[01-04,07],x9" -> "gpu01".
 
     A host list is separated by commas; brackets hold numbers and ranges, and may occur repeatedly.
     """
@@ -76,7 +76,8 @@ def _placed(
             f"is not below {nodes_variable}={nodes}",
             field=node_variable,
             value=node,
-            remedy="Both are the scheduler's. Unset them, or correct what overwrites them.",
+            remedy="The scheduler sets both. Unset them, or remove the setting that overwrites "
+            "them.",
         )
     return Allocation(node, nodes, endpoint)
 
@@ -85,7 +86,7 @@ def _number(environment: Mapping[str, str], variable: str) -> int:
     text = environment.get(variable, "")
     if not text.isdecimal():
         raise InvalidArgument(
-            "is no number of the scheduler's",
+            "is not a number from the scheduler",
             field=variable,
             value=text or None,
             remedy="Set TROUPE_GANG_NODES, TROUPE_GANG_NODE and TROUPE_GANG_ENDPOINT instead, and "

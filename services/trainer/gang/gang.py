@@ -1,7 +1,7 @@
 """The lead of a gang: starts its ranks under torchrun and sends them orders.
 
 `Frame` and `Channel` are the messages between the lead and rank 0, which broadcasts them to the
-other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. `MemberRanks` are those on
+other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. `MemberRanks` are ranks on
 another worker's devices (lending.py). The module is also the entry point that wraps torchrun, so
 that ranks end with the worker.
 """
@@ -68,9 +68,9 @@ _POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0
 # How long another worker may take to end earlier ranks and start those of a gang.
 _LEND_SECONDS = 30.0
-# Deadline of the call that holds them; a gang that is older is lost, and formed again.
+# Deadline of the call that holds them; an older gang is lost, and formed again.
 _LENT_SECONDS = 30 * 86400.0
-# Is told the bytes of a model that ranks have loaded, and all that they load.
+# Called with the bytes of a model that ranks have loaded, and the total.
 Loaded: TypeAlias = Callable[[int, int], None]
 
 
@@ -91,7 +91,7 @@ class RankSettings:
 
     @classmethod
     def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> RankSettings:
-        """The settings for `ranks_here` ranks on this host."""
+        """Return the settings for `ranks_here` ranks on this host."""
         return cls(
             channel=channel,
             device=settings.trainer_device,
@@ -108,11 +108,11 @@ class RankSettings:
         )
 
     def settings(self) -> ServiceSettings:
-        """The worker's settings."""
+        """Return the worker's settings."""
         return ServiceSettings(**self.service, token=SecretStr(self.token) if self.token else None)
 
     def timed(self, start_seconds: float, timeout_seconds: float) -> RankSettings:
-        """The same with the deadlines of a gang that another worker leads."""
+        """Return a copy with the deadlines of a gang that another worker leads."""
         return dataclasses.replace(
             self, start_seconds=start_seconds, timeout_seconds=timeout_seconds
         )
@@ -127,7 +127,7 @@ class RankSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> RankSettings:
-        """Inverse of `environment`."""
+        """Restore the settings from the variables of `environment`."""
         return cls(**json.loads(environment[_VARIABLE]))
 
 
@@ -140,17 +140,17 @@ class Frame:
     body: bytes = b""
 
     def encode(self) -> bytes:
-        """Length of the header (8 bytes, little-endian), header, body."""
+        """Return the length of the header (8 bytes, little-endian), header, body."""
         header = json.dumps(self.header).encode()
         return len(header).to_bytes(_LENGTH_BYTES, "little") + header + self.body
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
-        """Inverse of `encode`. Raises ValueError for bytes that are no frame."""
+        """Restore a frame from the bytes of `encode`. Raises ValueError if they are not a frame."""
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         header = json.loads(data[_LENGTH_BYTES:end])
         if not isinstance(header, dict):
-            raise ValueError("the header of a frame is no object")
+            raise ValueError("the header of a frame is not an object")
         return cls(header, data[end:])
 
 
@@ -175,7 +175,7 @@ class Channel:
             self._connection.send_bytes(frame.encode())
 
     def receive(self, seconds: float) -> Frame | None:
-        """The next frame, or None if none comes within `seconds`."""
+        """Return the next frame, or None if none comes within `seconds`."""
         if not self._connection.poll(seconds):
             return None
         return Frame.decode(self._connection.recv_bytes())
@@ -186,28 +186,28 @@ class Channel:
 
 
 def encode_rows(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], bytes]:
-    """Rows as plain values (JSON), and their arrays as safetensors."""
+    """Return rows as plain values (JSON), and their arrays as safetensors."""
     arrays, described = pack_rows(rows)
     return described, save(arrays)
 
 
 def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
-    """Inverse of `encode_rows`, bit for bit."""
+    """Restore the rows of `encode_rows`, bit for bit."""
     return unpack_rows(load(data), described)
 
 
 @dataclasses.dataclass(frozen=True)
 class GangHosts:
-    """The workers besides the leader that a gang runs on, as the orchestrator chose them."""
+    """The workers of a gang in addition to the leader, as the orchestrator chose them."""
 
     # "host:port" of each, in the order of ranks.
     members: tuple[str, ...] = ()
-    # When it chose them, in nanoseconds since 1970.
+    # Time of the choice, in nanoseconds since 1970.
     formed: int = 0
 
     @classmethod
     def of(cls, message: trainer_pb.GangHosts) -> GangHosts:
-        """The hosts in a request."""
+        """Return the hosts in a request."""
         return cls(tuple(message.members), message.formed)
 
 
@@ -220,7 +220,7 @@ class MemberRanks:
     def __init__(
         self, address: str, request: trainer_pb.HostRanksRequest, client: ClientSettings
     ) -> None:
-        """Ask the worker at `address` to start them."""
+        """Ask the worker at `address` to start the ranks."""
         self.address = address
         # Why they have ended.
         self.problem = ""
@@ -236,11 +236,11 @@ class MemberRanks:
         return self._ended.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until they were started; returns whether they were."""
+        """Wait until the ranks have started; return whether they have."""
         return self._started.wait(seconds) and not self.ended
 
     def close(self) -> None:
-        """Have the worker end them."""
+        """Let the worker end the ranks."""
         self._call.cancel()
         self._channel.close()
 
@@ -259,9 +259,9 @@ class MemberRanks:
 class Gang:
     """Ranks under torchrun, from `Gang(...)` to `close`.
 
-    The ranks are children of this process, through torchrun, and end when it does; those on other
+    The ranks are children of this process, through torchrun, and end when it does; ranks on other
     workers end with its calls there. Several threads may give orders, which are serialized: one
-    policy is suspended while another computes.
+    policy can be suspended while another computes.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class Gang:
         hosts: GangHosts = ALONE,
         key: str = "",
     ) -> None:
-        """Start `size` ranks, as many on each of the `hosts` as here, and wait until all have
-        joined. `key`: "JOB/POLICY" that they are started for.
+        """Start `size` ranks, evenly on this host and the other `hosts`, and wait until all have
+        joined. `key`: the "JOB/POLICY" for which they start.
 
         Waits at most `TROUPE_GANG_START_SECONDS`, and stops waiting once `given_up` is set. Raises
         DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
@@ -325,12 +325,12 @@ class Gang:
         conversation: Conversation | None = None,
         **header: Any,
     ) -> Frame:
-        """Have all ranks carry out an order; returns the answer of rank 0. `loaded`: is told how
-        many bytes of a model they have loaded, of how many. `conversation`: in which rank 0 sends
+        """Let all ranks carry out an order, and return the answer of rank 0. `loaded` is called
+        with the loaded and total bytes of a model. `conversation`: the one in which rank 0 sends
         weights.
 
-        Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for a
-        state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are
+        Raises the error in the ranks' answer, `Stopped` when `stop` is set, ValueError for a state
+        of another model, and Aborted of kind "gang_lost" if a rank has ended; then all ranks are
         ended.
         """
         with self._turn:
@@ -357,7 +357,8 @@ class Gang:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """A path of a file in the shared memory of this host, which is removed afterwards."""
+        """Yield a path for a file in the shared memory of this host, which is removed
+        afterwards."""
         path = self.directory / f"{next(self._files)}.safetensors"
         try:
             yield path
@@ -380,7 +381,7 @@ class Gang:
                 # torchrun; its ranks end with it.
                 status = 0 if self._agent is None else stop_process(self._agent, GRACE_SECONDS)
                 if status == -signal.SIGKILL:
-                    log.error("ranks did not end, they were killed")
+                    log.error("ranks did not end and were killed")
             for member in self._members:
                 member.close()
             if channel is not None:
@@ -395,7 +396,7 @@ class Gang:
     def _endpoint(self, hosts: GangHosts) -> tuple[str, int]:
         """Host and port at which the ranks meet."""
         if hosts.members:
-            # At whatever address the others reach this host; ranks listen on all of them.
+            # The address at which the others reach this host; ranks listen on all addresses.
             return split_address(self._settings.address)[0], free_port("")
         endpoint = self._settings.gang_endpoint
         host, port = split_address(endpoint)
@@ -411,7 +412,7 @@ class Gang:
             ) from error
 
     def _borrow(self, hosts: GangHosts, key: str, endpoint: str) -> None:
-        """Have the other workers start their ranks, which then wait for those here."""
+        """Let the other workers start their ranks, which then wait for the ranks here."""
         settings = self._settings
         job_id, _, policy = key.partition("/")
         for node, address in enumerate(hosts.members, 1):
@@ -469,8 +470,9 @@ class Gang:
             kind=kinds.GANG_INCOMPLETE,
             field="gang_start_seconds",
             value=seconds,
-            remedy="Look into the logs of the ranks that did not come. Ranks reach each other at "
-            "ports of their choice: all have to be open between the hosts of a gang. Hosts that "
+            remedy="Check the logs of the missing ranks. Ranks reach each other at "
+            "ports of their choice, so all ports must be open between the hosts of a gang. Hosts "
+            "that "
             "were given TROUPE_GANG_NODES run `python -m services.trainer.gang`, each of them.",
         )
 
@@ -508,7 +510,7 @@ class Gang:
                 raise EOFError
 
     def _over(self) -> bool:
-        """Whether torchrun has ended, here or on another worker, or the gang was given up."""
+        """Return whether torchrun has ended here or on another worker, or the gang was given up."""
         there = self._agent is not None and self._agent.poll() is None
         lost = any(member.ended for member in self._members)
         return not there or lost or self._given_up.is_set()
@@ -534,7 +536,7 @@ class Gang:
 
 
 def _word(conversation: Conversation, seconds: float) -> str:
-    """What rank 0 is told when it waits for an acknowledgement."""
+    """Return the message to rank 0 when it waits for an acknowledgement."""
     try:
         conversation.acknowledged(seconds)
     except Aborted:
@@ -587,24 +589,25 @@ def launch(
     if nodes > 1:
         environment[_LEAD] = address
     if len(find_devices()) >= ranks:
-        # Each rank sees one device of this process's and no other.
+        # Each rank sees only one of this process's devices.
         options.append("--virtual-local-rank")
     agent = [sys.executable, "-m", "services.trainer.gang.gang", *options]
     return subprocess.Popen([*agent, "-m", "services.trainer.gang.rank"], env=environment)
 
 
 def free_port(host: str) -> int:
-    """A free TCP port of `host`."""
+    """Return a free TCP port of `host`."""
     with listen(host, 0) as server:
         return int(server.getsockname()[1])
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface over which this host reaches `host`; None if that is unknown."""
+    """Return the network interface through which this host reaches `host`; None if it is
+    unknown."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: sends nothing
+            probe.connect(address)  # a datagram socket sends nothing here
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -615,7 +618,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def ranks_here(settings: TrainerSettings) -> int:
-    """The number of ranks that this worker has devices for."""
+    """Return the number of ranks that this worker has devices for."""
     if settings.gang_ranks:
         return settings.gang_ranks
     if devices := find_devices():
@@ -625,15 +628,15 @@ def ranks_here(settings: TrainerSettings) -> int:
     return len(os.sched_getaffinity(0))
 
 
-# What distinguishes the gangs of a worker: number of ranks, and the members besides it.
+# The key of a worker's gangs: number of ranks, and the other members.
 GangKind: TypeAlias = tuple[int, tuple[str, ...]]
 
 
 class Gangs:
     """The gangs of a worker, by size and hosts. Thread-safe.
 
-    A gang is started on demand, and ended when another one needs its devices; one that has other
-    workers' devices, with its last policy.
+    A gang is started on demand, and ended when another gang needs its devices. A gang with other
+    workers' devices ends with its last policy.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -646,7 +649,7 @@ class Gangs:
         self._lock = threading.Lock()
 
     def below_data_dir(self, directory: Path) -> str:
-        """The path of a directory in orders: below each rank's own data directory."""
+        """Return the path of a directory in orders: below each rank's own data directory."""
         root, path = self._settings.data_dir.resolve(), directory.resolve()
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
@@ -671,7 +674,7 @@ class Gangs:
             )
         if size % nodes or (size != most and nodes > 1 and not hosts.members):
             raise FailedPrecondition(
-                f"a gang over {nodes} hosts takes all of their {most} ranks",
+                f"a gang over {nodes} hosts must use all of their {most} ranks",
                 kind=kinds.GANG_UNEVEN,
                 field=field,
                 value=size,
@@ -679,8 +682,8 @@ class Gangs:
             )
 
     def of(self, size: int, key: str, hosts: GangHosts = ALONE) -> Gang:
-        """The gang of this size on these hosts, started if necessary, to hold a policy. Raises as
-        `Gang`."""
+        """Return the gang of this size on these hosts, started if necessary, to hold a policy.
+        Raises the errors of `Gang`."""
         with self._lock:
             kind = (size, hosts.members)
             gang = self._gangs.get(kind)
@@ -728,10 +731,10 @@ def main() -> None:
     """Run torchrun with the arguments of this process."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent))
-    # Ranks are children of this process: they are to end with it, as it ends with the worker.
+    # Ranks are children of this process and must end with it, as it ends with the worker.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
-    # Looked up in this process, which SIGTERM ends at once: while the lead is away, a name server
-    # may take longer to answer than the follower has to stop.
+    # Looked up in this process, which SIGTERM ends immediately: while the lead is away, a name
+    # server may take longer to answer than the follower's grace period.
     if (lead := os.environ.get(_LEAD)) and (interface := interface_towards(lead)) is not None:
         # Gloo would listen at the address of the host's name, which may be loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,17 +1,17 @@
 """The rank group of a gang: shares of rows, passes in lockstep, collective operations.
 
 With `trainer.context_parallel` neighbouring ranks compute the same rows, of which each has a slice
-of the tokens of a pass (sequences/packing.py). What crosses ranks is attention's keys and values,
+of the tokens of a pass (sequences/packing.py). Ranks exchange only attention's keys and values,
 which are gathered layer by layer, as in the training of Llama 3 (https://arxiv.org/abs/2407.21783,
-section 3.3.2): with grouped queries they are small beside the activations, heads need not divide,
-and masks of prefix trees stay what they are.
+section 3.3.2): with grouped queries they are small compared with the activations, heads need not be
+divisible, and masks of prefix trees are unchanged.
 
 FSDP gathers layers and scatters gradients in the order of the model's modules, the same in every
-pass. A rank that ran out of memory in the middle of a pass has made the first k of these
-collectives, and the others wait for it in the next one. It gives up its pass, and makes one over a
-single token in its place: the first k collectives of that are skipped (`PassCollectives`), the
-others are those that the ranks wait for. So all ranks reach the end of the pass, whose gradients
-they drop together (learning/pass_budget.py).
+pass. A rank that ran out of memory during a pass has made the first k of these collectives, and the
+other ranks wait for it in the next one. It gives up its pass, and makes one over a single token
+instead: the first k collectives of this pass are skipped (`PassCollectives`), and the rest are the
+ones for which the ranks wait. So all ranks reach the end of the pass, whose gradients they drop
+together (learning/pass_budget.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, Slices
 from troupe.disks import SLOWEST_BYTES_PER_SECOND
 
-# Of each parameter of a policy, and of its critic: the weight and two moments in float32.
+# Bytes per parameter of a policy and its critic: the weight and two moments in float32.
 _STATE_BYTES: Final = 24
 
 
@@ -76,10 +76,12 @@ def spans(lengths: Sequence[int], size: int) -> list[range]:
 
 
 def share_of(rows: Sequence[Row], rank: int, size: int) -> list[int]:
-    """Indices of the rows that `rank` of `size` computes, about equally many tokens per rank.
+    """Return the indices of the rows that `rank` of `size` computes, with about equally many tokens
+    per rank.
 
     Every row is computed by exactly one rank. Rows with common prefixes stay together, so that most
-    prefixes are computed once. Independent of the order of rows, but for equal ones.
+    prefixes are computed once. The result is independent of the order of rows, except for equal
+    rows.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].ids.astype(">i8").tobytes(), i))
     return sorted(order[k] for k in spans([len(rows[i].ids) for i in order], size)[rank])
@@ -146,33 +148,35 @@ class GangGroup(RankGroup):
         timeout_seconds: float = 120.0,
         report_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave up the step.
+        """Create the group. `mesh`: one device of each rank. `asked_to_stop`: whether the lead gave
+        up the step.
 
         `data_dir`: this host's data directory. `timeout_seconds`: the limit of one operation.
-        `report_load`: is told how many bytes all ranks have loaded, of how many.
+        `report_load` is called with the loaded and total bytes of all ranks.
         """
         self.timeout_seconds, self.report_load = timeout_seconds, report_load
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         places = int(os.environ["LOCAL_WORLD_SIZE"])
-        # Number of the host, the lead's being 0, and of the rank among those there. Not LOCAL_RANK,
-        # which is 0 where torchrun gives each rank a device of its own.
+        # Number of the host (0: the lead's), and of the rank on it. Not LOCAL_RANK, which is 0 if
+        # torchrun gives each rank its own device.
         self.host, self.local = divmod(self.rank, places)
         self.hosts = self.size // places
         self._asked_to_stop = asked_to_stop
-        # What counts the collectives of passes; every sharded model is to be followed by it.
+        # Counter of the collectives of passes; it must follow every sharded model.
         self.collectives = PassCollectives()
         self._slice_group: dist.ProcessGroup | None = None
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
 
     def share(self, rows: Sequence[Row]) -> list[int]:
-        """The indices of the rows that this rank computes, or divides with others."""
+        """Return the indices of the rows that this rank computes, or divides with others."""
         n = 1 if self.slices is None else self.slices.size
         return share_of(rows, self.rank // n, self.size // n)
 
     def divided(self, context_parallel: int) -> GangGroup:
-        """The same group for a policy whose passes so many ranks divide; all ranks call it."""
+        """Return the same group for a policy whose passes are divided among this number of ranks;
+        all ranks call it."""
         if context_parallel == 1:
             return self
         found = copy.copy(self)
@@ -182,7 +186,8 @@ class GangGroup(RankGroup):
         return found
 
     def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values`, [n] on the device, over the ranks that divide this one's passes."""
+        """Return the sum of `values`, [n] on the device, over the ranks that divide this one's
+        passes."""
         group = self._slice_group
         if group is not None:
             self.collectives.make(lambda: dist.all_reduce(values, group=group), values)
@@ -193,14 +198,14 @@ class GangGroup(RankGroup):
         return GangBatches(batches, stop, self._asked_to_stop, self.control, self.collectives)
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of `values`, [n] on the CPU."""
+        """Return the sum over all ranks of `values`, [n] on the CPU."""
         dist.all_reduce(values, group=self.control)
         return values
 
     def merged(self, sums: S) -> S:
-        """Merge the fields of a dataclass over ranks: numbers and arrays of them are added, `*_min`
-        and `*_max` are minimum and maximum, flags are true if any is; of others the first that is
-        not the default.
+        """Merge the fields of a dataclass over ranks: numbers and arrays are added, `*_min` and
+        `*_max` are minimum and maximum, flags are true if any is true; for other fields, take the
+        first value that is not the default.
         """
         fields = dataclasses.fields(sums)  # type: ignore[arg-type]
         values = {field.name: getattr(sums, field.name) for field in fields}
@@ -243,8 +248,9 @@ class GangGroup(RankGroup):
 
     @contextlib.contextmanager
     def waiting_for_disks(self, parameters: int) -> Iterator[None]:
-        """Context, of all ranks, in which they wait for one another as long as a slow disk takes
-        for the state of so many parameters, or for each rank's part of it where they share one."""
+        """Enter a context of all ranks, in which they wait for each other as long as a slow disk
+        may take for the state of this number of parameters, or for each rank's part of it if they
+        share a disk."""
         part = _STATE_BYTES * parameters / (self.size if self.shares_disk else 1)
         usual = timedelta(seconds=self.timeout_seconds)
         _set_pg_timeout(usual + timedelta(seconds=part / SLOWEST_BYTES_PER_SECOND), self.control)
@@ -287,7 +293,8 @@ class GangGroup(RankGroup):
 def slices_of(
     rank: int, size: int, context_parallel: int, collectives: PassCollectives
 ) -> tuple[Slices, dist.ProcessGroup]:
-    """The slices that `rank` of a gang of `size` shares in, and the process group of their ranks.
+    """Return the slices that `rank` of a gang of `size` shares in, and the process group of their
+    ranks.
 
     `collectives`: makes those of the passes. All ranks call it, in the same order among the gang's
     collectives. Ranks that divide a pass are neighbours: by torchrun's numbering on one host, where
@@ -316,7 +323,8 @@ def slices_of(
 
 
 class _GatheredStates(torch.autograd.Function):
-    """States [1, G, n * w, D] of all n ranks, of each w tokens, from this rank's [1, G, t, D]."""
+    """Gathering of the states [1, G, n * w, D] of all n ranks, w tokens each, from this rank's [1,
+    G, t, D]."""
 
     @staticmethod
     def forward(
@@ -338,8 +346,8 @@ class _GatheredStates(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Each rank's queries have a part of the gradient of everybody's keys and values: their sum,
-        # in float32, however many ranks there are.
+        # Each rank's queries contribute to the gradient of all keys and values: sum the parts in
+        # float32, for any number of ranks.
         kind = torch.promote_types(grad.dtype, torch.float32)
         whole = grad[0].transpose(0, 1).to(kind).contiguous()
         mine = whole.new_empty(len(whole) // dist.get_world_size(ctx.group), *whole.shape[1:])
@@ -349,17 +357,17 @@ class _GatheredStates(torch.autograd.Function):
 
 
 class PassCollectives:
-    """Counts the collectives that this rank makes in a pass over its models."""
+    """A counter of the collectives that this rank makes in a pass over its models."""
 
     def __init__(self) -> None:
         self._made = 0
-        # How many of the next ones are not made.
+        # Number of next collectives to skip.
         self._skipped: float = 0
-        # Weak: models leave with their policies.
+        # Weak references: models are freed with their policies.
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def follow(self, module: Any) -> Any:
-        """Count the collectives of a sharded model from now on; returns it."""
+        """Count the collectives of a sharded model from now on, and return the model."""
         gather, scatter = _AllGather(self), _ReduceScatter(self)
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -413,7 +421,8 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def _end_pass(model: Any) -> None:
-    """Have FSDP end a pass that stopped anywhere: reshard layers, forget what is on its way."""
+    """Let FSDP end a pass that stopped at any point: reshard layers, and forget pending
+    operations."""
     state = model._get_fsdp_state()
     if state._is_root is None:
         return  # it has made no pass

@@ -91,9 +91,9 @@ from troupe.v1 import trainer_pb2 as trainer_pb
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"
-# Seconds between questions whether all ranks have written their copies of a state.
+# Seconds between checks whether all ranks have written their copies of a state.
 _WRITTEN_SECONDS = 0.2
-# Seconds between questions whether all hosts have a job's models and code.
+# Seconds between checks whether all hosts have a job's models and code.
 _PREPARE_SECONDS = 0.2
 # Tensors that ranks gather.
 What: TypeAlias = Literal["published", "weights", "moments", "base"]
@@ -137,7 +137,7 @@ def _gather(
 
 
 def _wholes(conversions: Iterable[Conversion], part: Read) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint on this rank's device, gathered group by group."""
+    """Yield the tensors of a checkpoint on this rank's device, gathered group by group."""
     for one in conversions:
         sources = {name: whole(part(name)) for name in one.sources}
         yield from one.convert(sources.__getitem__).items()
@@ -163,7 +163,8 @@ class RankLearner(Learner):
         double: bool = False,
         **options: Any,
     ) -> None:
-        """`double`: in float64, for proofs; `options`: those of `Learner`."""
+        """Create the rank's learner. `double`: in float64, for proofs; `options`: those of
+        `Learner`."""
         own = spec.policies[policy]
         group = group.divided(own.trainer.context_parallel)
         self._group, self._double, self._device = group, double, device
@@ -183,8 +184,8 @@ class RankLearner(Learner):
     def _sharded(
         self, weights: Mapping[str, torch.Tensor] | None = None, *, values: bool = False
     ) -> Any:
-        """This rank's shards of the policy's model, with its first weights, or with the trained
-        `weights`; `values`: with a value function in place of the output layer."""
+        """Return this rank's shards of the policy's model, with its first weights, or with the
+        trained `weights`; `values`: with a value function in place of the output layer."""
         spec, name = self._spec, self._policy_name
         own, base = spec.policies[name], self._frozen
         given, found = weights, []
@@ -217,7 +218,7 @@ class RankLearner(Learner):
         return module
 
     def _load_base(self) -> ShardedBase:
-        """This rank's shards of the frozen model under an adapter."""
+        """Return this rank's shards of the frozen model under an adapter."""
         spec, name = self._spec, self._policy_name
         own, forms = spec.policies[name], []
 
@@ -237,19 +238,19 @@ class RankLearner(Learner):
         return ShardedBase(module, forms[0], self._group)
 
     def _dtype(self, dtype: torch.dtype | None = None) -> torch.dtype:
-        """`dtype`, by default the published one; float64 in proofs."""
+        """Return `dtype`, by default the published one; float64 in proofs."""
         published = torch.bfloat16 if self._half else torch.float32
         return torch.float64 if self._double else dtype or published
 
     def _critic_module(self, policy: Any) -> Any:
-        """This rank's shards of a copy of the model `policy` with a value head."""
+        """Return this rank's shards of a copy of the model `policy` with a value head."""
         module = self._sharded(self._trained.weights(), values=True)
         own = defaults_of(gpu_memory(self._device))
         configure_model(self._policy_name, module, self._policy.trainer, own)
         return module
 
     def _load_teacher(self, name: str) -> Any:
-        """This rank's shard of a teacher."""
+        """Return this rank's shard of a teacher."""
         spec = with_dtype(name, self._job)
         own, kept = spec.policies[name], torch.float32
         if own.language_model.weight_dtype == "bfloat16":
@@ -270,8 +271,8 @@ class RankLearner(Learner):
         )
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write this rank's part of the training state; checksums of its files. Where hosts share
-        no disk, rank 0 writes all of it on the lead's.
+        """Write this rank's part of the training state, and return the checksums of its files. If
+        hosts do not share a disk, rank 0 writes the whole state on the lead's disk.
 
         Raises ResourceExhausted of kind "storage_full" on all ranks.
         """
@@ -294,7 +295,8 @@ class RankLearner(Learner):
         return {} if path is None else {path.name: file_checksum(path)}
 
     def _read(self, directory: Path, *, moments: bool = True) -> Tensors:
-        """This rank's shards of the state in `directory`, which is that of the lead's host."""
+        """Return this rank's shards of the state in `directory`, which is that of the lead's
+        host."""
         group, own = self._group, self.weights()
         there = group.shares_disk or group.rank == 0
         known = described(directory) if there else {}
@@ -329,7 +331,8 @@ class RankLearner(Learner):
         self.set_reference(self._read(directory, moments=False))
 
     def suspend(self, path: Path | None) -> dict[str, Any]:
-        """Write the state for `resume`, also in the middle of a step; returns its plain values."""
+        """Write the state for `resume`, also in the middle of a step, and return its plain
+        values."""
         sums = self._step.sums
         mine = sums.tokens = self._group.merged(sums.tokens)
         if self._critic is not None:
@@ -353,7 +356,8 @@ class RankLearner(Learner):
         self.adopt(found, values)
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:
-        """This rank's shards of the tensors in a file; one whole tensor at a time is in memory."""
+        """Return this rank's shards of the tensors in a file; one whole tensor at a time is in
+        memory."""
         found: Tensors = {}
         own = self._sharded_tensors()
         with contextlib.ExitStack() as stack:
@@ -372,7 +376,8 @@ class RankLearner(Learner):
         return found
 
     def _sharded_tensors(self) -> Tensors:
-        """The parameters whose sharding the tensors of a state follow, by their names there."""
+        """Return the parameters whose sharding the tensors of a state follow, by their names
+        there."""
         numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
         trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         critic = {} if self._critic is None else self._critic.sharded()
@@ -426,7 +431,7 @@ class ShardedModel(TrainedModel):
         self._make = make
 
     def weights(self) -> Tensors:
-        """This rank's shards of parameters and buffers, or of an adapter; not copies."""
+        """Return this rank's shards of parameters and buffers, or of an adapter; not copies."""
         if self.base is not None:
             return super().weights()
         named: Tensors = {name: p.detach() for name, p in self.module.named_parameters()}
@@ -437,14 +442,13 @@ class ShardedModel(TrainedModel):
         return named
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A second sharded module with these weights, which no gradient reaches."""
+        """Return a second sharded module with these weights, which no gradient reaches."""
         return self._make(weights).requires_grad_(False)
 
 
 class ShardedParameters(PooledParameters):
     """A rank's shards of the trained parameters. FSDP owns their memory: it is not released, and
-    weights are copied into it. With `offload: all` FSDP is given host memory in its place between
-    steps."""
+    weights are copied into it. With `offload: all`, FSDP gets host memory instead between steps."""
 
     def __init__(self, module: Any, offload: Offload) -> None:
         """`module`: a model that FSDP shards."""
@@ -481,17 +485,16 @@ class ShardedParameters(PooledParameters):
             self._away = False
 
     def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """The weights, none of which become memory of parameters."""
+        """Return the weights, none of which become memory of parameters."""
         return dict(weights)
 
     def release(self) -> list[torch.Tensor]:
-        """Nothing: the memory goes with the model."""
+        """Return nothing, since the memory is freed with the model."""
         return []
 
 
 def _use_memory(shard: Any, data: torch.Tensor) -> None:
-    """Have FSDP keep a shard in `data` [padded elements], as `FSDPParam.reset_sharded_param`
-    does."""
+    """Let FSDP keep a shard in `data` [padded elements], as in `FSDPParam.reset_sharded_param`."""
     local = shard.sharded_param._local_tensor
     shard._sharded_param_data = data
     shard.sharded_param._local_tensor = data.as_strided(local.size(), local.stride())
@@ -500,8 +503,8 @@ def _use_memory(shard: Any, data: torch.Tensor) -> None:
 class GangLearner(PolicyLearner[Row]):
     """A learner whose model is held by the ranks of a gang.
 
-    Raises what `Learner` does, and Aborted of kind "gang_lost" when a rank has ended. Then it is
-    `lost` until `restore`, `load` or `adopt`, which start another gang.
+    Raises the errors of `Learner`, and Aborted of kind "gang_lost" if a rank has ended. Then it is
+    `lost` until `restore`, `load` or `adopt` start another gang.
     """
 
     def __init__(
@@ -516,9 +519,9 @@ class GangLearner(PolicyLearner[Row]):
         loaded: Loaded = lambda done, total: None,
     ) -> None:
         """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
-        where ranks run, also of later gangs; `submitted`: the specification that other hosts read,
-        where this host's copies have taken the place of models in `spec`; `loaded`: is told what
-        of the model is loaded."""
+        hosts of the ranks, also in later gangs; `submitted`: the specification that other hosts
+        read, since in `spec` this host's copies have replaced models; `loaded`: called with the
+        loaded bytes of the model."""
         self._loaded = loaded
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
@@ -582,7 +585,7 @@ class GangLearner(PolicyLearner[Row]):
         return outline(self._policy, self._job.policies[self._policy])
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
-        """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
+        """Parse the samples of a claim for `accumulate`. Raises the errors of `parse_rows`."""
         columns = columns_of(self._job.algorithm)
         return parse_rows(
             claimed,
@@ -603,7 +606,8 @@ class GangLearner(PolicyLearner[Row]):
         self._order("complete", stop=stop)
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """See `PolicyLearner`. No tokens are kept for the panel: each rank has a part of them."""
+        """See `PolicyLearner`. No tokens are kept for the panel, since each rank has only a part of
+        them."""
         return Applied(**self._order("apply", stop=stop, version=version).header)
 
     def discard(self) -> None:
@@ -616,22 +620,22 @@ class GangLearner(PolicyLearner[Row]):
         groups: UpdateGroups,
         conversation: Conversation,
     ) -> None:
-        """Have rank 0, which has groups of its own, send the published tensors to a server."""
+        """Let rank 0, which has its own groups, send the published tensors to a server."""
         body = wanted.SerializeToString()
         self._gang.order("send", body, key=self._key, conversation=conversation)
 
     # State.
 
     def published(self) -> Tensors:
-        """The tensors that engines load, whole, in shared memory."""
+        """Return the tensors that engines load, whole, in shared memory."""
         return self._gathered("published")
 
     def weights(self) -> Tensors:
-        """Parameters and persistent buffers in full precision, whole."""
+        """Return parameters and persistent buffers in full precision, whole."""
         return self._gathered("weights")
 
     def moments(self) -> Moments:
-        """The state of optimizer and baselines, whole."""
+        """Return the state of optimizer and baselines, whole."""
         return self._gathered("moments")
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
@@ -644,18 +648,18 @@ class GangLearner(PolicyLearner[Row]):
         return Snapshot(write_parts=self._write, copy_parts=self._copy)
 
     def _write(self, directory: Path) -> dict[str, str]:
-        """Have every rank write its part of weights and moments; the files' checksums."""
+        """Let every rank write its part of weights and moments, and return the files' checksums."""
         where = self._gangs.below_data_dir(directory)
         files: dict[str, str] = self._order("save", directory=where).header["files"]
         return files
 
     def _copy(self) -> WriteParts | None:
-        """Have every rank copy its part of weights and moments to host memory; returns a function
-        that has the copies written while steps go on, or None where a rank lacks the memory."""
+        """Let every rank copy its part of weights and moments to host memory. Return a function
+        that lets the copies be written while steps continue, or None if a rank lacks the memory."""
         return self._write_copy if self._order("copy").header["copied"] else None
 
     def _write_copy(self, directory: Path) -> dict[str, str]:
-        """As `_write`, of the copies; in any thread: other orders come in between."""
+        """Like `_write`, for the copies; in any thread, since other orders may come in between."""
         self._order("write_copy", directory=self._gangs.below_data_dir(directory))
         while True:
             files: dict[str, str] | None = self._order("copy_written").header["files"]
@@ -664,7 +668,7 @@ class GangLearner(PolicyLearner[Row]):
             time.sleep(_WRITTEN_SECONDS)
 
     def load(self, state: KeptState) -> None:
-        """Have every rank read its part of what a gang or a single device has written."""
+        """Let every rank read its part of a state that a gang or a single device has written."""
         self._revive()
         try:
             self._order("load", directory=self._gangs.below_data_dir(state.path))
@@ -687,13 +691,14 @@ class GangLearner(PolicyLearner[Row]):
     # Suspension, in the middle of a step too.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """Whole tensors and plain values (JSON) from which `adopt` goes on."""
+        """Return the whole tensors and plain values (JSON) from which `adopt` continues."""
         with self._gang.file() as path:
             answer = self._order("suspend", path=str(path))
             return load_file(path), answer.header["values"]
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Go on from what `suspended` gave, here or where one device trained the policy."""
+        """Continue from the result of `suspended`, here or where a single device trained the
+        policy."""
         self._revive()
         self._hand_over("resume", tensors, values=dict(values))
 
@@ -706,7 +711,7 @@ class GangLearner(PolicyLearner[Row]):
     # Ranks.
 
     def move_to(self, hosts: GangHosts) -> None:
-        """Have the next ranks run on these hosts; the policy was removed from the earlier ones."""
+        """Let the next ranks run on these hosts; the policy was removed from the earlier ranks."""
         self._gangs.check(self._policy, self._size, hosts)
         self._hosts = hosts
 
@@ -740,7 +745,8 @@ class GangLearner(PolicyLearner[Row]):
             raise
 
     def _prepare_hosts(self) -> None:
-        """Have the other hosts get models and code; orders of other policies come in between."""
+        """Let the other hosts fetch models and code; orders of other policies may come in
+        between."""
         while True:
             answer = self._order("prepare", policy=self._policy, spec=self._submitted)
             if answer.header["ready"]:

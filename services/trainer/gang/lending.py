@@ -1,8 +1,8 @@
-"""The devices of a trainer worker while ranks of a gang run on them that another worker leads.
+"""The devices of a trainer worker while they run ranks of a gang that another worker leads.
 
-The leader's call holds the ranks (`MemberRanks` in gang.py): they end with it, so a leader that is
-lost leaves none behind, and the call ends with them, so the leader learns of it at once. A worker
-runs ranks of one gang at a time, of the one that the orchestrator formed last.
+The leader's call holds the ranks (`MemberRanks` in gang.py): they end with it, so a lost leader
+leaves none behind, and the call ends with them, so the leader notices immediately. A worker runs
+ranks of one gang at a time: the one that the orchestrator formed last.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _POLL_SECONDS = 0.1
 
 
 class LentDevices:
-    """Runs ranks of other workers' gangs, one gang at a time."""
+    """The runner of ranks of other workers' gangs, one gang at a time."""
 
     def __init__(self, settings: TrainerSettings, most: int) -> None:
-        """`most`: ranks that this worker has devices for."""
+        """Create the runner. `most`: number of ranks for which this worker has devices."""
         self._settings, self._most = settings, most
         self._request: trainer_pb.HostRanksRequest | None = None
         # Held while ranks run, until the last one has ended.
@@ -45,7 +45,7 @@ class LentDevices:
     async def take_back(self) -> None:
         """End ranks that run here, because a policy is bound to this worker.
 
-        The orchestrator, which alone decides, has given their gang up; its leader may not know.
+        The orchestrator, which alone decides, has given up their gang; its leader may not know.
         """
         if self._request is not None:
             log.warning("devices are taken back", leader=self._request.leader)
@@ -66,7 +66,7 @@ class LentDevices:
                 f"the devices of this worker run ranks of {other.policy} (job {other.job_id}) for "
                 f"{other.leader}, whose gang was formed later",
                 kind="devices_lent",
-                remedy="Bind the policy again: its workers are others now.",
+                remedy="Bind the policy again: its workers have changed.",
             )
         # From here on, earlier ranks end.
         self._request = request
@@ -107,7 +107,7 @@ class LentDevices:
             )
         if not 0 < request.node < request.nodes:
             raise InvalidArgument(
-                f"is none of the members of {request.nodes} workers",
+                f"is not one of the members of {request.nodes} workers",
                 field="node",
                 value=request.node,
             )
@@ -127,7 +127,8 @@ class LentDevices:
             if self._request is not request:
                 raise self._ended(request, "its devices were given to another gang")
             log.info("lends devices", leader=request.leader, ranks=request.ranks)
-            # From this thread, which lasts: the kernel ends them with the thread that started them.
+            # Started from this long-lived thread: the kernel ends them with the thread that started
+            # them.
             agent = launch(
                 terms,
                 ranks=request.ranks,
@@ -150,5 +151,5 @@ class LentDevices:
         return Aborted(
             f"{request.ranks} ranks on {self._settings.worker_id} have ended: {why}",
             kind=kinds.GANG_LOST,
-            remedy="The log of this worker says which rank ended and why.",
+            remedy="See this worker's log for the rank that ended and the reason.",
         )

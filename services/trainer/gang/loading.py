@@ -1,12 +1,12 @@
-"""Loads a model into the shards of a gang's ranks, none of which holds the whole model.
+"""Loading of a model into the shards of a gang's ranks, none of which holds the whole model.
 
 The model is made on the meta device, without memory, and sharded; then each rank reads the rows of
-each tensor that its shard consists of. A tensor that a checkpoint has in another form than the
-model (a mixture's experts, which are one tensor in memory) is converted by transformers' own
-operations, from the rows alone where these allow it, else whole, one group at a time.
+each tensor that its shard consists of. A tensor with different forms in checkpoint and model (a
+mixture's experts, which are one tensor in memory) is converted by transformers' own operations,
+from these rows alone if possible, else whole, one group at a time.
 
-Weights that are in no safetensors file (random ones, other formats) are made whole by rank 0 alone,
-and given to the others one tensor at a time.
+Weights without safetensors files (random ones, other formats) are made whole only by rank 0, and
+sent to the others one tensor at a time.
 
 LoRA adapters in gangs are PEFT's layers over a frozen base (`ShardedBase`), both sharded over the
 ranks. The base has the published type and gets no gradient. Its shards on a rank are shared by all
@@ -88,7 +88,7 @@ def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
 
 
 class LoadProgress:
-    """Bytes that a rank has to load, and those that it has; `add` ends a load that was given up."""
+    """Bytes that a rank has to load and has loaded; `add` ends an abandoned load."""
 
     def __init__(self) -> None:
         self.total, self.done = 0, 0
@@ -104,9 +104,9 @@ class LoadProgress:
 def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> T:
     """Call `work` on all ranks at once, and wait for all of them; all ranks must call this.
 
-    Ranks exchange meanwhile what they have loaded, so that one that works is waited for, by the
-    bytes that it has to load, and one that has died is noticed within the gang's timeout. A
-    `TroupeError` of one rank is raised on all. Raises DeadlineExceeded of kind "gang_load_slow".
+    Meanwhile ranks exchange their progress, so that the time limit of a working rank depends on its
+    bytes, and a dead rank is noticed within the gang's timeout. A `TroupeError` of one rank is
+    raised on all. Raises DeadlineExceeded of kind "gang_load_slow".
     """
     progress, found, problems = LoadProgress(), [], []
 
@@ -171,13 +171,13 @@ class MetaTensor:
         return getattr(module, leaf)
 
     def within(self, modules: set[int]) -> bool:
-        """Drop places in modules of other ids; whether any are left."""
+        """Drop places in modules of other ids; return whether any are left."""
         self._places = [one for one in self._places if id(one[0]) in modules]
         return bool(self._places)
 
     def part(self) -> tuple[torch.Size, range]:
-        """Shape of this rank's shard, and its rows: those of the tensor's first dimension. Not to
-        be asked before the model is sharded."""
+        """Return the shape of this rank's shard, and its rows: those of the tensor's first
+        dimension. Not to be asked before the model is sharded."""
         if self._part is None:
             own = self.tensor
             if isinstance(own, DTensor):
@@ -223,7 +223,7 @@ class MetaTensors:
             meta.add(name, module.get_submodule(path), leaf)
 
     def of(self, module: Any) -> dict[str, MetaTensor]:
-        """The metas of what `module` has become, by every name."""
+        """Return the tensors of `module` in its present form, by every name."""
         modules = {id(one) for one in module.modules()}
         return {name: meta for name, meta in self._by_name.items() if meta.within(modules)}
 
@@ -232,7 +232,7 @@ class StoredModel:
     """A checkpoint in safetensors files, in the form that the model needs."""
 
     def __init__(self, policy: str, source: ModelSpec, outline: Any) -> None:
-        """Read the files' headers. Raises InvalidArgument as `load_model`."""
+        """Read the files' headers. Raises the InvalidArgument of `load_model`."""
         assert source.path is not None, "it has files"
         self._policy, self._source = policy, source
         try:
@@ -368,8 +368,8 @@ def load_sharded(
 def _stored_model(
     group: GangGroup, policy: str, source: ModelSpec, outline: Any
 ) -> StoredModel | None:
-    """The safetensors files of a policy's model; None where it has to be loaded as a whole: random
-    weights, other formats, and what transformers loads through more than the files.
+    """Return the safetensors files of a policy's model; None where it has to be loaded as a whole:
+    random weights, other formats, and what transformers loads through more than the files.
 
     All ranks must call it. Raises InvalidArgument as `load_model`.
     """
@@ -381,7 +381,8 @@ def _stored_model(
         return None
 
     def fetched(progress: LoadProgress) -> bool:
-        """Whether this host has the files; a hub's are downloaded by one rank of each host."""
+        """Return whether this host has the files; a hub's are downloaded by one rank of each
+        host."""
         if group.local and not Path(path).is_dir():
             return True
         try:
@@ -436,9 +437,10 @@ def scatter_model(
 
 @torch.no_grad()
 def finish(module: Any, device: torch.device) -> None:
-    """Make what no checkpoint has: buffers that are computed, such as rotary frequencies.
+    """Make the tensors that checkpoints lack: computed buffers, such as rotary frequencies.
 
-    As `from_pretrained` makes them: modules initialize what is not marked as loaded.
+    They are made as in `from_pretrained`: modules initialize everything that is not marked as
+    loaded.
     """
     for one in module.modules():
         one._is_hf_initialized = False
@@ -484,14 +486,16 @@ class ShardedBase:
         self.checksum = group.gather(combine(parts).encode())[0].decode()
 
     def weights(self) -> DeferredTensors:
-        """Not to be asked of one rank: all of them gather the tensors (`RankLearner.gather`)."""
+        """Not available on one rank: all ranks gather the tensors together
+        (`RankLearner.gather`)."""
         raise AssertionError("a rank has shards only")
 
 
 def shared_base(
     group: GangGroup, spec: PolicySpec, seed: int, make: Callable[[], ShardedBase]
 ) -> ShardedBase:
-    """The base of a policy, made by `make` unless all ranks have it; all ranks must call it."""
+    """Return the base of a policy, made by `make` unless all ranks have it; all ranks must call
+    it."""
     source = base_source(spec.language_model, seed, str(group.mesh.device_type))
     known = _BASES.get(source)
     everyone = group.gather(json.dumps(known is not None).encode())
@@ -535,15 +539,15 @@ class GatheredBase:
         self.module, self.checksum, self._gather = module, checksum, gather
 
     def weights(self) -> DeferredTensors:
-        """The tensors that engines load, in shared memory."""
+        """Return the tensors that engines load, in shared memory."""
         return unchanged(self._gather())
 
 
 def adapted_outline(
     policy: str, spec: PolicySpec, checksum: str, gather: Callable[[], Tensors]
 ) -> tuple[Any, GatheredBase]:
-    """The model of a policy with its adapter, on the meta device, for checkpoints, and its base,
-    whose weights `gather` brings."""
+    """Return the model of a policy with its adapter, on the meta device, for checkpoints, and its
+    base, whose weights `gather` brings."""
     lora = spec.lora
     assert lora is not None, "the policy has an adapter"
     dtype = getattr(torch, spec.language_model.weight_dtype)

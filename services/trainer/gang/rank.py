@@ -62,7 +62,7 @@ _REPORT_SECONDS = 0.5
 
 
 class Rank:
-    """Carries out orders on the policies that this gang holds."""
+    """A rank, which carries out orders on the policies of its gang."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class Rank:
         )
         self._members: dict[str, RankLearner] = {}
         self._update_groups = UpdateGroups(split_address(settings.address)[0], device)
-        # Copies of their states; one that is being written when its policy leaves stays until then.
+        # Copies of their states; a copy stays until it is written, even if its policy leaves
+        # before.
         self._copies: dict[str, ShardCopy] = {}
         # By key of the policy; on the first rank of each host but the lead's.
         self._specs: dict[str, HostSpecification] = {}
@@ -110,14 +111,14 @@ class Rank:
                 self._channel.send(answer)
 
     def _asked_to_stop(self) -> bool:
-        """Whether the lead has given up the current step."""
+        """Return whether the lead has given up the current step."""
         if self._channel is None:
             return False
         frame = self._channel.receive(0)
         return frame is not None and frame.header["order"] == "stop"
 
     def _report_load(self, done: int, total: int) -> None:
-        """Tell the lead how many bytes of a model all ranks have loaded, now and then."""
+        """Tell the lead from time to time how many bytes of a model all ranks have loaded."""
         now = time.monotonic()
         if self._channel is not None and now - self._reported > _REPORT_SECONDS:
             self._reported = now
@@ -134,7 +135,7 @@ class Rank:
         return frame
 
     def _carry_out(self, order: Frame) -> Frame:
-        """The answer of rank 0. Refusals are answers; anything else ends the gang."""
+        """Return the answer of rank 0. Refusals are answers; anything else ends the gang."""
         try:
             return Frame(self._answer(order) or {})
         except Stopped:
@@ -146,7 +147,7 @@ class Rank:
             return Frame({"unfit": str(error)})
 
     def _answer(self, order: Frame) -> dict[str, Any] | None:
-        """Carry out an order on its policy; returns the header of the answer."""
+        """Carry out an order on its policy, and return the header of the answer."""
         header = order.header
         name, key = header["order"], header["key"]
         if name == "prepare":
@@ -225,10 +226,11 @@ class Rank:
             self._copies.pop(key).close()
 
     def _prepare(self, header: Mapping[str, Any]) -> bool:
-        """Have each host but the lead's get models and code of a job; whether all have them.
+        """Let each host except the lead's fetch models and code of a job; return whether all have
+        them.
 
-        Repeated until they have: ranks wait for none of it. Raises on all ranks what one host's
-        `HostSpecification` found.
+        Called repeatedly until they have, since ranks do not wait for it. Raises the error of one
+        host's `HostSpecification` on all ranks.
         """
         status: dict[str, Any] = {"ready": True}
         if self._group.local == 0 and self._group.host > 0:
@@ -343,9 +345,9 @@ class ShardCopy:
     """Host memory for a rank's shards of one policy's state, and the thread that writes them while
     later steps run.
 
-    What `state/durability.py` does on one device. The ranks' threads write one state together
-    (`write_shards`) over a process group of their own, as collectives of orders must not mix with
-    theirs. The lead asks now and then whether all are done, and only then gives the directory its
+    This corresponds to `state/durability.py` on one device. The ranks' threads write one state
+    together (`write_shards`) over a separate process group, since their collectives must not mix
+    with those of orders. The lead polls whether all are done, and only then gives the directory its
     name. All ranks make it, and call its methods, in the same order.
     """
 
@@ -362,7 +364,7 @@ class ShardCopy:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is being written, or was written and `files` not told yet."""
+        """Whether a copy is being written, or was written but not yet reported by `files`."""
         return self._writing is not None
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -384,7 +386,7 @@ class ShardCopy:
         self._writing = self._thread.submit(self._write, directory)
 
     def files(self) -> dict[str, str] | None:
-        """The checksums of all ranks' files once all have written; None before.
+        """Return the checksums of all ranks' files once all have written; None before.
 
         Raises on all ranks the `TroupeError` of one that could not write.
         """

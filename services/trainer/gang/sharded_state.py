@@ -35,7 +35,7 @@ from troupe.transfer.checksum import bytes_checksum
 def write_shards(
     directory: Path, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup
 ) -> dict[str, str]:
-    """Write this rank's shards of `tensors` into `directory`; returns its files' checksums.
+    """Write this rank's shards of `tensors` into `directory`, and return its files' checksums.
 
     All ranks must call it. A tensor that is not a DTensor is equal on all ranks and written once.
     An error on one rank, such as OSError, is raised on all.
@@ -62,7 +62,7 @@ def read_shards(
 
 
 def described(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shapes and dtypes of the whole tensors in `directory`, by name."""
+    """Return the shapes and dtypes of the whole tensors in `directory`, by name."""
     metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
     found = {}
     for name, one in metadata.state_dict_metadata.items():
@@ -125,7 +125,8 @@ def empty_state(
     weights: Mapping[str, torch.Tensor],
     sharded: Mapping[str, torch.Tensor],
 ) -> Tensors:
-    """Empty tensors for weights and moments as `described`, laid out as `sharded` (`owner_of`).
+    """Return empty tensors for weights and moments as `described`, laid out as `sharded`
+    (`owner_of`).
 
     Raises ValueError for those of another model.
     """
@@ -144,9 +145,9 @@ def empty_state(
 
 
 def owner_of(name: str, size: torch.Size, sharded: Mapping[str, torch.Tensor]) -> DTensor | None:
-    """The sharded parameter that a tensor of a state is, or is a gradient or moment of; None if it
-    is not sharded. `sharded`: parameters by name, those of a critic by `critic/weight/{name}`, and
-    by number below `gradients/` and `critic/gradients/`.
+    """Return the sharded parameter that a tensor of a state is, or is a gradient or moment of; None
+    if it is not sharded. `sharded`: parameters by name, those of a critic by
+    `critic/weight/{name}`, and by number below `gradients/` and `critic/gradients/`.
 
     Raises ValueError if the shapes differ.
     """
@@ -166,7 +167,7 @@ def owner_of(name: str, size: torch.Size, sharded: Mapping[str, torch.Tensor]) -
 
 
 def file_checksum(path: Path) -> str:
-    """Hex xxh3-128 of a file's bytes."""
+    """Return the hex xxh3-128 of a file's bytes."""
     with path.open("rb") as file:
         if not path.stat().st_size:
             return bytes_checksum(b"")
@@ -175,8 +176,8 @@ def file_checksum(path: Path) -> str:
 
 
 def as_shard(local: torch.Tensor, of: DTensor) -> DTensor:
-    """The DTensor like `of` whose shard on this rank is `local`, as FSDP makes them: `from_local`
-    takes three times as long, and moves `local` to the mesh's device."""
+    """Return the DTensor like `of` whose shard on this rank is `local`, as FSDP makes them:
+    `from_local` takes three times as long, and moves `local` to the mesh's device."""
     return DTensor(local, of._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

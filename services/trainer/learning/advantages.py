@@ -29,10 +29,12 @@ _PREFIX = "baseline/"
 
 
 class AdvantageEstimator:
-    """Computes the advantages of one policy's samples, and holds what they depend on."""
+    """The estimator of the advantages of one policy's samples, with the state that they depend
+    on."""
 
     def __init__(self, algorithm: AlgorithmSpec, function: AdvantageFunction | None) -> None:
-        """`function`: that of `algorithm.advantage`; None: a critic computes advantages."""
+        """Create the estimator. `function`: of `algorithm.advantage`; None: a critic computes
+        advantages."""
         self._algorithm = algorithm
         self._function = function
         # Whether advantages need the rewards of all samples of the step (`measure`).
@@ -52,10 +54,10 @@ class AdvantageEstimator:
         self._statistics = {pool: batch_statistics(values) for pool, values in rewards.items()}
 
     def estimate(self, rows: Sequence[Row]) -> TrainingBatch:
-        """`rows` with their advantages; a sample's does not depend on the other rows.
+        """Return `rows` with their advantages; each depends only on its own sample.
 
-        SampleBatch count towards the next baselines of `rae`: pass each once a step, or `discard`.
-        Raises `FunctionFault` for a user's function.
+        Samples count towards the next baselines of `rae`: pass each sample once per step, or call
+        `discard`. Raises `FunctionFault` for a user's function.
         """
         assert self._function is not None, "the critic computes these, token by token"
         pools = [self._statistics.get(self._pool(row), (0.0, 0.0)) for row in rows]
@@ -98,34 +100,35 @@ class AdvantageEstimator:
         self._statistics.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The baselines, which are training state: float64 scalars by `baseline/{agent}`."""
+        """Return the baselines, which are training state: float64 scalars by `baseline/{agent}`."""
         return {
             f"{_PREFIX}{agent}": torch.tensor(value, dtype=torch.float64)
             for agent, value in sorted(self._baselines.items())
         }
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Restore the baselines in `state`; returns the other tensors of `state`."""
+        """Restore the baselines in `state`, and return the other tensors of `state`."""
         self.discard()
         mine = {name: value for name, value in state.items() if name.startswith(_PREFIX)}
         self._baselines = {name.removeprefix(_PREFIX): float(v) for name, v in mine.items()}
         return {name: value for name, value in state.items() if name not in mine}
 
     def step_state(self) -> dict[str, Any]:
-        """The rewards of the current step as plain values, for suspension."""
+        """Return the rewards of the current step as plain values, for suspension."""
         return {"rewards": self._rewards, "statistics": self._statistics}
 
     def restore_step(self, values: Mapping[str, Any]) -> None:
-        """Inverse of `step_state`."""
+        """Restore the values of `step_state`."""
         self._rewards = {agent: list(rewards) for agent, rewards in values["rewards"].items()}
         self._statistics = {pool: (one[0], one[1]) for pool, one in values["statistics"].items()}
 
     def metrics(self) -> dict[str, float]:
-        """`baseline/<agent>`: the baseline that the step's rewards were compared with."""
+        """Return `baseline/<agent>`: the baseline that the step's rewards were compared with."""
         return {
             f"{_PREFIX}{agent}": self._baselines.get(agent, 0.0) for agent in sorted(self._rewards)
         }
 
     def _pool(self, row: Row) -> str:
-        """The key of a row's pool, whose samples share statistics: its agent, or the policy."""
+        """Return the key of a row's pool, whose samples share statistics: its agent, or the
+        policy."""
         return row.agent if self._algorithm.normalize_per_agent else ""

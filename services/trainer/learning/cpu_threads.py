@@ -1,8 +1,8 @@
-"""Data parallelism over CPU threads: each thread computes whole passes over rows of its own.
+"""Data parallelism over CPU threads: each thread computes whole passes over its own rows.
 
 The operators of a small model take tens of microseconds. Split over threads (torch's intra-op
-parallelism) they spend as long waiting for each other, a thousand times per pass, and far longer
-while another process has one of the cores. Passes on threads of their own wait once, at the end.
+parallelism), they spend as long waiting for each other, a thousand times per pass, and far longer
+while another process occupies a core. Passes on separate threads wait only once, at the end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from services.trainer.learning.samples import Row
 
-# Largest model: each thread has gradients of its own, which cost more than is gained for a larger
-# one, whose operators are long enough for intra-op parallelism.
+# Size limit of models: each thread has its own gradients, which cost more than is gained for a
+# larger model, whose operators are long enough for intra-op parallelism.
 _GRADIENT_BYTES: Final = 64 << 20
 # Maximum threads: they share the memory bandwidth for the weights, and the interpreter lock.
 _MOST: Final = 4
@@ -40,9 +40,9 @@ class CpuThreads:
         )
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run at most `size` calls, one per thread; returns their results in order.
+        """Run at most `size` calls, one per thread, and return their results in order.
 
-        Once all have ended, raises the error of one that failed.
+        Raises, after all have ended, the error of a failed one.
         """
         others = [self._pool.submit(call) for call in calls[1:]]
         before = torch.get_num_threads()
@@ -56,13 +56,14 @@ class CpuThreads:
 
 
 def worth_splitting(parameters: Sequence[torch.nn.Parameter], threads: int) -> bool:
-    """Whether a model with these parameters trains faster with passes on threads of their own."""
+    """Return whether a model with these parameters trains faster with passes on threads of their
+    own."""
     small = sum(p.nbytes for p in parameters) <= _GRADIENT_BYTES
     return threads > 1 and small and all(p.device.type == "cpu" for p in parameters)
 
 
 def twin(module: Any) -> Any:
-    """A second module over the same memory, with hooks and gradients of its own."""
+    """Return a second module over the same memory, with hooks and gradients of its own."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
     for parameter in module.parameters():
         own = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -71,7 +72,8 @@ def twin(module: Any) -> Any:
 
 
 def split_rows(rows: Sequence[Row], members: int) -> list[list[int]]:
-    """Split rows into at most `members` parts of about equally many tokens; indices of each part.
+    """Split rows into at most `members` parts of about equally many tokens; return the indices of
+    each part.
 
     Rows of one group stay together, so that their common prefix is computed once. Deterministic.
     No part is empty.

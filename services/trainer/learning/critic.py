@@ -41,12 +41,12 @@ from troupe.rpc import FailedPrecondition
 # Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.
 _PREFIX = "critic/"
 _WEIGHT = "weight"
-# Function that packs rows, this rank's, into forward passes, with gradients or without.
+# Function that packs this rank's rows into forward passes, with gradients or without.
 Pack = Callable[[Sequence[Row], threading.Event | None, bool], RankBatches]
 
 
 def critic_module(policy: Any) -> Any:
-    """A copy of the trunk of the model `policy`, with a new output layer of zeros.
+    """Return a copy of the trunk of the model `policy`, with a new output layer of zeros.
 
     Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
     """
@@ -58,8 +58,8 @@ def critic_module(policy: Any) -> Any:
 
 
 def with_value_head(module: Any, device: torch.device) -> Any:
-    """A language model (which may be on the meta device) with a value function in place of its
-    output layer, which is on `device`."""
+    """Return a language model (which may be on the meta device) with a value function in place of
+    its output layer, which is on `device`."""
     module.set_output_embeddings(ValueHead(module.get_output_embeddings().weight, device))
     # Disabled, as a soft cap on logits (Gemma) would bound the values.
     config = module.config.get_text_config()
@@ -183,8 +183,8 @@ class Critic:
         torch.autograd.backward(self._values(one_token(self._device, instead)).sum() * 0.0)
 
     def _share(self, rows: Sequence[Row]) -> tuple[list[Row], torch.Tensor]:
-        """The input rows that this rank computes, and where their response tokens are among those
-        of all rows: int64 [N], on the device."""
+        """Return the input rows that this rank computes, and the positions of their response tokens
+        among all rows' response tokens: int64 [N], on the device."""
         views = [self._view(row) for row in rows]
         mine = self._ranks.share(views)
         starts = np.cumsum([0, *response_lengths(rows)])
@@ -193,7 +193,8 @@ class Critic:
         return [views[i] for i in mine], order
 
     def finish(self) -> float:
-        """Turn the summed gradient into a mean over tokens and clip it; returns its norm before."""
+        """Turn the summed gradient into a mean over tokens, clip it, and return its norm before
+        clipping."""
         return self.gradients.finish(max(self._tokens, 1), self._spec.optimizer.max_grad_norm)
 
     def step(self, version: int, steps: int) -> None:
@@ -213,20 +214,20 @@ class Critic:
         self._statistics = ValueStatistics()
 
     def metrics(self) -> dict[str, float]:
-        """The value statistics of the current step, of all ranks."""
+        """Return the value statistics of the current step, of all ranks."""
         found = self._ranks.merged(self._statistics)
         return found.metrics() if found.tokens else {}
 
     def leave_statistics(self, *, here: bool) -> None:
-        """Have one rank of a gang hold the statistics of all of them; `here`: it is this one."""
+        """Let one rank of a gang hold the statistics of all ranks; `here`: this rank does."""
         merged = self._ranks.merged(self._statistics)
         self._statistics = merged if here else ValueStatistics()
 
     def without_statistics(
         self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """A suspended state (`Learner.suspended`) with zeros for the statistics of the critic,
-        which another rank continues."""
+        """Return a suspended state (`Learner.suspended`) with zeros for the statistics of the
+        critic, which another rank continues."""
         begin = f"{_PREFIX}statistics/"
         fresh, counts = suspension.split_fields(ValueStatistics())
         found = {name: t for name, t in tensors.items() if not name.startswith(begin)}
@@ -234,7 +235,7 @@ class Critic:
         return found, {**values, "critic": {**values["critic"], "statistics": counts}}
 
     def sharded(self) -> dict[str, torch.Tensor]:
-        """The parameters by their names in `state`, and in gradients of `step_state`."""
+        """Return the parameters by their names in `state`, and in gradients of `step_state`."""
         named = {n: p.detach() for n, p in self._trained.items()}
         numbered = {str(i): p for i, p in enumerate(named.values())}
         return suspension.under(f"{_PREFIX}{_WEIGHT}", named) | suspension.under(
@@ -242,7 +243,7 @@ class Critic:
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Weights by `critic/weight/{parameter}`, moments by `critic/{kind}/{parameter}`."""
+        """Return weights by `critic/weight/{parameter}`, moments by `critic/{kind}/{parameter}`."""
         state = {f"{_PREFIX}{_WEIGHT}/{n}": p.detach() for n, p in self._trained.items()}
         moments = export_moments(self._module, self._optimizer)
         return state | {f"{_PREFIX}{name}": tensor for name, tensor in moments.items()}
@@ -250,7 +251,7 @@ class Critic:
     def restore(
         self, state: Mapping[str, torch.Tensor], *, copy: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Restore the critic's tensors in `state`; returns the other tensors of `state`.
+        """Restore the critic's tensors in `state`, and return the other tensors of `state`.
 
         Without `copy` the critic uses the given tensors themselves, which must be on its device.
         Raises TensorsDoNotFit, a ValueError, if a weight is missing, superfluous or misshaped.
@@ -276,7 +277,8 @@ class Critic:
     # Suspension, possible in the middle of a step.
 
     def step_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The current step's gradients and statistics as tensors, not copied, and plain values."""
+        """Return the current step's gradients and statistics as tensors, not copied, and plain
+        values."""
         gradients, bounds = self.gradients.state()
         statistics, counts = suspension.split_fields(self._statistics)
         tensors = suspension.under("gradients", gradients)
@@ -284,7 +286,7 @@ class Critic:
         return tensors, {"bounds": bounds, "statistics": counts, "tokens": self._tokens}
 
     def restore_step(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
-        """Inverse of `step_state`."""
+        """Restore the values of `step_state`."""
         self.gradients.restore(suspension.below("gradients", tensors), values["bounds"])
         statistics = suspension.below("statistics", tensors)
         suspension.join_fields(self._statistics, statistics, values["statistics"])
@@ -308,7 +310,8 @@ class Critic:
         self._keep(one_token(self._device, instead))
 
     def _view(self, row: Row) -> Row:
-        """The critic's input row: the team's context, if observed, is put before the prompt."""
+        """Return the critic's input row: the team's context, if observed, is put before the
+        prompt."""
         if self._spec.observes == "agent":
             return row
         if row.context is None:
@@ -327,7 +330,7 @@ class Critic:
         return replace(row, ids=ids, prompt_length=row.prompt_length + len(context))
 
     def _values(self, batch: PackedBatch) -> torch.Tensor:
-        """V(s_t) of the batch's N tokens, [N]."""
+        """Return V(s_t) of the batch's N tokens, [N]."""
         if batch.packing is not None:
             # Plain attention would treat the rows of a packed batch as one sequence.
             self._module.config._attn_implementation = PACKED
@@ -349,13 +352,14 @@ class ValueHead(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Values [..., 1] of hidden states [..., d]."""
+        """Return values [..., 1] of hidden states [..., d]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return super().forward(hidden.to(self.weight.dtype))
 
 
 def _earned(row: Row, *, last: bool) -> float:
-    """The reward r_t at the last token of a turn, which may be the `last` turn of its chain."""
+    """Return the reward r_t at the last token of a turn, which may be the `last` turn of its
+    chain."""
     if row.earned is not None:
         return row.earned + (row.final or 0.0 if last else 0.0)
     # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
@@ -365,7 +369,8 @@ def _earned(row: Row, *, last: bool) -> float:
 def chained_advantages(
     rows: Sequence[Row], values: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> torch.Tensor:
-    """GAE advantages of the rows' T response tokens, row after row: float64 [T] on the CPU.
+    """Return the GAE advantages of the rows' T response tokens, row after row: float64 [T] on the
+    CPU.
 
     `values`: V(s_t), [T]. The turns of a chain (`troupe/algorithms/values.py`) are ordered by
     `Row.turn`; a turn that is missing is left out of the chain.

@@ -39,8 +39,9 @@ from troupe.rpc import FailedPrecondition
 
 # Tolerance for equal log-probs in single precision.
 _PROBE_TOLERANCE = 1e-3
-# In half precision rounding is not small beside what wrong attention changes in a model whose
-# log-probs are all alike: on average packing may change a quarter of what reading other rows does.
+# In half precision, rounding is not small compared with the effect of wrong attention in a model
+# whose log-probs are all similar: on average, packing may change them by a quarter of the change
+# from reading other rows.
 _PROBE_SHARE = 0.25
 # Tokens of a probe's piece (packing.py), and of its row for which attention has another kernel on a
 # CPU than for short ones.
@@ -72,7 +73,8 @@ class TrainedModel:
         self._published_type = published_type
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A second module with these weights, without gradients; it shares an adapter's base."""
+        """Return a second module with these weights, without gradients; it shares an adapter's
+        base."""
         if self._adapter is not None:
             return self._adapter.frozen(weights)
         module = copy.deepcopy(self.module).requires_grad_(False)
@@ -90,8 +92,8 @@ class TrainedModel:
         return CheckpointFormat(self.module, self._published_type)
 
     def published(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that engines load, in the published type: parameters and persistent buffers
-        in checkpoint format, or an adapter (`AdapterContent`).
+        """Return the tensors that engines load, in the published type: parameters and persistent
+        buffers in checkpoint format, or an adapter (`AdapterContent`).
 
         A model's tensors are converted when they are read: copy them before the next step.
         """
@@ -136,7 +138,7 @@ class Capabilities:
 
 
 class Forward:
-    """Computes losses and scores of packed batches with one model.
+    """The computation of losses and scores of packed batches with one model.
 
     Hidden states are narrowed to scored tokens just before the output layer, so that it never sees
     prompt tokens or padding. All passes go through the model's own forward, and the loss is its
@@ -151,9 +153,9 @@ class Forward:
         routers: Routers | None = None,
         half: bool = False,
     ) -> None:
-        """`capabilities`: those of a model of the same kind; default: try them out, in bfloat16 if
-        passes are made under autocast to it (`half`). `routers`: those of a mixture, which replay
-        the routes of a batch."""
+        """Wrap `model`. `capabilities`: of a model of the same kind; default: test them, in
+        bfloat16 if passes are made under autocast to it (`half`). `routers`: routers of a mixture,
+        which replay the routes of a batch."""
         self.model = model
         self.routers = routers
         self.capabilities = capabilities or capabilities_of(model, half=half)
@@ -161,7 +163,7 @@ class Forward:
             model.config._attn_implementation = PACKED
 
     def twin(self) -> Forward:
-        """A `Forward` over the same weights, for another thread."""
+        """Return a `Forward` over the same weights, for another thread."""
         model = twin(self.model)
         return Forward(model, self.capabilities, routers=self.routers and Routers.of(model))
 
@@ -175,7 +177,7 @@ class Forward:
         teaching: Teaching | None = None,
         load: ExpertLoad | None = None,
     ) -> tuple[torch.Tensor, Scores]:
-        """The sum of `loss_of` over the batch's N tokens, differentiable, and their scores.
+        """Return the sum of `loss_of` over the batch's N tokens, differentiable, and their scores.
 
         `temperatures`: [N, 1]. `whole`: `loss_of` needs all tokens of a row at once. `teaching`:
         adds the weighed divergence from a teacher to the loss. `load`: measures the experts of a
@@ -209,7 +211,7 @@ class Forward:
 
     @torch.no_grad()
     def scores(self, batch: PackedBatch, temperatures: torch.Tensor) -> Scores:
-        """Log-probs and entropies of the batch's N tokens, without gradients."""
+        """Return the log-probs and entropies of the batch's N tokens, without gradients."""
         if not self.capabilities.linear_head:
             with self._routing(batch):
                 logits = response_logits(self.model, batch) / temperatures
@@ -237,14 +239,14 @@ class Forward:
     def _routing(
         self, batch: PackedBatch, load: ExpertLoad | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """A pass over `batch` with the routes that its rows bring, measured by `load`."""
+        """Return a pass over `batch` with the routes that its rows bring, measured by `load`."""
         if self.routers is None:
             return contextlib.nullcontext()
         return self.routers.passing(load, batch.routes)
 
 
 def _balanced(loss: torch.Tensor, load: ExpertLoad | None) -> torch.Tensor:
-    """The loss with the weighed imbalance of experts; all layers have been computed."""
+    """Return the loss with the weighed imbalance of experts; all layers have been computed."""
     balance = None if load is None else load.balance
     return loss if balance is None else loss + balance
 
@@ -267,7 +269,7 @@ class Teaching:
 
     @torch.no_grad()
     def teacher(self, batch: PackedBatch) -> Teacher:
-        """Hidden states and output layer of the model, for `linear_loss`."""
+        """Return hidden states and output layer of the model, for `linear_loss`."""
         found: list[Teacher] = []
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -281,8 +283,8 @@ class Teaching:
         return found[0]
 
     def divergence(self, batch: PackedBatch, logits: torch.Tensor) -> torch.Tensor:
-        """KL(student || teacher) [N], differentiable in the student's `logits` [N, V] over its
-        temperatures."""
+        """Return KL(student || teacher) [N], differentiable in the student's `logits` [N, V] over
+        its temperatures."""
         with torch.no_grad():
             theirs = response_logits(self.forward.model, batch) / self.temperatures
             others = torch.log_softmax(theirs[:, : logits.shape[1]].to(logits.dtype), -1)
@@ -291,7 +293,7 @@ class Teaching:
 
 
 def response_logits(model: Any, batch: PackedBatch) -> torch.Tensor:
-    """Logits [N, V] of the batch's scored tokens."""
+    """Return logits [N, V] of the batch's scored tokens."""
 
     def narrow(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = inputs
@@ -304,7 +306,7 @@ def response_logits(model: Any, batch: PackedBatch) -> torch.Tensor:
 def _with_head(
     model: Any, batch: PackedBatch, compute: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The model's output with `compute` in place of its output layer.
+    """Return the model's output with `compute` in place of its output layer.
 
     `compute` is given the layer and the hidden states [N, d], and returns a scalar. It runs in a
     hook before the layer: there wrappers (FSDP) have gathered the layer's weights.
@@ -324,7 +326,7 @@ def _with_head(
 
 
 def _narrow(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Hidden states [N, d] from which the scored tokens are predicted."""
+    """Return the hidden states [N, d] from which the scored tokens are predicted."""
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
 
 
@@ -364,7 +366,7 @@ def _head_of(model: Any) -> Any:
 
 
 def costs_of(model: Any) -> PassCosts:
-    """The cost model of `model`: FLOPs per token and per pair of tokens."""
+    """Return the cost model of `model`: FLOPs per token and per pair of tokens."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     body = sum(p.numel() for p in model.parameters()) - head.weight.numel()
@@ -379,11 +381,11 @@ def capabilities_of(model: Any, *, half: bool = False) -> Capabilities:
     on its device, with the kernels used there, under autocast to bfloat16 if `half`."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    # Routers that choose by themselves would choose otherwise wherever a pass rounds otherwise.
+    # Routers without replay would choose differently wherever a pass rounds differently.
     routing = Routers.shape_of(model)
     rows = _probe_rows(vocabulary, positions or _PROBE_LONG, routing)
     training = [module for module in model.modules() if module.training]
-    for module in training:  # evaluation mode, as with dropout no two passes agree
+    for module in training:  # evaluation mode, since passes with dropout never agree
         module.training = False
     device = next(model.parameters()).device
     try:
@@ -397,13 +399,13 @@ def capabilities_of(model: Any, *, half: bool = False) -> Capabilities:
 
 
 def _unpacked(model: Any, rows: list[Row], half: bool) -> str:
-    """Why rows may not be packed: they do not get the log-probs of padded ones, as with recurrent
-    layers or other kinds of attention; empty if they do, with shared prefixes or without, whole or
-    in pieces."""
+    """Return why rows may not be packed: they do not get the log-probs of padded ones, as with
+    recurrent layers or other kinds of attention; empty if they do, with shared prefixes or without,
+    whole or in pieces."""
     plain = _scored(model, rows, packed=False)
     before = model.config._attn_implementation
     model.config._attn_implementation = PACKED
-    short = rows[:-1]  # together with a long row, short ones have the kernel of long ones
+    short = rows[:-1]  # together with a long row, short rows use the kernel for long rows
     shared = PassCosts(token=1.0, pair=0.0)
     try:
         found = [
@@ -428,7 +430,7 @@ def _unpacked(model: Any, rows: list[Row], half: bool) -> str:
     for scores in found:
         gaps = (scores - plain[: len(scores)]).abs()
         largest, mean = float(gaps.max()), float(gaps.mean())
-        if not largest <= tolerance:  # also where it is no number
+        if not largest <= tolerance:  # also if it is not a number
             return f"packed log-probs differ from padded ones by {largest:.2g} (> {tolerance:.2g})"
         if half and not mean <= max(_PROBE_TOLERANCE, _PROBE_SHARE * wrong):
             return (
@@ -439,8 +441,8 @@ def _unpacked(model: Any, rows: list[Row], half: bool) -> str:
 
 
 def _may_pack(model: Any) -> str:
-    """Why no rows may be packed, by the kinds of attention of the layers, of which short probe rows
-    cannot reveal windows; empty if nothing is known against it."""
+    """Return why no rows may be packed, judged by the layers' kinds of attention, since short probe
+    rows cannot reveal windows; empty if there is no known reason."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
@@ -450,7 +452,7 @@ def _may_pack(model: Any) -> str:
 
 
 def _has_linear_head(model: Any, rows: list[Row]) -> bool:
-    """Whether the output layer is linear and its output is the model's logits."""
+    """Return whether the output layer is linear and its output is the model's logits."""
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return False
@@ -463,8 +465,8 @@ def _has_linear_head(model: Any, rows: list[Row]) -> bool:
 
 
 def _scored(model: Any, rows: list[Row], *, leaks: bool = False, **how: Any) -> torch.Tensor:
-    """Log-probs of all response tokens, row after row. `leaks`: where packed rows are read as one
-    sequence."""
+    """Return the log-probs of all response tokens, row after row. `leaks`: where packed rows are
+    read as one sequence."""
     device = next(model.parameters()).device
     found = torch.empty(sum(row.response_length for row in rows), device=device)
     for batch in plan(rows, 1 << 20, **how):
@@ -481,9 +483,9 @@ def _scored(model: Any, rows: list[Row], *, leaks: bool = False, **how: Any) -> 
 
 
 def _probe_rows(vocabulary: int, positions: int, routing: RoutingShape | None = None) -> list[Row]:
-    """Rows for testing: three answers to one prompt and some to others, of different lengths; the
-    last one is long, as far as the model has `positions`. `routing`: that of a mixture of experts,
-    whose rows say which experts their tokens are sent to."""
+    """Return rows for testing: three answers to one prompt and some to others, of different
+    lengths; the last row is long, as far as the model has `positions`. `routing`: of a mixture of
+    experts, whose rows contain the experts of their tokens."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
     last = 20  # tokens of the last answer
@@ -499,7 +501,7 @@ def _probe_rows(vocabulary: int, positions: int, routing: RoutingShape | None = 
 
 
 def _probe_routes(ids: np.ndarray[Any, np.dtype[Any]], routing: RoutingShape) -> Any:
-    """Experts [T, layers, k] that follow from the tokens so far, so that a common prefix has the
-    same ones."""
+    """Return experts [T, layers, k] that depend only on the tokens so far, so that a common prefix
+    has the same experts."""
     first = np.cumsum(ids)[:, None, None] + np.arange(routing.layers)[None, :, None]
     return routing.compact((first + np.arange(routing.top_k)) % routing.experts)

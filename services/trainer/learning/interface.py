@@ -1,4 +1,4 @@
-"""The interface of a learner: what the trainer needs of whatever trains one policy.
+"""The interface of a learner: the operations with which the trainer trains one policy.
 
 Four classes implement it: `Learner` (one device), `GangLearner` (the ranks of a gang),
 `NetworkLearner` (small networks) and the testbed's `SimulatedLearner`. A further kind of learner
@@ -54,14 +54,14 @@ class Applied:
     digest: int = 0
     # Whether the weights have changed although the step failed: an earlier update was made.
     moved: bool = False
-    # The job's field whose function is at fault, if one is: the job cannot go on.
+    # The job's field whose function is at fault, if one is: the job cannot continue.
     fault: str = ""
     # Tokens of the step for the panel.
     kept: Sequence[orchestrator_pb.TrainedTurn] = ()
 
 
 class PolicyLearner(ABC, Generic[R]):
-    """Trains the weights of one policy, on whatever devices they are.
+    """A learner, which trains the weights of one policy on any devices.
 
     `R` is the learner's type of a parsed sample. Every method that computes may raise Aborted of
     kind "gang_lost" in a learner whose state other processes hold; it is `lost` then.
@@ -107,9 +107,10 @@ class PolicyLearner(ABC, Generic[R]):
 
     @abstractmethod
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[R]:
-        """Parse the samples of a claim; `load` gets the value of a column by its key.
+        """Parse the samples of a claim; `load` returns the value of a column by its key.
 
-        Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
+        Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or the errors of
+        `load`.
         """
 
     @abstractmethod
@@ -128,10 +129,10 @@ class PolicyLearner(ABC, Generic[R]):
 
     @abstractmethod
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Step from `version` to the next one with the accumulated gradients, then forget them.
+        """Step from `version` to the next version with the accumulated gradients, then forget them.
 
-        A step that is not applied leaves weights and moments as they were, bit for bit, unless the
-        result says `moved`. Raises `Stopped`.
+        A step that is not applied leaves weights and moments unchanged, bit for bit, unless the
+        result has `moved` set. Raises `Stopped`.
         """
 
     @abstractmethod
@@ -142,11 +143,12 @@ class PolicyLearner(ABC, Generic[R]):
 
     @abstractmethod
     def published(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that engines load, by their names in a checkpoint, in the published dtype."""
+        """Return the tensors that engines load, by their names in a checkpoint, in the published
+        dtype."""
 
     @abstractmethod
     def weights(self) -> Tensors:
-        """The trained weights, whole and in the dtype of training; not copies."""
+        """Return the trained weights, whole and in the dtype of training; not copies."""
 
     def send(
         self,
@@ -165,7 +167,8 @@ class PolicyLearner(ABC, Generic[R]):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Weights and moments as they are now, not copied: valid until the next `apply`."""
+        """Return the current weights and moments without copying; they are valid until the next
+        `apply`."""
 
     @abstractmethod
     def load(self, state: KeptState) -> None:
@@ -182,14 +185,15 @@ class PolicyLearner(ABC, Generic[R]):
 
     @abstractmethod
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """The whole state with the current step: tensors, not copied, and plain values (JSON).
+        """Return the whole state with the current step: tensors, not copied, and plain values
+        (JSON).
 
         In any thread while the learner computes nothing.
         """
 
     @abstractmethod
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Continue from what `suspended` returned, here or in another process.
+        """Continue from the result of `suspended`, here or in another process.
 
         `tensors`: on the device; the learner may use them themselves as its memory.
         """
@@ -205,7 +209,7 @@ class PolicyLearner(ABC, Generic[R]):
     # Processes on other devices or hosts that hold a part of the policy.
 
     def move_to(self, hosts: GangHosts) -> None:
-        """Have such processes run on these hosts when the policy is next resumed."""
+        """Let such processes run on these hosts when the policy is next resumed."""
 
     def close(self) -> None:
-        """Remove the policy from such processes: it leaves this worker. Idempotent."""
+        """Remove the policy from such processes, because it leaves this worker. Idempotent."""

@@ -1,7 +1,7 @@
-"""The learner of one policy: accumulates the gradients of micro-batches, then steps once.
+"""The learner of one policy, which accumulates the gradients of micro-batches, then steps once.
 
 Pure computation, no I/O and no event loop: the worker calls it from its compute thread. In reading
-order: what accumulates during a step (`StepSums`), how rows become gradients (`Accumulation`), and
+order: the sums of a step (`StepSums`), the conversion of rows to gradients (`Accumulation`), and
 the learner itself with its training state and suspension.
 """
 
@@ -67,9 +67,9 @@ from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 @dataclass
 class StepSums:
-    """The state of a step besides gradients: counts, statistics, rows held back."""
+    """The state of a step other than gradients: counts, statistics, rows held back."""
 
-    # Loss normalizer of the current update, and the sum of those of the step's earlier updates.
+    # Loss normalizer of the current update, and the sum over the step's earlier updates.
     normalizer: int = 0
     updated: int = 0
     # Updates made so far, and the sums of their norms and learning rates, by metric.
@@ -91,14 +91,14 @@ class StepSums:
 @dataclass
 class BrokenStep:
     """Why a step is not applied, and the job's field whose function is at fault; merged over the
-    ranks of a gang, of which one may have the reason."""
+    ranks of a gang, since only one may have the reason."""
 
     reason: str = ELSEWHERE
     fault: str = ""
 
 
 class Accumulation:
-    """Turns rows of one policy into gradients: advantages, forward and backward passes."""
+    """The conversion of one policy's rows to gradients: advantages, forward and backward passes."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Accumulation:
         self.sums = StepSums()
         # Whether rows are held back until the step is complete.
         self._holds = self.advantages.needs_whole_step or spec.algorithm.updates > 1
-        # Whether tokens are kept for people to look at: a rank of a gang sees a part of them.
+        # Whether tokens are kept for display: a rank of a gang sees only a part of them.
         self._keeps = passes.alone
 
     def add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
@@ -146,7 +146,8 @@ class Accumulation:
         self.sums.seconds += time.perf_counter() - started
 
     def batches(self, stop: threading.Event | None) -> list[TrainingBatch]:
-        """All rows of the step as one batch per group, in order of content, for several updates.
+        """Return all rows of the step as one batch per group, in order of content, for several
+        updates.
 
         Advantages, values and old log-probs are those of the current weights. Raises `Stopped`.
         """
@@ -181,8 +182,8 @@ class Accumulation:
     def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> list[TrainingBatch]:
         """Compute the advantages of rows, and add the rows to the step's metrics.
 
-        Demonstrations are a batch of their own; their loss has the weight one. So are those of
-        pairs, whose weights come with their passes (`_weighed`).
+        Demonstrations form a separate batch, whose loss has the weight one. So do the
+        demonstrations of pairs, whose weights come with their passes (`_weighed`).
         """
         given = [row for row in rows if row.demonstration and not row.preference]
         paired = [row for row in rows if row.preference]
@@ -216,8 +217,8 @@ class Accumulation:
         return batch
 
     def _taught(self, batch: TrainingBatch, spec: DistillationSpec) -> TrainingBatch:
-        """`batch` with the advantages that teachers' log-probs give; rewards count where they are
-        to."""
+        """Return `batch` with advantages from teachers' log-probs; rewards count where the job says
+        so."""
         parts = []
         for row, advantage in zip(batch.rows, batch.advantages.tolist(), strict=True):
             own = np.full(row.response_length, advantage)
@@ -240,7 +241,7 @@ class Accumulation:
         sums, algorithm = self.sums, self._job.algorithm
         statistics = sums.tokens
         if batch.rows and batch.rows[0].preference:
-            # Cross-entropy and ratios of these tokens mean nothing.
+            # Cross-entropy and ratios of these tokens have no meaning.
             batch, statistics = self._weighed(batch, stop), TokenStatistics()
         else:
             lengths = response_lengths(batch.rows)
@@ -264,8 +265,8 @@ class Accumulation:
             sums.broken = sums.broken or problem
 
     def _weighed(self, batch: TrainingBatch, stop: threading.Event | None) -> TrainingBatch:
-        """`batch`, of pairs, with the weights of its replies' log-probs as advantages; adds the
-        pairs to the normalizer and to the metrics. Raises `Stopped`."""
+        """Return `batch`, which contains pairs, with the weights of its replies' log-probs as
+        advantages; add the pairs to the normalizer and to the metrics. Raises `Stopped`."""
         sums, spec, rows = self.sums, self._job.preferences, batch.rows
         assert spec is not None, "its samples are pairs"
         if sums.broken:
@@ -295,7 +296,7 @@ class Accumulation:
         return _deterministic() if self._job.pipeline.deterministic else contextlib.nullcontext()
 
     def _with_gradient(self, batch: TrainingBatch) -> list[int]:
-        """The indices of rows whose loss has a gradient; a zero advantage may have none."""
+        """Return the indices of rows whose loss has a gradient; a zero advantage may have none."""
         algorithm, balanced = self._job.algorithm, self._passes.balances
         pure = not (algorithm.kl_coefficient or algorithm.entropy_coefficient or balanced)
         if self._skip_zero and pure and self._functions.scales_with_advantage:
@@ -331,7 +332,8 @@ class Accumulation:
     # Suspension.
 
     def step_state(self) -> tuple[Tensors, dict[str, Any]]:
-        """The current step as tensors, not copied, and plain values (JSON), for `restore_step`."""
+        """Return the current step as tensors, not copied, and plain values (JSON), for
+        `restore_step`."""
         sums = self.sums
         gradients, bounds = self._gradients.state()
         tokens, of_tokens = suspension.split_fields(sums.tokens)
@@ -383,7 +385,8 @@ class Accumulation:
 def _deterministic() -> Iterator[None]:
     """Context that allows only kernels with bitwise reproducible results."""
     before = torch.are_deterministic_algorithms_enabled()
-    # Off, as in this mode torch fills every new tensor to find reads of uninitialized memory.
+    # Off, since in this mode torch would fill every new tensor to find reads of uninitialized
+    # memory.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
@@ -393,7 +396,8 @@ def _deterministic() -> Iterator[None]:
 
 
 def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
-    """A message about a sample whose advantage or log-probs are not finite; empty if none."""
+    """Return a message about a sample whose advantage or log-probs are not finite; empty if
+    none."""
     # The loss takes advantages in single precision.
     usable = torch.isfinite(advantages.to(torch.float32)).tolist()
     for row, fine in zip(rows, usable, strict=True):
@@ -422,7 +426,7 @@ def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[l
 
 
 def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
-    """The job's loss, correction and advantage. Raises InvalidArgument naming the field."""
+    """Return the job's loss, correction and advantage. Raises InvalidArgument naming the field."""
     try:
         return AlgorithmFunctions.of(spec)
     except EntrypointError as error:
@@ -430,11 +434,11 @@ def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
 
 
 class Learner(PolicyLearner[Row]):
-    """Trains the language model of one policy on one device, or one rank's part of it.
+    """The learner of one policy's language model on one device, or of one rank's part of it.
 
     With `pipeline.deterministic` the weights after a step are a function, bit for bit, of the
-    weights before it and of the set of its samples, whatever the order in which they come and
-    however they are cut into micro-batches (`GroupBuffer`, `ExactSum`). That holds on one kind of
+    weights before it and of the set of its samples, independent of the order in which they arrive
+    and of the division into micro-batches (`GroupBuffer`, `ExactSum`). That holds on one kind of
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
     """
 
@@ -454,8 +458,8 @@ class Learner(PolicyLearner[Row]):
     ) -> None:
         """Train `model` in the dtype of its parameters: float32, or float64 for exactness tests.
 
-        `model`: a Hugging Face model or a `TrainedModel`. `ranks`: those that hold the other parts
-        of a sharded model; default: there are none.
+        `model`: a Hugging Face model or a `TrainedModel`. `ranks`: the ranks with the other parts
+        of a sharded model; default: none.
         """
         self._ranks = ranks or RankGroup()
         self._job, self._name = spec, policy
@@ -526,7 +530,7 @@ class Learner(PolicyLearner[Row]):
         self._passes.set_reference(weights)
 
     def _load_teacher(self, name: str) -> Any:
-        """The frozen model of a teacher, on the device. Raises InvalidArgument."""
+        """Return the frozen model of a teacher, on the device. Raises InvalidArgument."""
         model = load_teacher(name, self._job, self.vocabulary).to(self._trained.device)
         return model if model.dtype == torch.bfloat16 else model.to(self._trained.dtype)
 
@@ -550,7 +554,7 @@ class Learner(PolicyLearner[Row]):
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes.
 
         In deterministic mode, and with a critic, a group's rows are computed once all of them have
-        come; with an advantage that needs the whole step, in `complete`; in a step of several
+        arrived; with an advantage that needs the whole step, in `complete`; in a step with several
         updates, in `apply`.
         """
         self._pooled.arrive()
@@ -569,8 +573,8 @@ class Learner(PolicyLearner[Row]):
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
         """Make the step from the accumulated gradients, if they are finite.
 
-        A step that is not applied leaves weights and optimizer bitwise as they were, unless the
-        result says `moved`: then the caller must `restore`. Raises `Stopped`.
+        A step that is not applied leaves weights and optimizer bitwise unchanged, unless the result
+        has `moved` set: then the caller must `restore`. Raises `Stopped`.
         """
         self._pooled.arrive()
         self.complete(stop)
@@ -645,9 +649,9 @@ class Learner(PolicyLearner[Row]):
         return ""
 
     def _run_updates(self, version: int, stop: threading.Event | None) -> str:
-        """Make all updates of a step with several; returns the reason if one failed.
+        """Make all updates of a step that has several; return the reason if one failed.
 
-        Advantages, values and old log-probs are those of the weights that the step began with.
+        Advantages, values and old log-probs are those of the weights at the beginning of the step.
         """
         algorithm, sums = self._job.algorithm, self._step.sums
         batches = self._step.batches(stop)
@@ -669,7 +673,7 @@ class Learner(PolicyLearner[Row]):
     # State.
 
     def published(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that engines load (`TrainedModel.published`)."""
+        """Return the tensors that engines load (`TrainedModel.published`)."""
         return self._trained.published()
 
     def weights(self) -> Tensors:
@@ -677,7 +681,7 @@ class Learner(PolicyLearner[Row]):
         return self._trained.weights()
 
     def moments(self) -> Moments:
-        """The state of optimizer, critic and baselines by name; not copies."""
+        """Return the state of optimizer, critic and baselines by name; not copies."""
         critic = {} if self._critic is None else self._critic.state()
         return export_moments(self.model, self._optimizer) | self._step.advantages.state() | critic
 
@@ -705,7 +709,7 @@ class Learner(PolicyLearner[Row]):
     # Suspension, possible in the middle of a step.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
+        """Return the whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
         tensors, values = self._step.step_state()
         weights = suspension.under("weights", self.weights())
         return weights | suspension.under("moments", self.moments()) | tensors, values

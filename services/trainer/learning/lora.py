@@ -1,5 +1,5 @@
 """The LoRA adapter of one policy: PEFT's layers in a model over a frozen base. Policies share
-bases: each content is held once in a process."""
+bases: a process holds each content only once."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Adapter:
         return list(self._parameters.values())
 
     def weights(self) -> Tensors:
-        """A and B by PEFT's names; not copies."""
+        """Return A and B by PEFT's names; not copies."""
         return {name: p.detach() for name, p in self._parameters.items()}
 
     def content(self, dtype: torch.dtype) -> AdapterContent:
-        """The adapter as published, its tensors in `dtype`."""
+        """Return the adapter as published, its tensors in `dtype`."""
         return replace(self._about, tensors={n: t.to(dtype) for n, t in self.weights().items()})
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -83,7 +83,8 @@ class Adapter:
                 parameter.copy_(given)
 
     def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A module with the adapter `weights`, without gradients, over the same base tensors.
+        """Return a module with the adapter `weights`, without gradients, over the same base
+        tensors.
 
         An adapter that changes nothing (B = 0) is left out.
         """
@@ -107,7 +108,8 @@ class _Dropout(torch.nn.Module):
 
 
 def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> Any:
-    """A model over `base` with an `Adapter` in its attribute `troupe_adapter`: random A, B = 0.
+    """Return a model over `base` with an `Adapter` in its attribute `troupe_adapter`: random A, B =
+    0.
 
     Raises InvalidArgument of kind "lora_invalid", naming the field.
     """
@@ -142,7 +144,7 @@ def described_adapter(policy: str, lora: LoraSpec, module: Any) -> AdapterConten
             "experts are not adapted",
             policy=policy,
             target_modules=beside,
-            remedy="These names are adapted in dense layers and shared experts alone; routed "
+            remedy="These names are adapted only in dense layers and shared experts; routed "
             "experts keep the base's weights.",
         )
     return AdapterContent(
@@ -155,7 +157,7 @@ def described_adapter(policy: str, lora: LoraSpec, module: Any) -> AdapterConten
 
 
 def adapter_of(module: Any) -> Adapter | None:
-    """The adapter of a model that `adapted_model` made; None for other models."""
+    """Return the adapter of a model that `adapted_model` made; None for other models."""
     found: Adapter | None = getattr(module, "troupe_adapter", None)
     return found
 
@@ -192,8 +194,8 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
     reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
     if _of_experts(module, unknown):
         reason = (
-            "these are projections of experts, which the model holds stacked in one tensor: an "
-            "adapter sits on linear layers alone"
+            "these are projections of experts, which the model holds stacked in one tensor: only "
+            "linear layers can have adapters"
         )
     return InvalidArgument(
         reason,
@@ -205,13 +207,13 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
 
 
 def _routed_beside(module: Any, lora: LoraSpec) -> list[str]:
-    """Targets named by the job that routed experts have, too, which are not adapted there."""
+    """Return targets named by the job that routed experts also have, where they are not adapted."""
     named = lora.target_modules
     return [] if isinstance(named, str) else _of_experts(module, named)
 
 
 def _of_experts(module: Any, names: Sequence[str]) -> list[str]:
-    """Targets in `names` that are projections of experts, in checkpoints or in the model."""
+    """Return targets in `names` that are projections of experts, in checkpoints or in the model."""
     stored = {*CheckpointFormat(module, torch.float32).layout, *module.state_dict()}
     projections = {
         name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name
@@ -255,7 +257,7 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
         raise _unusable(missing, path, folder, remedy) from error
     if kind != "LORA" or any(config.get(name) for name in _UNSUPPORTED):
         feature = kind if kind != "LORA" else next(n for n in _UNSUPPORTED if config.get(n))
-        remedy = "Only plain LoRA adapters can be trained on."
+        remedy = "Only plain LoRA adapters can be trained further."
         raise _unusable(f"it is not plain LoRA ({feature})", path, folder, remedy)
     for name, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
         if ours != theirs:
@@ -273,7 +275,7 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
             f"{adapter.base.checksum}",
             path,
             folder,
-            "Give the model (and `dtype`) that the adapter was trained on.",
+            "Give the model (and `dtype`) on which the adapter was trained.",
         )
 
 
@@ -305,18 +307,18 @@ _BY_CONTENT: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
 
 
 class AdaptedBase(Protocol):
-    """The frozen weights under an adapter, whoever holds them."""
+    """The frozen weights under an adapter, on this device or elsewhere."""
 
     @property
     def module(self) -> Any:
-        """The model that they are of, which may be on the meta device."""
+        """Their model, which may be on the meta device."""
 
     @property
     def checksum(self) -> str:
-        """That of `weights`."""
+        """Checksum of `weights`."""
 
     def weights(self) -> DeferredTensors:
-        """The tensors that engines load, in checkpoint format."""
+        """Return the tensors that engines load, in checkpoint format."""
 
 
 class FrozenBase:
@@ -329,11 +331,12 @@ class FrozenBase:
         self.checksum = checksum_of(self.weights())
 
     def weights(self) -> DeferredTensors:
-        """The tensors that engines load, in checkpoint format; converted when they are read."""
+        """Return the tensors that engines load, in checkpoint format; converted when they are
+        read."""
         return self._format.of(distinct_tensors(self.module))
 
     def twin(self) -> Any:
-        """A module over the same tensors; layers put into it do not change other twins."""
+        """Return a module over the same tensors; layers put into it do not change other twins."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
@@ -341,9 +344,9 @@ class FrozenBase:
 def frozen_base(
     model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
 ) -> FrozenBase:
-    """The base of `model` on `device`, made by `load` if no policy uses it yet.
+    """Return the base of `model` on `device`, made by `load` if no policy uses it yet.
 
-    `seed` matters for random weights only. Raises what `load` raises.
+    `seed` matters only for random weights. Raises the errors of `load`.
     """
     source = base_source(model, seed, str(device))
     with _LOCK:
@@ -359,7 +362,7 @@ def frozen_base(
 
 
 def base_source(model: ModelSpec, seed: int, device: str) -> Source:
-    """Key of the base of `model` on a device, which no other base has."""
+    """Return the unique key of the base of `model` on a device."""
     kept = model.weight_dtype, device
     if model.path is not None:
         return "path", model.path, model.revision or "", *_files(Path(model.path)), *kept
@@ -367,7 +370,8 @@ def base_source(model: ModelSpec, seed: int, device: str) -> Source:
 
 
 def _files(directory: Path) -> list[str]:
-    """Names, sizes and times of a directory's files, to notice a change; empty for a hub id."""
+    """Return the names, sizes and times of a directory's files, to notice a change; empty for a hub
+    id."""
     if not directory.is_dir():
         return []
     found = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
@@ -375,6 +379,6 @@ def _files(directory: Path) -> list[str]:
 
 
 def _architecture(module: Any) -> str:
-    """The configuration without private fields, such as the path it came from."""
+    """Return the configuration without private fields, such as the path it came from."""
     config = {n: v for n, v in module.config.to_dict().items() if not n.startswith("_")}
     return json.dumps(config, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""Loads a policy's model and tokenizer from a directory, a hub id or a configuration."""
+"""Loading of a policy's model and tokenizer from a directory, a hub id or a configuration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
 
 
 def load_teacher(name: str, spec: JobSpec, vocabulary: int) -> Any:
-    """The frozen model of policy `name`, for students with `vocabulary` tokens, on the CPU.
+    """Return the frozen model of policy `name`, for students with `vocabulary` tokens, on the CPU.
 
     In bfloat16 if that is the policy's type. Raises as `load_model`, and InvalidArgument of kind
     "teacher_vocabulary".
@@ -90,7 +90,7 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
 
     Policies of this process share the frozen base.
 
-    A base with random weights depends on `seed` and its configuration alone, the adapter on `seed`
+    A base with random weights depends only on `seed` and its configuration, the adapter on `seed`
     and the policy's name. Raises as `load_model`, and InvalidArgument of kind "lora_invalid" or
     "adapter_unusable".
     """
@@ -103,7 +103,7 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
 
 
 def load_base(policy: str, spec: PolicySpec, seed: int) -> Any:
-    """Load the model under an adapter, in float32 on the CPU. Raises as `load_model`."""
+    """Load the model under an adapter, in float32 on the CPU. Raises the errors of `load_model`."""
     return _load(policy, spec, policy_seed(seed, _BASE))
 
 
@@ -112,7 +112,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
 
     logging.disable_progress_bar()  # standard error carries structured logs
     source = spec.language_model
-    load_config(policy, spec)  # refuses what cannot be trained before it reads the weights
+    load_config(policy, spec)  # refuses untrainable models before the weights are read
     if source.config is not None:
         model = _from_config(policy, source.config, seed)
     else:
@@ -128,7 +128,8 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
 
 
 def load_config(policy: str, spec: PolicySpec) -> Any:
-    """The transformers configuration of `policy`, without any weights. Raises as `load_model`."""
+    """Return the transformers configuration of `policy`, without any weights. Raises the errors of
+    `load_model`."""
     from transformers import AutoConfig
 
     source = spec.language_model
@@ -157,7 +158,8 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
 
 
 def with_dtype(policy: str, spec: JobSpec) -> JobSpec:
-    """The job with the `model.dtype` of `policy` decided. Blocking. Raises as `load_model`."""
+    """Return the job with the `model.dtype` of `policy` decided. Blocking. Raises the errors of
+    `load_model`."""
     source = spec.policies[policy]
     if source.model is None or source.model.dtype != "auto":
         return spec
@@ -167,9 +169,9 @@ def with_dtype(policy: str, spec: JobSpec) -> JobSpec:
 
 
 def outline(policy: str, spec: PolicySpec) -> Any:
-    """The model of `policy` on the meta device: names, shapes and types without memory.
+    """Return the model of `policy` on the meta device: names, shapes and types without memory.
 
-    Raises as `load_model`.
+    Raises the errors of `load_model`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -184,17 +186,18 @@ def outline(policy: str, spec: PolicySpec) -> Any:
 
 
 def outline_to_save(policy: str, spec: PolicySpec) -> Any:
-    """The `outline` with what a checkpoint takes from a loaded model besides its weights: the
-    generation configuration, and by which conversions the files' tensors became the model's.
+    """Return the `outline` with the data that a checkpoint takes from a loaded model in addition to
+    its weights: the generation configuration, and the conversions of the files' tensors to the
+    model's.
 
-    Raises as `load_model`.
+    Raises the errors of `load_model`.
     """
     from transformers import GenerationConfig
 
     model, source = outline(policy, spec), spec.language_model
     if source.path is None:
         return model
-    # Files that are gone since the policy was loaded: the model's defaults then.
+    # If files have disappeared since the policy was loaded, use the model's defaults.
     with contextlib.suppress(OSError, ValueError):
         own = GenerationConfig.from_pretrained(source.path, revision=source.revision)
         model.generation_config = own
@@ -205,9 +208,9 @@ def outline_to_save(policy: str, spec: PolicySpec) -> Any:
 
 
 def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a model of any architecture, which may be on the meta device.
+    """Return the shape of a model of any architecture, which may be on the meta device.
 
-    Parameters are counted; what configurations name differently is taken from its layers.
+    Parameters are counted; values that configurations name differently are taken from the layers.
     """
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -267,7 +270,7 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
         raise _no_tokenizer(policy, spec, found) from error
     # Without any file transformers silently makes a tokenizer with special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise _no_tokenizer(policy, spec, "there is a model, but no tokenizer")
+        raise _no_tokenizer(policy, spec, "it has a model but no tokenizer")
     return tokenizer
 
 
@@ -299,7 +302,8 @@ def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -
 
 
 def positions_of(model: Any) -> int:
-    """Longest sequence of `model` in tokens (position embeddings); 0 if its config has none."""
+    """Return the longest sequence of `model` in tokens (position embeddings); 0 if its config has
+    none."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     found = getattr(text, "max_position_embeddings", 0)
@@ -307,7 +311,7 @@ def positions_of(model: Any) -> int:
 
 
 def policy_seed(seed: int, policy: str) -> int:
-    """The seed of one policy of a job."""
+    """Return the seed of one policy of a job."""
     digest = hashlib.sha256(f"{seed}/{policy}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -348,7 +352,7 @@ def _refuse_adapter(policy: str, path: str | None) -> None:
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return
     raise InvalidArgument(
-        "this is an adapter, without the model that it belongs to",
+        "this is an adapter without its base model",
         kind="model_is_adapter",
         field=f"policies.{policy}.model.path",
         value=path,

@@ -36,7 +36,7 @@ Moments = dict[str, torch.Tensor]
 
 
 def is_moment(name: str) -> bool:
-    """Whether a tensor of training state is a moment, by its name; else it is a weight."""
+    """Return whether a tensor of training state is a moment, by its name; else it is a weight."""
     return SEPARATOR in name
 
 
@@ -86,12 +86,12 @@ class ExactSum:
             tensor.copy_(quotient.view_as(tensor))
 
     def state(self) -> tuple[list[torch.Tensor], list[int]]:
-        """The sums in quanta (int64), not copied, and their bounds."""
+        """Return the sums in quanta (int64), not copied, and their bounds."""
         return self._sums, list(self._bounds)
 
     @staticmethod
     def resumed(sums: Sequence[torch.Tensor], bounds: Sequence[int]) -> ExactSum:
-        """An exact sum that continues from `state`, in the same tensors."""
+        """Return an exact sum that continues from `state`, in the same tensors."""
         found = ExactSum([])
         found._sums, found._bounds = list(sums), list(bounds)
         return found
@@ -154,7 +154,7 @@ class Gradients:
             self._exact.clear()
 
     def state(self) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Gradients and exact sums, not copied, and the bounds of exact sums, if any."""
+        """Return gradients and exact sums, not copied, and the bounds of exact sums, if any."""
         found = {
             f"{i}": parameter.grad
             for i, parameter in enumerate(self._parameters)
@@ -187,7 +187,7 @@ def _full_norm(norm: torch.Tensor) -> float:
 
 
 def capture(device: torch.device) -> Generators:
-    """A copy of the states of torch's generators (CPU and `device`) and numpy's."""
+    """Return a copy of the states of torch's generators (CPU and `device`) and numpy's."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     numbers = np.concatenate([np.asarray(keys, np.int64), [position, has_gauss]])
     found = {
@@ -214,7 +214,7 @@ def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> Non
 
 
 def seeded(value: int, device: torch.device) -> Generators:
-    """Generators seeded with `value`; those of the process stay as they are."""
+    """Return generators seeded with `value`; those of the process stay as they are."""
     before = capture(device)
     try:
         torch.manual_seed(value)
@@ -256,7 +256,7 @@ class Randomness:
 
 
 def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
-    """The learning rate of the step after `applied` steps of at most `total`."""
+    """Return the learning rate of the step after `applied` steps of at most `total`."""
     if applied < spec.warmup_steps:
         return spec.lr * (applied + 1) / spec.warmup_steps
     span = max(1, total - 1 - spec.warmup_steps)
@@ -292,7 +292,8 @@ def make_optimizer(
 
 
 def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Moments:
-    """The optimizer's state by `{kind}/{parameter}`, not copied; empty before the first step."""
+    """Return the optimizer's state by `{kind}/{parameter}`, not copied; empty before the first
+    step."""
     return {
         f"{kind}/{name}": value
         for name, parameter in model.named_parameters()
@@ -350,7 +351,7 @@ class _Buffer:
         self.left: torch.cuda.Event | None = None
 
     def views(self, slices: Sequence[_Slice]) -> list[list[torch.Tensor]]:
-        """Views of the size of each slice, by moment."""
+        """Return views of the size of each slice, by moment."""
         sizes = [one.parameter.numel() for one in slices]
         return [list(torch.split(memory[: sum(sizes)], sizes)) for memory in self._memory]
 
@@ -398,7 +399,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                     self.state[parameter]["step"] += 1
 
     def _parts(self, group: dict[str, Any]) -> Iterator[list[_Slice]]:
-        """Slices of the group's tensors that together have at most `OFFLOADED_PART` elements."""
+        """Yield slices of the group's tensors that together have at most `OFFLOADED_PART`
+        elements."""
         part: list[_Slice] = []
         room = OFFLOADED_PART
         for parameter in group["params"]:
@@ -429,8 +431,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     def on_host(
         tensor: torch.Tensor, parameter: torch.Tensor, *, empty: bool = False
     ) -> torch.Tensor:
-        """A copy of the moment of a parameter in host memory, pinned if the parameter is on a GPU;
-        `empty`: zeros."""
+        """Return a copy of the moment of a parameter in host memory, pinned if the parameter is on
+        a GPU; `empty`: zeros."""
         local = local_part(tensor)
         # torch has no pinned memory without a GPU, as where tests only pretend to have one.
         pinned = parameter.device.type == "cuda" and torch.cuda.is_available() and local.ndim > 0

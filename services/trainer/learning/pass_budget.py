@@ -91,8 +91,9 @@ class PassBudget:
         rows: Sequence[Row],
         parameters: Sequence[torch.nn.Parameter] = (),
     ) -> T:
-        """The result of `compute`, which runs `rows` through the model in planned passes and adds
-        to nothing but the gradients of `parameters`; repeated with smaller passes if it must be.
+        """Return the result of `compute`, which runs `rows` through the model in planned passes and
+        adds to nothing but the gradients of `parameters`; repeated with smaller passes if it must
+        be.
 
         Raises FailedPrecondition of kind "row_out_of_memory" for a row that does not fit alone, and
         Aborted of kind "out_of_memory", for the step to begin again, where gradients of earlier
@@ -124,7 +125,7 @@ class PassBudget:
     def _saved(
         self, rows: Sequence[Row], parameters: Sequence[torch.nn.Parameter]
     ) -> list[torch.Tensor | None] | None:
-        """Gradients as they are, for `_taken_back`; None: they are not kept."""
+        """Return gradients as they are, for `_taken_back`; None: they are not kept."""
         if all(p.grad is None for p in parameters):
             return [None] * len(parameters)
         longest = max((len(row.ids) for row in rows), default=0)
@@ -189,7 +190,7 @@ class PassBudget:
         )
 
     def metrics(self) -> dict[str, float]:
-        """What the step that ends has to say: nothing on a device that never ran out."""
+        """Return what the step that ends has to say: nothing on a device that never ran out."""
         found, self._shortages = self._shortages, 0
         if not self._all_shortages:
             return {}

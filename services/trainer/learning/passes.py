@@ -183,7 +183,7 @@ class _ThreadModel:
     pairs: tuple[tuple[torch.nn.Parameter, torch.nn.Parameter], ...] = ()
 
     def twin(self) -> _ThreadModel:
-        """A thread model over the same weights."""
+        """Return a thread model over the same weights."""
         forward = self.forward.twin()
         named = zip(self.forward.model.parameters(), forward.model.parameters(), strict=True)
         teachers = {name: teacher.twin() for name, teacher in self.teachers.items()}
@@ -281,7 +281,8 @@ class Passes:
             )
 
     def metrics(self) -> dict[str, float]:
-        """How passes are made: `train/packed` is 0 where rows are padded instead, else absent."""
+        """Return how passes are made: `train/packed` is 0 where rows are padded instead, else
+        absent."""
         found, made = self.budget.metrics(), self.__dict__.get("_layout")
         return found if made is None or made["packed"] else found | {"train/packed": 0.0}
 
@@ -355,7 +356,8 @@ class Passes:
         return self._ranks.size == 1
 
     def is_taught(self, row: Row) -> bool:
-        """Whether the row's loss has a divergence from a teacher, also without an advantage."""
+        """Return whether the row's loss has a divergence from a teacher, also without an
+        advantage."""
         return not row.demonstration and row.agent in self._teacher_of
 
     def backward(
@@ -394,8 +396,8 @@ class Passes:
         teacher: str,
         stop: threading.Event | None,
     ) -> tuple[str, list[dict[str, Any]]]:
-        """`backward` for the rows of this rank with one `teacher` (empty: with none): why the
-        gradient cannot be used, and the statistics of each pass."""
+        """Return `backward` for the rows of this rank with one `teacher` (empty: with none): why
+        the gradient cannot be used, and the statistics of each pass."""
         self._losses.fault = None
         if rows and self._threads is not None:
             return self._in_threads(self._threads, rows, advantages, teacher, stop)
@@ -427,7 +429,7 @@ class Passes:
         teacher: str,
         batches: RankBatches,
     ) -> dict[str, Any]:
-        """The statistics of one pass."""
+        """Return the statistics of one pass."""
         loss, logprobs, added = self._loss(self._own_model, batch, columns, teacher)
         self.kept.scored(rows, batch.order, logprobs)
         # Also for a loss that is not finite, which is discarded: other ranks need this pass.
@@ -437,7 +439,7 @@ class Passes:
         return added
 
     def _plan(self, rows: Sequence[Row], *, gradients: bool = True) -> Sequence[PackedBatch]:
-        """The passes over `rows` that the budget allows, in order."""
+        """Return the passes over `rows` that the budget allows, in order."""
         tokens, layout = self.budget.tokens, self._layout
         cut = self._uncut * tokens if self._cuts else None
         coupled = gradients and self._losses.couples_tokens
@@ -486,7 +488,7 @@ class Passes:
         teacher: str,
         stop: threading.Event | None,
     ) -> tuple[list[dict[str, Any]], str]:
-        """Statistics of each batch, and why a loss cannot be used."""
+        """Return statistics of each batch, and why a loss cannot be used."""
         statistics: list[dict[str, Any]] = []
         columns = self._columns(rows, advantages)
         model.attach()
@@ -543,8 +545,8 @@ class Passes:
     def _loss(
         self, model: _ThreadModel, batch: PackedBatch, columns: TokenColumns, teacher: str
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """The summed loss of a batch, differentiable, the log-probs of its tokens, and arguments
-        for `TokenStatistics`."""
+        """Return the summed loss of a batch, differentiable, the log-probs of its tokens, and
+        arguments for `TokenStatistics`."""
         here = batch.to(self._model.device)
         own = columns.at(here.order)
         own = replace(own, reference=self._reference_logprobs(model, here, own))
@@ -582,12 +584,14 @@ class Passes:
         return loss, scores.logprobs, found
 
     def _merges(self, batch: PackedBatch | None) -> bool:
-        """Whether the pass over `batch` begins with merging scores of the ranks that divide it."""
+        """Return whether the pass over `batch` begins with merging scores of the ranks that divide
+        it."""
         history = None if batch is None else batch.history
         return self._losses.couples_tokens and history is not None and history.slopes is None
 
     def _expert_load(self, batch: PackedBatch, weights: torch.Tensor) -> ExpertLoad | None:
-        """Measures a pass of a mixture over tokens with these weights; None for dense models."""
+        """Measure a pass of a mixture over tokens with these weights; None for dense
+        models."""
         if self._model.routers is None:
             return None
         shape, coefficient = self._model.routers.shape, self._job.algorithm.router_aux_loss
@@ -603,7 +607,8 @@ class Passes:
         weights: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> Teaching | None:
-        """A teacher's part in a pass over tokens with these weights; None without a teacher."""
+        """Return a teacher's part in a pass over tokens with these weights; None without a
+        teacher."""
         distillation = self._job.algorithm.distillation
         if not teacher or distillation is None:
             return None
@@ -673,7 +678,8 @@ class Passes:
         return self._ranks.summed(self.budget.fitting(compute, own))
 
     def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
-        """Log-probs of all response tokens under the current weights, [T]. Raises `Stopped`."""
+        """Return the log-probs of all response tokens under the current weights, [T]. Raises
+        `Stopped`."""
         return self.budget.fitting(functools.partial(self._logprobs, rows, stop), rows)
 
     def _logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
@@ -702,8 +708,8 @@ class Passes:
     def rank_batches(
         self, rows: Sequence[Row], stop: threading.Event | None, gradients: bool
     ) -> RankBatches:
-        """Batches of rows that this rank computes, with gradients or without; None while others
-        have more."""
+        """Return batches of rows that this rank computes, with gradients or without; None while
+        others have more."""
         return self._ranks.batches(self._plan(rows, gradients=gradients), stop)
 
     def _reference_logprobs(

@@ -36,7 +36,7 @@ _NO_MEMORY: Final = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that this process, or its device, has no memory left."""
+    """Return whether an error says that this process, or its device, has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | PassTooLarge):
         return True
     return isinstance(error, RuntimeError) and any(one in str(error) for one in _NO_MEMORY)
@@ -94,7 +94,8 @@ class RankBatches:
         return self._last
 
     def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
-        """The result of a pass; None if it ran out of memory, which `next` raises on all ranks.
+        """Return the result of a pass; None if it ran out of memory, which `next` raises on all
+        ranks.
 
         `smallest`: makes a pass over one token, in which this rank takes part in what the others
         are still doing.
@@ -122,7 +123,8 @@ class RankGroup:
     slices: Slices | None = None
 
     def share(self, rows: Sequence[Row]) -> list[int]:
-        """Indices of the rows that this rank computes, of those that all ranks were given."""
+        """Return indices of the rows that this rank computes, of those that all ranks were
+        given."""
         return list(range(len(rows)))
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
@@ -130,13 +132,14 @@ class RankGroup:
         return RankBatches(batches, stop)
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of `values`, [n] on the CPU."""
+        """Return the sum over all ranks of `values`, [n] on the CPU."""
         return values
 
     def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values`, [n] on the device, over the ranks that divide this one's passes."""
+        """Return the sum of `values`, [n] on the device, over the ranks that divide this one's
+        passes."""
         return values
 
     def merged(self, sums: S) -> S:
-        """The fields of `sums` (a dataclass) added up over all ranks."""
+        """Return the fields of `sums` (a dataclass) added up over all ranks."""
         return sums

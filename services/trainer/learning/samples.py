@@ -111,7 +111,7 @@ class TrainingBatch:
 
 
 def content_key(row: Row) -> tuple[Any, ...]:
-    """A sort key of a row's content; rows with equal keys are interchangeable."""
+    """Return a sort key of a row's content; rows with equal keys are interchangeable."""
     prompt = row.ids[: row.prompt_length].astype(">i8").tobytes()
     response = row.ids[row.prompt_length :].astype(">i8").tobytes()
     seen = tuple((placed.position, placed.payload.digest) for placed in row.payloads)
@@ -148,7 +148,7 @@ class GroupBuffer:
 
 
 def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
-    """Names of the sample columns that this algorithm reads."""
+    """Return the names of the sample columns that this algorithm reads."""
     critic, distillation = algorithm.value_function, algorithm.distillation
     found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
     if algorithm.router_replay:
@@ -257,7 +257,8 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
 
 
 def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
-    """The array in a column of `sample`; None without that column. Raises as `parse_rows`."""
+    """Return the array in a column of `sample`; None without that column. Raises as
+    `parse_rows`."""
     if name not in sample.columns:
         return None
     column = sample.columns[name]
@@ -275,12 +276,12 @@ def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any,
 
 
 def response_lengths(rows: Sequence[Row]) -> list[int]:
-    """Number of response tokens of each row."""
+    """Return the number of response tokens of each row."""
     return [row.response_length for row in rows]
 
 
 def by_token(rows: Sequence[Row], advantages: torch.Tensor) -> TrainingBatch:
-    """`rows` with advantages by response token: float64 [T], row after row."""
+    """Return `rows` with advantages by response token: float64 [T], row after row."""
     parts = torch.split(advantages, response_lengths(rows))
     given = [replace(row, advantages=part.numpy()) for row, part in zip(rows, parts, strict=True)]
     means = [float(part.abs().mean()) if len(part) else 0.0 for part in parts]
@@ -288,14 +289,15 @@ def by_token(rows: Sequence[Row], advantages: torch.Tensor) -> TrainingBatch:
 
 
 def taught_logprobs(row: Row) -> Floats:
-    """The log-probs under a row's teacher. Raises FailedPrecondition of kind "malformed_sample"."""
+    """Return the log-probs under a row's teacher. Raises FailedPrecondition of kind
+    "malformed_sample"."""
     if row.teacher is None:
         raise malformed(row.sample_id, f"it has no column {TEACHER_COLUMN}", _BUG)
     return row.teacher
 
 
 def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
-    """An error of kind "malformed_sample" about one sample."""
+    """Return an error of kind "malformed_sample" about one sample."""
     return FailedPrecondition(
         message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
     )
@@ -356,7 +358,7 @@ class BatchSummary:
         self.rejected_reward += float(found.rejected.sum())
 
     def metrics(self, version: int) -> dict[str, float]:
-        """The step's sample metrics; `version`: the one that the step starts from."""
+        """Return the step's sample metrics; `version`: the one that the step starts from."""
         if self.samples == 0:
             return {"samples": 0.0, "tokens": 0.0}
         found = {

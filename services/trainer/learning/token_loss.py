@@ -57,7 +57,7 @@ class TokenColumns:
         device: torch.device,
         dtype: torch.dtype,
     ) -> TokenColumns:
-        """The columns of `rows` in `dtype`.
+        """Return the columns of `rows` in `dtype`.
 
         `advantages`: float64 [n], for rows that do not carry advantages by token.
         """
@@ -83,7 +83,7 @@ class TokenColumns:
         )
 
     def at(self, order: torch.Tensor | slice) -> TokenColumns:
-        """The columns of N tokens: those that `order` (int64 [N], or a slice) selects."""
+        """Return the columns of N tokens: those that `order` (int64 [N], or a slice) selects."""
         own = {name: t[order] for name, t in vars(self).items() if t is not None}
         return TokenColumns(**own)
 
@@ -112,7 +112,8 @@ class TokenLoss:
         scores: Scores,
         load: ExpertLoad | None,
     ) -> dict[str, Any]:
-        """Arguments for `TokenStatistics` of the tokens of `own`, and of a mixture's experts."""
+        """Return arguments for `TokenStatistics` of the tokens of `own`, and of a mixture's
+        experts."""
         old = scores.logprobs if own.old is None else own.old
         return {
             "loss_sum": loss.detach(),
@@ -130,7 +131,7 @@ class TokenLoss:
         }
 
     def of(self, own: TokenColumns) -> LossOf:
-        """The summed loss of a part of the tokens of `own`, given their scores."""
+        """Return the summed loss of a part of the tokens of `own`, given their scores."""
         algorithm, how = self._algorithm, self._how
         recomputed = algorithm.old_logprobs == "recomputed"
 
@@ -205,6 +206,6 @@ class KeptTokens:
             start = end
 
     def take(self) -> list[orchestrator_pb.TrainedTurn]:
-        """All that was kept, which is forgotten."""
+        """Return all that was kept, which is forgotten."""
         found, self._turns = list(self._turns.values()), {}
         return found

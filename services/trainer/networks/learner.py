@@ -100,7 +100,7 @@ def _parse(
 
 
 def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
-    """The agents that the policy played; `seats`: their indices, absent for all of them."""
+    """Return the agents that the policy played; `seats`: their indices, absent for all of them."""
     if seats is None:
         return agents
     chosen = seats.tolist()
@@ -110,7 +110,8 @@ def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
-    """The step's sample metrics, under the names of the language-model learner where they agree.
+    """Return the step's sample metrics, under the names of the language-model learner where they
+    agree.
 
     `version`: the version that the step starts from.
     """
@@ -254,11 +255,11 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
     # State.
 
     def published(self) -> Tensors:
-        """The tensors that actors load."""
+        """Return the tensors that actors load."""
         return self._own.published()
 
     def weights(self) -> Tensors:
-        """The weights of all its networks; not copies."""
+        """Return the weights of all its networks; not copies."""
         return {
             name.removeprefix(_WEIGHTS): t
             for name, t in self._own.state().items()
@@ -266,7 +267,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
         }
 
     def moments(self) -> Moments:
-        """All other training state, including a replay buffer; not copies."""
+        """Return all other training state, including a replay buffer; not copies."""
         state = self._own.state()
         return {name: t for name, t in state.items() if not name.startswith(_WEIGHTS)}
 
@@ -289,7 +290,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
     # Suspension, possible in the middle of a step.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
+        """Return the whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
         tensors = suspension.under("state", self._own.state())
         values = []
         for i, row in enumerate(self._rows):
@@ -338,7 +339,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
 
 
 def _named(made: Mapping[str, float]) -> dict[str, float]:
-    """A paradigm's metrics, its loss and norm also under the names for language models."""
+    """Return a paradigm's metrics, its loss and norm also under the names for language models."""
     found = {f"learning/{name}": value for name, value in made.items()}
     for name, own in _SAME.items():
         if (value := next((made[one] for one in own if one in made), None)) is not None:
@@ -347,7 +348,7 @@ def _named(made: Mapping[str, float]) -> dict[str, float]:
 
 
 def _broken(metrics: Mapping[str, float], published: Tensors) -> str:
-    """The reason why an update cannot be kept; empty if it can."""
+    """Return the reason why an update cannot be kept; empty if it can."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             return f"{name} is {value}"

@@ -53,7 +53,7 @@ class CheckpointProgress:
 
 
 def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
-    """The directory of a checkpoint."""
+    """Return the directory of a checkpoint."""
     return root / job_id / "checkpoints" / policy / f"v{version}"
 
 
@@ -125,7 +125,7 @@ def save_checkpoint(
 def lineage_of(
     spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
 ) -> Lineage:
-    """The lineage of a version; `step`: the step that made it, -1 for the first weights."""
+    """Return the lineage of a version; `step`: the step that made it, -1 for the first weights."""
     source, adapter = spec.policies[policy], adapter_of(model)
     return Lineage(
         job_id=job_id,
@@ -194,7 +194,7 @@ def _write_model(
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
-    """The path of the base under an adapter; a base without a path is written first."""
+    """Return the path of the base under an adapter; a base without a path is written first."""
     if lineage is not None and (base := lineage.base_model):
         # Absolute, since the adapter will be loaded from another working directory.
         return str(Path(base).absolute()) if Path(base).is_dir() else base

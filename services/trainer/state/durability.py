@@ -57,7 +57,8 @@ class KeptRowsClient:
         self._named = {"job_id": job_id, "policy": policy}
 
     def describe(self) -> store_pb.DescribeKeptRowsResponse:
-        """The version that the store knows to be on disk, and the later ones that it has rows of.
+        """Return the version that the store knows to be on disk, and the later ones that it has
+        rows of.
 
         Empty for a job that has no tables.
         """
@@ -74,7 +75,7 @@ class KeptRowsClient:
             return found
 
     def read(self, version: int) -> Iterator[Sequence[store_pb.ClaimedSample]]:
-        """The micro-batches that made `version`, in the order of their accumulation.
+        """Yield the micro-batches that made `version`, in the order of their accumulation.
 
         Raises DataLoss of kind "kept_rows_gone" when they are not kept any more.
         """
@@ -109,7 +110,7 @@ class HostCopy:
         self._buffers: Tensors = {}
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the host has memory for what the buffers lack."""
+        """Return whether the host has memory for what the buffers lack."""
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
         return needed * self._sharers <= host_memory()[1] * _MEMORY_SHARE
 
@@ -190,8 +191,8 @@ class Durability:
     # Decisions.
 
     def keeps_rows(self, step: int, committed: int, *, copies: bool) -> bool:
-        """Whether this step may be committed before its state is on disk, so that its rows have to
-        be kept from its first micro-batch on.
+        """Return whether this step may be committed before its state is on disk, so that its rows
+        have to be kept from its first micro-batch on.
 
         `copies`: whether the learner's state can be copied (`PolicyLearner.copies`).
         """
@@ -207,7 +208,7 @@ class Durability:
         return plan_states(self._spec.state.every, self._spec.state.background, self._costs)
 
     def _is_wanted(self, step: int) -> bool:
-        """Whether the state that `step` makes is needed on disk at once: by a checkpoint, or
+        """Return whether the state that `step` makes is needed on disk at once: by a checkpoint, or
         because it is the last one."""
         spec, done = self._spec, step + 1
         every = [spec.checkpoint.every]
@@ -287,7 +288,8 @@ class Durability:
         self._writing = self._in_background(self._write, copy, prune)
 
     def _copied(self, state: TrainingState, tensors: Tensors) -> TrainingState | None:
-        """The state over a copy of its tensors, or of a gang's shards; None without memory."""
+        """Return the state over a copy of its tensors, or of a gang's shards; None without
+        memory."""
         if state.snapshot.copy_parts is not None:
             write = state.snapshot.copy_parts()
             return None if write is None else replace(state, snapshot=Snapshot(write_parts=write))
@@ -351,15 +353,15 @@ class Durability:
         self._costs = replace(self._costs, step=seconds)
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Metrics of writing since the last call, and how many steps `version` is ahead of the
-        newest state on disk."""
+        """Return metrics of writing since the last call, and how many steps `version` is ahead of
+        the newest state on disk."""
         found, self._metrics = self._metrics, {}
         return {**found, "train/state_steps_behind": float(max(0, version - self.durable))}
 
     # After a crash.
 
     def recovery(self, version: int, checksum: str) -> Recovery | None:
-        """How to compute `version`, if it is on no disk and the store has kept its rows.
+        """Return how to compute `version` if no disk has it and the store has kept its rows.
 
         Raises Unavailable while the store does not answer.
         """

@@ -166,7 +166,8 @@ def join_fields(sums: Any, tensors: Tensors, values: Values) -> None:
 
 
 def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
-    """Rows as tensors, concatenated by column, and per row its plain values and array lengths."""
+    """Return rows as tensors, concatenated by column, and per row its plain values and array
+    lengths."""
     joined: dict[str, list[np.ndarray[Any, Any]]] = {}
     described: list[Values] = []
     for row in rows:
@@ -194,7 +195,7 @@ def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
 
 
 def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
-    """Inverse of `pack_rows`; copies."""
+    """Return the inverse of `pack_rows`; copies."""
     arrays = {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
     begins = dict.fromkeys(arrays, 0)
     rows = []
@@ -233,7 +234,7 @@ def under(prefix: str, tensors: Tensors) -> Tensors:
 
 
 def below(prefix: str, tensors: Tensors) -> Tensors:
-    """Inverse of `under`, of those `tensors` that have the prefix."""
+    """Return the inverse of `under`, of those `tensors` that have the prefix."""
     start = f"{prefix}/"
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 

@@ -177,7 +177,8 @@ class StoredWeights:
     intact: Callable[[], bool]
 
     def verified(self, checksum: str) -> bool:
-        """Whether what was read is what was kept; `checksum`: of it as it would be published.
+        """Return whether what was read is what was kept; `checksum`: of it as it would be
+        published.
 
         Weights that were computed again after a crash may differ from those by rounding.
         """
@@ -232,8 +233,8 @@ class StateStore:
         return self._read(self._require(version, checksum), version, checksum)
 
     def stored(self, version: int, checksum: str = "") -> StoredWeights:
-        """The weights of `version`, not read yet and not verified: whoever reads them compares what
-        becomes of them with `StoredWeights.checksum`. Raises as `load`."""
+        """Return the weights of `version`, not read yet and not verified: whoever reads them
+        compares what becomes of them with `StoredWeights.checksum`. Raises as `load`."""
         path = self._require(version, checksum)
         with _usable(path, version):
             meta = _meta(path)
@@ -262,11 +263,11 @@ class StateStore:
         )
 
     def exists(self, version: int, checksum: str = "") -> bool:
-        """Whether a state of `version` is kept."""
+        """Return whether a state of `version` is kept."""
         return self.find(version, checksum) is not None
 
     def find(self, version: int, checksum: str = "") -> Path | None:
-        """The directory of the state that `load` would read, or None."""
+        """Return the directory of the state that `load` would read, or None."""
         for found, short, path in self._entries():
             if found == version and (not checksum or short == checksum[:12]):
                 return path
@@ -323,7 +324,7 @@ class StateStore:
                 shutil.rmtree(temp, ignore_errors=True)
 
     def _is(self, path: Path, meta: dict[str, Any]) -> bool:
-        """Whether `path` holds exactly what `meta` says."""
+        """Return whether `path` holds exactly what `meta` says."""
         try:
             return bool(json.loads((path / "state.json").read_text()) == meta)
         except (OSError, ValueError):
@@ -375,7 +376,7 @@ def _usable(path: Path, version: int) -> Iterator[None]:
 
 
 def _meta(path: Path) -> dict[str, Any]:
-    """What `state.json` says. Raises OSError, ValueError, KeyError."""
+    """Return what `state.json` says. Raises OSError, ValueError, KeyError."""
     meta: dict[str, Any] = json.loads((path / "state.json").read_text())
     if meta["format"] != FORMAT:
         raise ValueError(f"its format {meta['format']} is of another version of Troupe")
@@ -388,7 +389,7 @@ def _frontier(meta: Mapping[str, Any]) -> Frontier:
 
 
 def _are(path: Path, files: Mapping[str, str]) -> bool:
-    """Whether the files of a gang's ranks have these checksums."""
+    """Return whether the files of a gang's ranks have these checksums."""
     # Imported lazily: slow, and needed for gangs only.
     from services.trainer.gang.sharded_state import file_checksum
 

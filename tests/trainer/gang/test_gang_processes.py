@@ -1,4 +1,4 @@
-"""What a gang of two gloo ranks does with other losses, broken ones, and ranks that do not come."""
+"""A gang of two gloo ranks with other losses, broken losses, and missing ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gang that several policies and threads share, and what it leaves when it cannot go on."""
+"""A gang that several policies and threads share, and its remains when it cannot continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gang loads a model in parts: the same, whatever its checkpoint looks like, or an error."""
+"""A gang loads a model in parts: equal for any form of checkpoint, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes: every response token once, whatever the layout."""
+"""Forward passes: every response token once, in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strong consistency: what accumulates is the gradient of the full batch, however it came.
+"""Strong consistency: the accumulated gradient is that of the full batch, in any division.
 
 Random seeds, shapes, partitions, arrival orders, retries and two policies whose micro-batches
 take turns, through the real `Learner`, against autograd on the mean loss of the whole batch.

@@ -1,4 +1,4 @@
-"""What a turn's reward is, from the workflow to the advantage: by hand, and on Kuhn poker."""
+"""The reward of a turn, from the workflow to the advantage: by hand, and on Kuhn poker."""
 
 from __future__ import annotations
 

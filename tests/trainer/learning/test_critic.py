@@ -1,4 +1,4 @@
-"""The critic: chains, values that learn, what it observes, its state; several updates of a step."""
+"""The critic: chains, values that learn, its observations, its state; several updates of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over a shared base: what is trained, what is held, what is published."""
+"""Adapters over a shared base: trained weights, shared weights, published weights."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_the_folder_of_an_adapter_is_refused_as_a_model(tokenizer: Path, tmp_pat
     (tmp_path / "adapter_config.json").write_text("{}")
     model = {"path": str(tmp_path), "tokenizer": str(tokenizer)}
     spec = make_spec(tokenizer, model=model)
-    with pytest.raises(InvalidArgument, match="without the model") as caught:
+    with pytest.raises(InvalidArgument, match="without its base model") as caught:
         load_model("solver", spec.policies["solver"], 0)
     assert caught.value.kind == "model_is_adapter"
     assert "lora.path" in (caught.value.remedy or "")

@@ -1,4 +1,4 @@
-"""Gradients of a mixture in both precisions, whatever computes them.
+"""Gradients of a mixture in both precisions, in every implementation.
 
 Rows bring their experts (`router_replay`): with their own choice, rounding would send tokens
 elsewhere, and a gradient would be that of another function.

@@ -1,4 +1,4 @@
-"""What a job may choose about how gradients are computed: memory and kernels, not numbers."""
+"""Job settings of gradient computation change memory and kernels, not numbers."""
 
 from __future__ import annotations
 

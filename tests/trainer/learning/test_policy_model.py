@@ -96,7 +96,7 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
 def test_a_model_without_tokenizer_has_none(tokenizer: Path, tmp_path: Path) -> None:
     # transformers would make one up that encodes every text as nothing.
     load_model("solver", policy(tokenizer, config=tiny_config()), 0).save_pretrained(tmp_path)
-    with pytest.raises(InvalidArgument, match="there is a model, but no tokenizer"):
+    with pytest.raises(InvalidArgument, match="it has a model but no tokenizer"):
         load_tokenizer("solver", policy(tmp_path, path=str(tmp_path)))
 
 

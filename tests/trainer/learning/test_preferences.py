@@ -1,4 +1,4 @@
-"""Preferences in the learner: the losses of pairs, in whatever way they are cut and repeated."""
+"""Preferences in the learner: the losses of pairs, divided and repeated in any way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What samples must be like to be trained on."""
+"""Requirements of samples for training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of short rows by batched products: what the kernel gives, value and gradient."""
+"""Attention of short rows by batched products equals the kernel's, in value and gradient."""
 
 from __future__ import annotations
 

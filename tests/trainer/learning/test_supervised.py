@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in the learner: cross-entropy of given tokens, beside RL or alone."""
+"""Supervised fine-tuning in the learner: cross-entropy of given tokens, with RL or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner that stops in the middle of a step and goes on elsewhere: the same bits."""
+"""A learner that stops in the middle of a step and continues elsewhere: the same bits."""
 
 from __future__ import annotations
 

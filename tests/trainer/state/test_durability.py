@@ -1,4 +1,4 @@
-"""States that are written behind the steps: whatever dies or fills up when, the same bits after."""
+"""States that are written in the background: the same bits after any death or full disk."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 transformers computes them in many operators, whose results all go to memory and are read again in
 the backward pass: a sixth of an update of a small model. Here each is one autograd function. It
-replaces a model's own where a trial shows the same values and gradients, and only for float32 on a
-CPU and its autocast types; else the model's own is called. Under autocast it computes in float32
-and rounds where a matrix product would round its operand.
+replaces a model's own function if a trial shows the same values and gradients, and only for float32
+on a CPU and its autocast types; else the model's own is called. Under autocast it computes in
+float32, and rounds where a matrix product would round its operand.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of `model` that transformers can checkpoint."""
+    """Return the layers of `model` that transformers can checkpoint."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def use_kernels(model: torch.nn.Module) -> int:
-    """Replace RMSNorm and rotary embedding of `model` by fused versions, if they give the same.
+    """Replace RMSNorm and rotary embedding of `model` by fused versions, if they give the same
+    results.
 
     Other models of the same classes are not changed. Returns the number of modules replaced now.
     """
@@ -120,12 +121,12 @@ def _normed(module: Any, x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 
 def eps_of(module: Any) -> Any:
-    """The epsilon of an RMSNorm, by whichever name."""
+    """Return the epsilon of an RMSNorm, by whichever name."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether `module` is an RMSNorm that `_norm` computes alike, for any weights."""
+    """Return whether `module` is an RMSNorm that `_norm` computes alike, for any weights."""
     named = type(module).__name__.endswith("RMSNorm")
     if not named or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
@@ -212,7 +213,7 @@ class _Rotary:
 
 @functools.cache
 def _rotated(forward: Any) -> Any:
-    """A copy of `forward` that calls `_Rotary`, if that gives the same; else None.
+    """Return a copy of `forward` that calls `_Rotary`, if that gives the same; else None.
 
     The copy has other globals, so that the model's module itself is not changed.
     """
@@ -220,8 +221,8 @@ def _rotated(forward: Any) -> Any:
 
 
 def rotated_with(forward: Any, make: Callable[[_Rotate], _Rotate | None]) -> Any:
-    """A copy of `forward` that calls what `make` makes of its rotary embedding; None if there is
-    none, or nothing is made of it."""
+    """Return a copy of `forward` that calls `make(rotary)` instead of its rotary embedding; None if
+    it has none, or if `make` returns None."""
     if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
     own = forward.__globals__.get(_ROTARY)
@@ -259,7 +260,7 @@ def _is_plain(*tensors: torch.Tensor, kind: torch.dtype = torch.float32) -> bool
 
 
 def _is_rounded(states: torch.Tensor) -> bool:
-    """Whether these states come from a matrix product under autocast."""
+    """Return whether these states come from a matrix product under autocast."""
     autocast = torch.is_autocast_enabled("cpu")
     return autocast and _is_plain(states, kind=torch.get_autocast_dtype("cpu"))
 
@@ -276,7 +277,7 @@ def same_function(
     inputs: tuple[torch.Tensor, ...],
     tolerance: float,
 ) -> bool:
-    """Whether both give the same values and gradients."""
+    """Return whether both give the same values and gradients."""
     try:
         return all(
             a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=_size(a) * tolerance)
@@ -292,7 +293,7 @@ def _size(values: torch.Tensor) -> float:
 
 @torch.enable_grad()
 def _traced(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The outputs of `call`, and its input gradients for random output gradients."""
+    """Return the outputs of `call`, and its input gradients for random output gradients."""
     own = [t.clone().requires_grad_() for t in inputs]
     found = call(*own)
     outputs = [found] if isinstance(found, torch.Tensor) else list(found)

@@ -1,8 +1,8 @@
 """Fused RMSNorm and rotary embedding for training on a GPU, from Liger Kernel.
 
 Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989) is used where it is installed, as
-with the extra `gpu`. Like the CPU's own (cpu.py), a kernel replaces a module's or a model's
-own in this model only, and only where a trial on the device shows the same values and gradients.
+with the extra `gpu`. Like the CPU's kernels (cpu.py), a kernel replaces a module's or a model's own
+function only in this model, and only if a trial on the device shows the same values and gradients.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ class LigerKernels:
 
 
 def liger_kernels() -> LigerKernels | None:
-    """Kernels of the installed package; None: there is none, or it does not import here."""
+    """Return the kernels of the installed package; None if it is missing or cannot be imported
+    here."""
     try:
         found = importlib.import_module("liger_kernel.ops")
     except ImportError:
         return None
     except Exception as error:  # Triton raises any kind where it finds no driver
-        log.warning("liger-kernel is installed and does not import", error=str(error))
+        log.warning("liger-kernel is installed but cannot be imported", error=str(error))
         return None
     return LigerKernels(found.LigerRMSNormFunction.apply, found.LigerRopeFunction.apply)
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the kernels run on this device."""
+    """Return whether the kernels run on this device."""
     return device.type == "cuda"
 
 
 def use_liger(model: torch.nn.Module) -> int:
-    """Replace RMSNorm and rotary embedding of `model` by Liger's; returns in how many modules."""
+    """Replace RMSNorm and rotary embedding of `model` by Liger's, and return the number of changed
+    modules."""
     parameter = next(model.parameters(), None)
     if parameter is None or not serves(parameter.device):
         return 0
@@ -83,7 +85,7 @@ def use_liger(model: torch.nn.Module) -> int:
 def _agree(
     own: Callable[..., Any], ours: Callable[..., Any], inputs: tuple[torch.Tensor, ...]
 ) -> bool:
-    """Whether both give the same values and gradients, and can be called here at all."""
+    """Return whether both give the same values and gradients, and can be called here at all."""
     try:
         return same_function(own, ours, inputs, _TOLERANCE)
     except Exception as error:  # compilers raise any kind
@@ -109,7 +111,7 @@ def _rms_norm(kernels: LigerKernels, x: torch.Tensor, weight: torch.Tensor, eps:
 
 
 def _is_rms_norm(module: torch.nn.Module, kernels: LigerKernels, device: torch.device) -> bool:
-    """Whether `module` is an RMSNorm that Liger's computes alike, for any weights."""
+    """Return whether `module` is an RMSNorm that Liger's computes alike, for any weights."""
     named = type(module).__name__.endswith("RMSNorm")
     if not named or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
@@ -156,7 +158,7 @@ class _LigerRotary:
 
 
 def _rotated(forward: Any, kernels: LigerKernels, device: torch.device) -> Any:
-    """A copy of `forward` that calls `_LigerRotary`, if that gives the same; else None."""
+    """Return a copy of `forward` that calls `_LigerRotary`, if that gives the same; else None."""
 
     def make(own: Callable[..., Any]) -> _LigerRotary | None:
         ours = _LigerRotary(own, kernels)

@@ -84,7 +84,7 @@ class _Gather:
 
 
 def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `short_attention` is faster for these states than torch's kernel."""
+    """Return whether `short_attention` is faster for these states than torch's kernel."""
     if packing.past is not None:
         return False  # a piece of a sequence that is longer than a pass
     plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
@@ -193,13 +193,13 @@ def _shapes(
 
 
 def _split(states: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Views of the blocks' states, [*shape, D] each, in those of all blocks, [n, D]."""
+    """Return views of the blocks' states, [*shape, D] each, in those of all blocks, [n, D]."""
     parts = torch.split(states, [rows * length for rows, length in shapes])
     return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """float32 [n, D]: the states [T, heads, D] of the tokens and heads in `index`."""
+    """Return float32 [n, D]: the states [T, heads, D] of the tokens and heads in `index`."""
     table = states.reshape(-1, states.shape[-1])  # a view of what a projection returned
     return table.index_select(0, index).float()
 
@@ -263,8 +263,8 @@ def packed_attention(
 def _with_others(
     packing: Packing, past: Past, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [1, G, K, D] and values of a piece's own tokens, those of all ranks that divide the pass
-    included, then of the earlier tokens that they attend to."""
+    """Return keys [1, G, K, D] and values of a piece's own tokens, those of all ranks that divide
+    the pass included, then of the earlier tokens that they attend to."""
     if packing.slices is not None:
         key, value = packing.slices.gather(key, value, packing.slice_tokens)
     if past.keeps:
@@ -344,7 +344,8 @@ def _attend(
 def _rows(
     states: torch.Tensor, index: torch.Tensor, start: int | None, n: int, length: int
 ) -> torch.Tensor:
-    """States [n, heads, length, D] of rows in [1, heads, T, D]; a view for contiguous tokens."""
+    """Return states [n, heads, length, D] of rows in [1, heads, T, D]; a view for contiguous
+    tokens."""
     if start is None:
         chosen = states[0].index_select(1, index)
     else:
@@ -389,7 +390,8 @@ def _any_lengths(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """The mask of a sliding window, bool [1, 1, length, length]; None if it hides nothing."""
+    """Return the mask of a sliding window, bool [1, 1, length, length]; None if it hides
+    nothing."""
     if length <= window:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

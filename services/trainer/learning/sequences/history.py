@@ -69,7 +69,7 @@ class History:
         self._pieces.setdefault(piece, {})[layer] = KeptStates(key.detach(), value.detach())
 
     def of(self, piece: int, layer: torch.nn.Module) -> KeptStates | None:
-        """What is kept of a piece in an attention layer, if anything."""
+        """Return what is kept of a piece in an attention layer, if anything."""
         return self._pieces.get(piece, {}).get(layer)
 
     def forget(self, piece: int) -> None:
@@ -93,7 +93,7 @@ class History:
             self.reference[within] = reference
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [N] of all tokens."""
+        """Return the log-probs and entropies [N] of all tokens."""
         assert self._scores is not None, "all pieces keep before one is differentiated"
         return self._scores
 
@@ -104,7 +104,8 @@ class History:
         self.reference = None if self.reference is None else summed(self.reference)
 
     def differentiate(self, loss_of: ScoreLoss) -> torch.Tensor:
-        """The loss of all tokens, for whose gradient by their scores `linear` stands henceforth."""
+        """Return the loss of all tokens, for whose gradient by their scores `linear` stands
+        henceforth."""
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_() for one in self.scores()]
             loss = loss_of(inputs[0], inputs[1], slice(0, len(self.order)))
@@ -117,7 +118,8 @@ class History:
         return loss.detach()
 
     def linear(self, within: torch.Tensor) -> ScoreLoss:
-        """A function of the scores of the tokens `within` with the gradient of the loss of all."""
+        """Return a function of the scores of the tokens `within` with the gradient of the loss of
+        all."""
         assert self.slopes is not None, "the loss was differentiated"
         by_logprob, by_entropy = (one[within] for one in self.slopes)
 
@@ -153,7 +155,8 @@ class PiecePass:
 def schedule_pieces(
     readers: Mapping[int, set[int]], *, gradients: bool, coupled: bool
 ) -> list[PiecePass]:
-    """The order of passes over pieces. `readers`: by piece, the later ones that attend to it.
+    """Return the order of passes over pieces. `readers`: by piece, the later ones that attend to
+    it.
 
     A piece is differentiated after all of its readers, and those as early as that allows, so that
     few pieces' keys and values are in memory: those of the path to the one computed.

@@ -86,7 +86,7 @@ class Block:
         return self._made(None) if self.masked else None
 
     def mask_within(self, window: int) -> torch.Tensor | None:
-        """The mask of a layer with a sliding window of `window` tokens, its own included."""
+        """Return the mask of a layer with a sliding window of `window` tokens, its own included."""
         return self.mask if self.shape[2] <= window else self._made(window)
 
     def _made(self, window: int | None) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Packing:
 
 
 def _similar(segments: Sequence[Segment]) -> list[list[int]]:
-    """Indices of segments grouped by similar lengths, longest first."""
+    """Return indices of segments grouped by similar lengths, longest first."""
 
     def size(i: int) -> tuple[bool, int, int]:
         return segments[i].shared > 0, len(segments[i].path), segments[i].fresh
@@ -195,7 +195,8 @@ def _similar(segments: Sequence[Segment]) -> list[list[int]]:
 
 
 def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
-    """A block of rows, their fresh tokens, and the places of those in the block's [n * Q]."""
+    """Return a block of rows, their fresh tokens, and the places of those in the block's [n *
+    Q]."""
     n, width = len(rows), max(row.fresh for row in rows)
     depth = max(row.shared for row in rows)
     length = width if not depth else max(len(row.path) for row in rows)
@@ -262,12 +263,12 @@ class PackedBatch:
                 self.history.forget(piece)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same on `device`."""
+        """Return the same on `device`."""
         return PackedBatch(**_fields_on(self, device))
 
 
 def _fields_on(part: Block | Packing | Past | PackedBatch, device: torch.device) -> dict[str, Any]:
-    """The fields of `part`, with all tensors on `device`."""
+    """Return the fields of `part`, with all tensors on `device`."""
     return {f.name: _on(getattr(part, f.name), device) for f in fields(part) if f.init}
 
 
@@ -396,7 +397,8 @@ def plan(
 def _bucket(
     sizes: list[tuple[int, int]], budget: int, limit: int | None, *, padded: bool
 ) -> list[list[int]]:
-    """Indices of `sizes` (length, scored tokens) in groups within both bounds, longest first."""
+    """Return indices of `sizes` (length, scored tokens) in groups within both bounds, longest
+    first."""
     order = sorted(range(len(sizes)), key=lambda k: (-sizes[k][0], k))
     parts: list[list[int]] = []
     scored = total = 0
@@ -443,8 +445,9 @@ def _payloads(places: Sequence[tuple[int, Ints]], rows: Sequence[Row]) -> Payloa
 def _routes(
     size: int, places: Sequence[tuple[int, Ints]], rows: Sequence[Row]
 ) -> torch.Tensor | None:
-    """Routes of the `size` tokens of a batch. `places`: indices of rows, and where the last tokens
-    that are fed of each are; a shared prefix is routed as in the row that was first there."""
+    """Return routes of the `size` tokens of a batch. `places`: indices of rows, and where the last
+    tokens that are fed of each are; a shared prefix is routed as in the row that was first
+    there."""
     known = next((r for i, _ in places if (r := rows[i].routes) is not None), None)
     if known is None:
         return None
@@ -495,7 +498,7 @@ class _Forest:
         )
 
     def batch(self, rows: Sequence[Row]) -> PackedBatch:
-        """All of it as one batch."""
+        """Return everything as one batch."""
         return PackedBatch(
             input_ids=torch.from_numpy(self._ids[None]),
             positions=torch.from_numpy(self._nodes),
@@ -509,7 +512,7 @@ class _Forest:
         )
 
     def edges(self, cut: int | None, limit: int | None) -> list[int]:
-        """Where pieces of at most `cut` nodes and `limit` scored tokens begin, and T.
+        """Return the beginnings of pieces of at most `cut` nodes and `limit` scored tokens begin, and T.
 
         The first piece is the smallest: the last one is read by none, and costs no second pass.
         """
@@ -527,8 +530,8 @@ class _Forest:
     def pieces(
         self, edges: list[int], slices: Slices | None, *, gradients: bool, coupled: bool
     ) -> list[PackedBatch]:
-        """The batches of the pieces between `edges`, of this rank of `slices`, in the order in
-        which to compute them. Raises FailedPrecondition for payloads, which stay whole."""
+        """Return the batches of the pieces between `edges`, of this rank of `slices`, in the order
+        in which to compute them. Raises FailedPrecondition for payloads, which stay whole."""
         if self._payloads:
             raise FailedPrecondition(
                 f"rows with payloads of kind {self._payloads[0].payload.kind} are longer than a "
@@ -585,7 +588,8 @@ class _Forest:
         place: Ints,
         keys: int,
     ) -> tuple[PackedBatch, Past, list[Segment]]:
-        """The batch of a rank's nodes, `ranges[rank]`, of a piece, whose own keys are `keys`."""
+        """Return the batch of a rank's nodes, `ranges[rank]`, of a piece, whose own keys are
+        `keys`."""
         first, own = edges[piece], ranges[rank]
         repeats = rank > 0 and own[0][0] == ranges[0][0][0]
         paths: list[tuple[Ints, int, int]] = []
@@ -624,8 +628,8 @@ class _Forest:
 
 
 def _divided(start: int, end: int, n: int) -> list[list[tuple[int, int]]]:
-    """Nodes from `start` to `end` by rank of n: one part from the front and one from the back each,
-    so that all have about equally many tokens before theirs.
+    """Return nodes from `start` to `end` by rank of n: one part from the front and one from the
+    back each, so that all have about equally many tokens before theirs.
 
     Of few nodes the first rank has all, and the others repeat the first, to take part in the pass.
     """
@@ -690,7 +694,7 @@ def _concatenate(arrays: list[Ints]) -> torch.Tensor:
 
 
 def one_token(device: torch.device, instead: PackedBatch | None = None) -> PackedBatch:
-    """A batch without rows, for a rank that takes part in a pass of others.
+    """Return a batch without rows, for a rank that takes part in a pass of others.
 
     `instead`: the batch of this rank in whose place it is computed. If ranks divide that pass, the
     token's keys and values are gathered as those of the batch would have been.
