@@ -44,9 +44,10 @@ class ServiceDefinition(Protocol):
     """Interface of a service that the chassis serves.
 
     Its handlers report errors by raising `TroupeError`, never by aborting the context. It may also
-    have `problem: str | None`, what an operator has to mend before `start` returns or the service
-    works again, which health checks and the errors of calls refused meanwhile tell; and `async def
-    leave()`, which announces the shutdown within a few seconds, when new calls are already refused.
+    have `problem: str | None`, the problem that an operator has to solve before `start` returns or
+    the service works again, which appears in health checks and in the errors of calls refused
+    meanwhile; and `async def leave()`, which announces the shutdown within a few seconds, when new
+    calls are already refused.
     """
 
     name: str
@@ -69,7 +70,7 @@ Factory = Callable[[S, Telemetry], ServiceDefinition]
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """Health checks that also say what is wrong, in their trailing metadata."""
+    """Health checks that also report the problem, in their trailing metadata."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class RunningServer(Generic[S]):
         self._server = server
 
     async def become_ready(self) -> None:
-        """Start the service, then answer calls and say SERVING."""
+        """Start the service, then answer calls and report SERVING."""
         assert self.service is not None, "open() comes first"
         self._started = True
         service = self.service
@@ -167,7 +168,7 @@ class RunningServer(Generic[S]):
             log.warning(f"{strangers} can use it; set TROUPE_TOKEN", host=settings.host)
 
     async def close(self) -> None:
-        """NOT_SERVING, drain, stop. Idempotent."""
+        """Report NOT_SERVING, drain and stop. Idempotent."""
         server, self._server = self._server, None
         if server is None or self.service is None:
             return
@@ -239,7 +240,7 @@ _ENDING = frozenset(
 
 
 def run(make_service: Factory[S], settings: S | type[S]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the status with which the caller must exit.
+    """Serve until SIGTERM or SIGINT; return the status with which the caller must exit.
 
     Settings are read from the environment when a class is given. `make_service` runs after the
     thread budget is set, so it is the place to import numerical libraries.
@@ -279,8 +280,8 @@ def run_to_end(main: Coroutine[Any, Any, None]) -> None:
     """Run an event loop until `main` has ended, even if a job's code tries to end it earlier.
 
     A `SystemExit` or `KeyboardInterrupt` in any task or callback ends an event loop, and a callback
-    may stop it. A service's own code does neither, so a job's code must have; it is logged and the
-    loop goes on. Signals are handled in `_live`.
+    may stop it. A service's own code does neither, so a job's code must have done it; this is
+    logged and the loop continues. `_live` handles signals.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -291,7 +292,7 @@ def run_to_end(main: Coroutine[Any, Any, None]) -> None:
             except BaseException as error:
                 if task.done():
                     break
-                app_log.error("something tried to end the event loop", error=described(error))
+                app_log.error("a job's code tried to end the event loop", error=described(error))
         failure = None if task.cancelled() else task.exception()
         if failure is not None:
             raise as_exception(failure)
@@ -340,8 +341,7 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> No
 def refuse_own_end() -> None:
     """Forbid code of this process to send terminating signals to it or to its supervisor.
 
-    Otherwise a job's code could end one worker after another, and each would look as if an operator
-    had stopped it.
+    Otherwise a job's code could end one worker after another, as if an operator had stopped them.
     """
     protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp()}
 

@@ -1,4 +1,4 @@
-"""Copying of folders between services that share no disk, as streams of chunks.
+"""Copying of folders between services without a shared disk, as streams of chunks.
 
 A chunk is a message with `path`, `data`, `end_of_file`, and `checksum`: the xxh3-64 of the whole
 file in its last chunk, else 0.
@@ -45,7 +45,7 @@ async def read_folder(root: Path, message: type[T]) -> AsyncIterator[T]:
 
 
 async def write_folder(target: Path, chunks: AsyncIterable[Any]) -> int:
-    """Write the chunks of `read_folder` atomically to the folder `target`; returns the bytes.
+    """Write the chunks of `read_folder` atomically to the folder `target`, and return their bytes.
 
     An existing folder is left as it is. Raises DataLoss for a damaged file or a name that leads out
     of the folder, and OSError.
@@ -68,7 +68,7 @@ async def write_folder(target: Path, chunks: AsyncIterable[Any]) -> int:
             if complete and digest.intdigest() != chunk.checksum:
                 raise DataLoss(f"'{chunk.path}' arrived damaged", kind="folder_corrupt")
         if not complete:
-            raise DataLoss("the last file is not whole", kind="folder_corrupt")
+            raise DataLoss("the last file is incomplete", kind="folder_corrupt")
         await asyncio.to_thread(_publish, draft, target)
     finally:
         await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
@@ -76,7 +76,7 @@ async def write_folder(target: Path, chunks: AsyncIterable[Any]) -> int:
 
 
 def files_below(root: Path) -> list[Path]:
-    """All files below `root`, sorted."""
+    """Return all files below `root`, sorted."""
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 

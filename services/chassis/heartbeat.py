@@ -24,13 +24,14 @@ from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 log = structlog.get_logger("troupe.heartbeat")
 
 Message = Callable[[], orchestrator_pb.HeartbeatRequest]
-# Timeout of one beat. Others follow meanwhile, so that it may be long.
+# Timeout of one beat. It may be long, since others follow meanwhile.
 _TIMEOUT_SECONDS = 10.0
-# Beats without an answer, at most; each holds a thread.
+# Maximum number of unanswered beats, each of which occupies a thread.
 _UNANSWERED = 10
-# How long a beat waits for a new message of the event loop, at most; then it repeats the last one.
+# Maximum time that a beat waits for a new message from the event loop; then it repeats the last
+# one.
 _MESSAGE_SECONDS = 0.25
-# Interval while the orchestrator is unreachable, so that it learns of workers soon after a restart.
+# Interval while the orchestrator is unreachable, so that it notices workers soon after a restart.
 _AWAY_SECONDS = 0.25
 # Bounds of the interval that the orchestrator may ask for.
 _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
@@ -39,11 +40,11 @@ _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
 class Heartbeat:
     """A thread that calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
 
-    It has a thread of its own because a worker is not dead whose event loop is late: with thousands
-    of trajectories, seconds may pass between two rounds of the loop. `message()` builds the request
-    in the event loop. If the loop does not come to it in time, the last request is sent again, with
-    the seconds since the loop last did (`loop_seconds`), by which the orchestrator recognises a
-    loop that never advances. Worker id, address, memory and host are filled in if empty.
+    It has its own thread because a worker with a late event loop is not dead: with thousands of
+    trajectories, seconds may pass between two rounds of the loop. `message()` builds the request in
+    the event loop. If the loop is not in time, the last request is sent again, with the seconds
+    since the loop last built one (`loop_seconds`), by which the orchestrator recognises a loop that
+    never advances. Worker id, address, memory and host are filled in if empty.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Heartbeat:
         self._process = psutil.Process()
         self._reached: bool | None = None
         self._leaving = False
-        # The last request that was built, and when the event loop last came to building one.
+        # The last built request, and when the event loop last built one.
         self._newest: orchestrator_pb.HeartbeatRequest | None = None
         self._advanced = 0.0
-        # Set when the loop has come to it since the thread asked.
+        # Set when the loop has built a request since the thread asked for one.
         self._fresh = threading.Event()
 
     @property
@@ -69,7 +70,7 @@ class Heartbeat:
         return bool(self._reached)
 
     async def start(self) -> None:
-        """Start the beats; returns at once."""
+        """Start the beats, and return immediately."""
         self._refresh()
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
@@ -113,7 +114,7 @@ class Heartbeat:
             self._newest = self._message()
         except Exception:
             # An error in message() must not make a live worker look dead.
-            log.exception("no heartbeat could be made")
+            log.exception("a heartbeat could not be made")
         self._advanced = time.monotonic()
         self._fresh.set()
 
@@ -138,15 +139,15 @@ class Heartbeat:
                 self._fresh.wait(min(_MESSAGE_SECONDS, self._interval))
                 beat = pool.submit(self._beat, stub)
                 beats.add(beat)
-                # The next one does not wait for an answer that is late.
+                # The next beat does not wait for a late answer.
                 done, _ = wait({beat}, self._interval)
                 pause = beat.result() if done else 0.0
-            channel.close()  # ends the calls that are under way
+            channel.close()  # ends the calls in flight
 
     def _beat(
         self, stub: orchestrator_grpc.OrchestratorStub, seconds: float = _TIMEOUT_SECONDS
     ) -> float:
-        """Send one heartbeat; returns the seconds until the next."""
+        """Send one heartbeat, and return the seconds until the next."""
         address = self._settings.orchestrator_address
         if self._newest is None:
             return self._interval
@@ -185,8 +186,8 @@ class Heartbeat:
 def given_devices(
     devices: Iterable[Device], holders: Mapping[int, Sequence[str]]
 ) -> list[orchestrator_pb.GivenDevice]:
-    """The devices of a worker as its heartbeats report them. `holders`: what computes on each, by
-    the device's index."""
+    """Return the devices of a worker for its heartbeats. `holders`: the users of each device, by
+    its index."""
     return [
         orchestrator_pb.GivenDevice(
             index=one.index,
@@ -200,7 +201,8 @@ def given_devices(
 
 @cache
 def host_id() -> str:
-    """The id of a memory domain: equal for processes of one boot of one host or container."""
+    """Return the id of a memory domain: equal for processes of one boot of one host or
+    container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -25,12 +25,13 @@ _LATER_MS: Final = 500
 
 
 def repeatable(handler: Handler) -> Handler:
-    """Decorator of a handler whose repeated calls all run: records of its own make them one."""
+    """Decorate a handler whose repeated calls all run, since its own records make them
+    idempotent."""
     return _marked(handler, "repeatable", True)
 
 
 def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
-    """Decorator of a handler whose repeated requests are compared by `what(request)`.
+    """Decorate a handler whose repeated requests are compared by `what(request)`.
 
     By default requests with the same id must be equal in every byte.
     """
@@ -47,7 +48,7 @@ class IdempotencyCache:
 
     A failed call is forgotten, so that it can be repeated. A call runs to its end even if all its
     callers have disconnected: a caller that retries with its id gets the result. Therefore requests
-    in flight are bounded in bytes, too.
+    in flight are also bounded in bytes.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class IdempotencyCache:
         max_running_bytes: int = 2**30,
         field: str = "request_id",
     ) -> None:
-        """`field`: the name of the request's id field, for error messages."""
+        """Create the cache. `field`: the name of the request's id field, for error messages."""
         self._ttl = ttl
         self._max_entries = max_entries
         self._max_bytes = max_bytes
@@ -77,7 +78,8 @@ class IdempotencyCache:
         return len(self._running) + len(self._done)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether a call with that key is running or remembered, so that `run` would join it."""
+        """Return whether a call with that key is running or remembered, so that `run` would join
+        it."""
         self._expire()
         return key in self._running or key in self._done
 
@@ -90,14 +92,14 @@ class IdempotencyCache:
         size: int | None = None,
         abandoned: Callable[[], None] | None = None,
     ) -> T:
-        """The response of `call()`, which runs once per `key`.
+        """Return the response of `call()`, which runs once per `key`.
 
-        `size`: bytes of the request, if `payload` is not all of it. `abandoned()` is called if all
-        callers disconnect before the end.
+        `size`: bytes of the request, if `payload` is only a part of it. `abandoned()` is called if
+        all callers disconnect before the end.
 
         Raises `AlreadyExists` if `key` came with another `payload` before, `InvalidArgument` for an
         id that is too long, `ResourceExhausted` (retryable) while too many bytes of requests are in
-        flight, and what `call` raises.
+        flight, and the errors of `call`.
         """
         self._expire()
         name = key[-1] if isinstance(key, tuple) else key
@@ -106,11 +108,11 @@ class IdempotencyCache:
         known = entry or self._done.get(key)
         if known is not None and known.digest != digest:
             raise AlreadyExists(
-                "this id came with another request before",
+                "this id was used for a different request",
                 kind="request_id_reused",
                 field=self._field,
                 value=name,
-                remedy="Make a fresh id for every new request; repeat one only unchanged.",
+                remedy="Use a new id for every new request; repeat a request only unchanged.",
             )
         if isinstance(known, _Done):
             remembered: T = known.response
@@ -138,7 +140,7 @@ class IdempotencyCache:
     ) -> _RunningCall:
         if isinstance(name, str) and len(name) > MAX_ID_LENGTH:
             raise InvalidArgument(
-                f"has {len(name):,} characters; at most {MAX_ID_LENGTH} are taken",
+                f"has {len(name):,} characters; the limit is {MAX_ID_LENGTH}",
                 field=self._field,
                 value=name,
                 remedy="Send a short id, such as a UUID.",
@@ -148,7 +150,7 @@ class IdempotencyCache:
             raise ResourceExhausted(
                 f"{self._running_bytes:,} bytes of requests are in flight",
                 kind="requests_in_flight",
-                remedy="Wait until some of them have ended, or send less at once.",
+                remedy="Wait until some of them have ended, or send fewer at a time.",
                 retry_after_ms=_LATER_MS,
             )
         entry = self._running[key] = _RunningCall(digest, size, asyncio.ensure_future(call()))

@@ -37,7 +37,7 @@ log = structlog.get_logger("troupe.calls")
 class ObservedCall:
     """Log context, span and metrics of one call, from its arrival to its outcome.
 
-    The log context is never unbound: gRPC runs every call in a context of its own.
+    The log context is never unbound, since gRPC runs every call in its own context.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ Decode = Callable[[Any], tuple[Any, TroupeError | None]]
 
 
 class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps the handlers of a server. `state` moves "starting" -> "serving" -> "draining"."""
+    """An interceptor that wraps the handlers of a server. `state` moves "starting" -> "serving" ->
+    "draining"."""
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self.state = "starting"
@@ -112,14 +113,14 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._streams: set[asyncio.Task[Any]] = set()
         self._unary: set[asyncio.Task[Any]] = set()
         self._cut: set[asyncio.Task[Any]] = set()
-        # Streams of which gRPC is sending a message. Cancelled there they would end without a
+        # Streams with a message that gRPC is sending. If cancelled there, they would end without a
         # status, and their clients would wait until the server stops.
         self._sending: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """The wrapped handler of the called method; gRPC itself refuses unknown methods."""
+        """Return the wrapped handler of the called method; gRPC itself refuses unknown methods."""
         wrapped = self._wrapped.get(details.method)
         if wrapped is None:
             handler = await continuation(details)
@@ -142,7 +143,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             task.cancel()
 
     def _wrap(self, method: str, handler: Any) -> Any:
-        # Requests are decoded here, because gRPC answers UNKNOWN to those that it cannot decode.
+        # Requests are decoded here, because gRPC answers UNKNOWN if it cannot decode a request.
         codec = (None, _unless_bytes(handler.response_serializer))
         decode = handler.request_deserializer
         if handler.unary_unary is not None:
@@ -269,13 +270,14 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise
             raise DeadlineExceeded(
                 f"{method.lstrip('/')} did not end within {limit:g} s",
-                remedy="Give the call a longer deadline, or look for what it waits for.",
+                remedy="Give the call a longer deadline, or find the cause of the delay.",
             ) from error
 
     def _judge(
         self, raised: BaseException, method: str, context: Any
     ) -> tuple[grpc.StatusCode, TroupeError | None]:
-        """The status and typed error for a handler's exception; no error if gRPC has replied."""
+        """Return the status and typed error for a handler's exception; no error if gRPC has
+        replied."""
         if isinstance(raised, TroupeError):
             return raised.code, raised
         if isinstance(raised, grpc.aio.AbortError):
@@ -290,8 +292,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
         if isinstance(raised, MemoryError):
-            # The caller repeats the call; a process that gets no memory at all ends meanwhile
-            # (`watchdog`), and another takes its place.
+            # The caller repeats the call; a process without any memory ends meanwhile (`watchdog`),
+            # and another replaces it.
             starved = Unavailable(
                 f"{self._telemetry.service} has no memory for this call", kind="no_memory"
             )
@@ -299,7 +301,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:
             # The base class that gRPC generates for a contract has set this code.
             missing = Unimplemented(
-                "the contract has this method, and this service does not",
+                "the contract has this method, but this service does not",
                 field=method.lstrip("/"),
                 remedy="Call another method; server reflection lists the contracts.",
             )
@@ -307,7 +309,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         error = Internal(
             described(raised),
             field=method.lstrip("/"),
-            remedy="This is a fault of Troupe; the service's log has the traceback.",
+            remedy="This is a bug in Troupe; the service's log has the traceback.",
         )
         error.__cause__ = raised
         return error.code, error
@@ -319,12 +321,13 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A serializer that passes on bytes, for handlers that serialize their responses themselves."""
+    """Return a serializer that passes bytes through, for handlers that serialize their responses
+    themselves."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 def _decoded(decode: Callable[[bytes], Any]) -> Decode:
-    """A decoder of one request."""
+    """Return a decoder of one request."""
 
     def decoded(raw: bytes) -> tuple[Any, TroupeError | None]:
         try:
@@ -336,7 +339,7 @@ def _decoded(decode: Callable[[bytes], Any]) -> Decode:
 
 
 def _all_decoded(decode: Callable[[bytes], Any]) -> Decode:
-    """A decoder of a stream of requests, which raises the error of an invalid one."""
+    """Return a decoder of a stream of requests, which raises the error of an invalid one."""
     decoded = _decoded(decode)
 
     async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:

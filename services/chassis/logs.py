@@ -21,7 +21,7 @@ _ID_LENGTH: Final = 200
 
 
 def configure(service: str, level: str, style: str) -> None:
-    """Send all logging of this process, libraries' included, to standard error.
+    """Send all logging of this process, including libraries, to standard error.
 
     `style` is "json" or "console", `level` the lowest level shown.
     """
@@ -108,7 +108,8 @@ def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
 
 @lru_cache(maxsize=256)
 def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
-    """The paths of the context ids in a request type: top-level fields, or fields of a message."""
+    """Return the paths of the context ids in a request type: top-level fields, or fields of a
+    message."""
     found: dict[str, tuple[str, ...]] = {}
     for field in descriptor.fields:
         if field.name in CONTEXT_IDS and field.message_type is None:
@@ -123,7 +124,8 @@ def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _hide_secrets(logger: Any, method: str, rendered: Any) -> str:
-    """Remove secrets from the rendered text; the last step, as tracebacks may hold URLs, too."""
+    """Remove secrets from the rendered text. This is the last step, since tracebacks may also
+    contain URLs."""
     return without_secrets(str(rendered))
 
 

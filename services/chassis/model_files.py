@@ -1,9 +1,9 @@
-"""Directories of models that only some hosts have: copies of them on the hosts that do not.
+"""Directories of models that only some hosts have, and their copies on the other hosts.
 
-A job names models by hub id or by path. A path has to exist on one host of the cluster, a worker's
-or the orchestrator's: workers of other hosts copy the directory into `DATA_DIR/models/`, file by
-file, each verified by its checksum. A host serves a few readers at once, originals and copies, so
-that many hosts get a model from each other and not all from the one that has it.
+A job names models by hub id or by path. A path must exist on one host of the cluster, a worker's or
+the orchestrator's: workers on other hosts copy the directory into `DATA_DIR/models/`, file by file,
+each verified by its checksum. A host serves only a few readers at a time, with originals or copies,
+so that many hosts get a model from each other instead of all from its original host.
 """
 
 from __future__ import annotations
@@ -46,28 +46,31 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("troupe.models")
 
-# A directory is one of a model, tokenizer or adapter by any of these files; no other is served.
+# A directory counts as a model, tokenizer or adapter if it has one of these files; others are not
+# served.
 _MARKS: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json")
 _FIND_SECONDS: Final = 10.0
-# A copy may take this long, and its size at the speed of the slowest disk.
+# Time limit of a copy, in addition to the time for its size at the speed of the slowest disk.
 _LEAST_SECONDS: Final = 120.0
 _PROGRESS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
 # Characters of a copy's name.
 _NAME_CHARS: Final = 32
-# Hosts that a process sends models to at once: more would share its network, and end together.
+# Maximum number of hosts to which a process sends models simultaneously: more would share its
+# network, and end together.
 _READERS: Final = 4
 # Seconds after which a host whose sources all serve others asks again.
 _BUSY_SECONDS: Final = 1.0
 
 
 def model_folder(path: str) -> Path:
-    """The directory of a model, tokenizer or adapter on this host. Blocking. Raises `NotFound`."""
-    # pathlib raises for a name that is too long, and for the home of a user that there is not.
+    """Return the directory of a model, tokenizer or adapter on this host. Blocking. Raises
+    `NotFound`."""
+    # pathlib raises for too long a name, and for the home of an unknown user.
     root = Path(os.path.expanduser(path))
     if not any(os.path.isfile(root / mark) for mark in _MARKS):
         raise NotFound(
-            "is no directory with a model here", kind="model_not_here", field="path", value=path
+            "is not a directory with a model here", kind="model_not_here", field="path", value=path
         )
     return root
 
@@ -117,14 +120,14 @@ class ModelServer(transfer_grpc.HostModelsServicer):
             self._readers -= 1
 
     def _with(self, path: str, digest: str) -> Path:
-        """The directory with this content. Raises `NotFound`."""
+        """Return the directory with this content. Raises `NotFound`."""
         copy = self._copies / digest[:_NAME_CHARS]
         if len(digest) >= _NAME_CHARS and digest.isalnum() and copy.is_dir():
             return copy
         root = model_folder(path)
         if described_model(path).digest != digest:
             raise NotFound(
-                "is another directory than it was", kind="model_changed", field="path", value=path
+                "has changed since it was described", kind="model_changed", field="path", value=path
             )
         return root
 
@@ -136,23 +139,24 @@ class _Model:
     source: str
     digest: str
     num_bytes: int
-    # Who may have it: "host:port" of each.
+    # Hosts that may have it: "host:port" of each.
     hosts: tuple[str, ...]
 
 
 class ModelFiles:
-    """Finds the directories of a job's models on this host, or has them copied to it."""
+    """The directories of a job's models, found on this host or copied to it."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._root = settings.data_dir.absolute() / "models"
 
     async def localized(self, spec: JobSpec, orchestrator: OrchestratorAsyncStub) -> JobSpec:
-        """The job with the paths of copies in place of directories that this host lacks.
+        """Return the job with the paths of copies in place of directories that this host lacks.
 
-        `orchestrator` says where workers are. Raises `InvalidArgument` of kind "model_not_found"
-        for a directory that no host has, and what copying raises: `DataLoss`, `DeadlineExceeded`,
-        OSError. While the orchestrator is away paths stay: whoever loads from them says so.
+        `orchestrator` knows the workers' addresses. Raises `InvalidArgument` of kind
+        "model_not_found" for a directory that no host has, and the errors of copying: `DataLoss`,
+        `DeadlineExceeded`, OSError. While the orchestrator is unavailable, paths are not changed:
+        loading from them reports the error.
         """
         if not self._settings.shares_states:
             return spec
@@ -188,15 +192,16 @@ class ModelFiles:
         try:
             said = await orchestrator.LocateState(request, timeout=_FIND_SECONDS)
         except TroupeError as error:
-            log.warning("nobody says where workers are", path=source, error=error.message)
+            log.warning("the addresses of workers are unknown", path=source, error=error.message)
             return source
         hosts = (*said.trainers, *said.rollouts, self._settings.orchestrator_address)
         return str(await self._copied(await self._found(field, source, hosts)))
 
     async def _found(self, field: str, source: str, hosts: tuple[str, ...]) -> _Model:
-        """The directory as the first host that has it describes it, and the hosts to copy from.
+        """Return the directory as described by the first host that has it, and the hosts to copy
+        from.
 
-        Raises `InvalidArgument` of kind "model_not_found" where none has it.
+        Raises `InvalidArgument` of kind "model_not_found" if none has it.
         """
         others = tuple(one for one in dict.fromkeys(hosts) if one != self._settings.address)
         silent: list[str] = []
@@ -212,7 +217,7 @@ class ModelFiles:
                     log.info("no model there", path=source, at=address, error=error.message)
                     silent.append(f"{address} ({error.message})")
                     continue
-                # Originals first with the one that was found, then whoever has a copy.
+                # First the originals, beginning with the one that was found, then the copies.
                 rest = [one for one in others if one != address]
                 return _Model(source, found.digest, found.num_bytes, (address, *rest))
         unheard = f"; no answer of {', '.join(silent)}" if silent else ""
@@ -227,7 +232,7 @@ class ModelFiles:
         )
 
     async def _copied(self, model: _Model) -> Path:
-        """The copy of a model, made by one process of this host."""
+        """Return the copy of a model, made by one process of this host."""
         target = self._root / model.digest[:_NAME_CHARS]
         seconds = _LEAST_SECONDS + model.num_bytes / SLOWEST_BYTES_PER_SECOND
         until = time.monotonic() + seconds
@@ -249,11 +254,12 @@ class ModelFiles:
         return target
 
     async def _copy(self, model: _Model, target: Path, until: float) -> None:
-        """Copy a model from whoever has it and sends it; returns without if all are busy."""
-        for left in self._root.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+        """Copy a model from a host that has it and sends it; return without a copy if all are
+        busy."""
+        for left in self._root.glob(f".{target.name}.*.tmp"):  # left by a killed process
             await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
         first, *rest = model.hosts
-        # Copies before the original, and not the same ones for all.
+        # Copies before the original, in random order.
         for address in (*random.sample(rest, len(rest)), first):
             began = time.monotonic()
             async with connect(address, self._settings.client(retry=NO_RETRY)) as channel:
@@ -272,7 +278,7 @@ class ModelFiles:
 
 
 async def _reported(chunks: AsyncIterable[Any], model: _Model, address: str) -> AsyncIterator[Any]:
-    """The chunks, with a line in the log for the first and for every `_PROGRESS_SECONDS`."""
+    """Yield the chunks, with a line in the log for the first and for every `_PROGRESS_SECONDS`."""
     done, said = 0, 0.0
     async for chunk in chunks:
         if time.monotonic() - said > _PROGRESS_SECONDS:

@@ -3,7 +3,7 @@
 With `http://HOST:PORT/PATH` instead: exit 0 when that is answered with 200 (the panel's /healthz).
 Both use TLS if `TROUPE_TLS_*` say that servers do, and never a proxy.
 
-This is the health check of containers. It runs every few seconds beside the service, so it imports
+This is the health check of containers. It runs every few seconds next to the service, so it imports
 only gRPC: the clients of `troupe.rpc` take several times as long to load.
 """
 
@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def main() -> int:
-    """Check once; returns the exit status, and prints the answer unless it is SERVING."""
+    """Check once, print the answer unless it is SERVING, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("service", nargs="?", default="", help="default: the server as a whole")

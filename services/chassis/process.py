@@ -51,7 +51,7 @@ def _watch(parent: psutil.Process, gone: Callable[[], None]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep freed memory; without effect for other C libraries.
+    """Tell glibc's malloc to keep freed memory; no effect with other C libraries.
 
     Services handle thousands of messages of some hundred KB; getting the pages of each from the
     kernel again costs a tenth of the CPU time.
@@ -64,10 +64,10 @@ def keep_freed_memory() -> None:
 
 
 def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
-    """gRPC server options: those of a channel, and how often clients may ping."""
+    """Return the gRPC server options: those of a channel, and how often clients may ping."""
     return [
         *channel_options(settings.max_message_mib),
-        # With SO_REUSEPORT two servers would share one port, and each get half of the calls.
+        # With SO_REUSEPORT two servers would share one port, and each would get half of the calls.
         ("grpc.so_reuseport", 0),
         # Clients ping every 20 s, also between calls.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -76,7 +76,8 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
 
 
 def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
-    """Make `server` listen where `settings` say; returns the port. Raises `TroupeError`."""
+    """Make `server` listen as configured in `settings`, and return the port. Raises
+    `TroupeError`."""
     address = join_address(settings.host, settings.port)
     _probe(settings.host, settings.port, "TROUPE_PORT")
     credentials = _credentials(settings)
@@ -116,7 +117,7 @@ def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
 
 
 def read_pem(path: Path | None, field: str) -> bytes:
-    """The content of the PEM file that the setting `field` names. Raises InvalidArgument."""
+    """Return the content of the PEM file that the setting `field` names. Raises InvalidArgument."""
     try:
         if path is None:
             raise FileNotFoundError(errno.ENOENT, "not set")

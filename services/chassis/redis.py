@@ -60,15 +60,15 @@ _START_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
 # TimeoutError is an OSError; the cluster client also raises errors that are not RedisErrors.
 FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 _OTHER_TYPE: Final = "WRONGTYPE"
-# A key that is written to find out whether Redis takes writes, and how long it stays.
+# A key that is written to test whether Redis accepts writes, and its lifetime.
 _PROBE: Final = "troupe:probe"
 _PROBE_MILLISECONDS: Final = 1000
-# Seconds between two looks at a Redis in use.
+# Seconds between two checks of a Redis in use.
 _WATCH_SECONDS: Final = 5.0
 
 
 class KeyName:
-    """The name of a key, as an attribute: `name` behind the `base` of its object."""
+    """The name of a key, as an attribute: the `base` of its object followed by `name`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,12 +87,12 @@ class Script:
 
     @staticmethod
     def of(text: str) -> Script:
-        """The script `text` with its digest."""
+        """Return the script `text` with its digest."""
         return Script(text, hashlib.sha1(text.encode()).hexdigest())
 
 
 def as_error(kind: type[E], error: TroupeError) -> E:
-    """`error` as one of another class; it keeps its text, and loses the hint when to retry."""
+    """Convert `error` to another class; it keeps its text, but loses the retry hint."""
     return kind(
         error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
     )
@@ -102,7 +102,7 @@ class RedisClient:
     """Client that runs commands and scripts on one Redis, and retries while it is unreachable."""
 
     unavailable: ClassVar[type[Unavailable]] = Unavailable
-    """The error of a Redis that does not answer, or takes no writes for now."""
+    """The error of a Redis that does not answer, or temporarily refuses writes."""
     one_server: ClassVar[bool] = False
     """Whether its scripts work on keys of several slots, which a Redis Cluster refuses."""
     waits_for: ClassVar[tuple[type[TroupeError], ...]] = (Unavailable,)
@@ -149,13 +149,14 @@ class RedisClient:
         self._redis: Any = _cluster(url, options) if self.clustered else _server(url, options)
 
     async def call(self, *command: Value) -> Any:
-        """The reply to one command: text as bytes, HGETALL as a dictionary, as in redis-py."""
+        """Return the reply to one command: text as bytes, HGETALL as a dictionary, as in
+        redis-py."""
         return (await self.call_each([command]))[0]
 
     async def call_each(
         self, commands: Sequence[Command], *, keep_mistyped: bool = False
     ) -> list[Any]:
-        """The replies to commands that are sent as one pipeline, which is not atomic.
+        """Return the replies to commands that are sent as one pipeline, which is not atomic.
 
         Raises the first error among them. `keep_mistyped`: a WRONGTYPE error is returned as the
         reply of its command instead.
@@ -168,7 +169,7 @@ class RedisClient:
     async def _try_each(
         self, commands: Sequence[Command], keep_mistyped: bool = False
     ) -> list[Any]:
-        """`call_each` without retries."""
+        """Do `call_each` without retries."""
         try:
             replies = await self._send(commands)
             if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
@@ -185,32 +186,34 @@ class RedisClient:
         return replies
 
     async def run_script(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """The reply of one script."""
+        """Return the reply of one script."""
         return await self.call(*self.script_command(script, keys, args))
 
     def script_command(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Command:
-        """The command that runs a script, to be sent with others (`call_each`)."""
+        """Return the command that runs a script, to be sent with others (`call_each`)."""
         return ("EVALSHA", self._scripts[script].sha, len(keys), *keys, *args)
 
     async def ping(self) -> None:
-        """Raise unless Redis answers and takes writes. Not repeated."""
+        """Raise an error unless Redis answers and accepts writes. Not repeated."""
         await self._try_each([("SET", _PROBE, "", "PX", _PROBE_MILLISECONDS)])
 
     async def check(self) -> list[str]:
-        """`ping` and `risks`."""
+        """Do `ping`, and return `risks`."""
         await self.ping()
         return await self.risks()
 
     async def risks(self) -> list[str]:
-        """Warnings about this Redis. Raises `FailedPrecondition` if it may delete what it takes."""
+        """Return warnings about this Redis. Raises `FailedPrecondition` if it may delete stored
+        keys."""
         return self._judged(await self._patiently(self._try_infos))
 
     async def info(self) -> dict[str, str]:
-        """The fields of INFO. Of a cluster: memory of all primaries together, oldest version."""
+        """Return the fields of INFO. For a cluster: the total memory of all primaries, and the
+        oldest version."""
         return _added(await self._patiently(self._try_infos))
 
     async def _try_infos(self) -> list[dict[str, str]]:
-        """INFO of the server, or of each primary of the cluster."""
+        """Return INFO of the server, or of each primary of the cluster."""
         try:
             async with self._slots, asyncio.timeout(self._timeout):
                 if not self.clustered:
@@ -223,7 +226,7 @@ class RedisClient:
             raise await self._failure(error) from error
 
     def _judged(self, infos: Sequence[dict[str, str]]) -> list[str]:
-        """Warnings about these servers. Raises `TroupeError` if one cannot keep state."""
+        """Return warnings about these servers. Raises `TroupeError` if one cannot keep state."""
         for info in infos:
             error = unfitness(info, self.address, clustered=self.clustered)
             if isinstance(error, Unavailable):
@@ -233,7 +236,7 @@ class RedisClient:
         return list(dict.fromkeys(risk for info in infos for risk in risks(info)))
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of `attempt`, which is repeated while Redis is away."""
+        """Return the result of `attempt`, which is repeated while Redis is unavailable."""
         attempts: Attempts | None = None
         while True:
             try:
@@ -246,13 +249,13 @@ class RedisClient:
                 await attempts.failed(error)
 
     async def wait_ready(self) -> dict[str, str]:
-        """Wait without a time limit until Redis answers; returns its INFO.
+        """Wait without a time limit until Redis answers, and return its INFO.
 
         The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` if waiting would not help:
         the server is too old, may evict keys, or refuses the credentials.
         """
         attempt, rng = 0, random.Random()
-        self.problem = f"it waits for Redis at {self.address}"
+        self.problem = f"it is waiting for Redis at {self.address}"
         while True:
             attempt += 1
             try:
@@ -267,7 +270,7 @@ class RedisClient:
                 await asyncio.sleep(_START_BACKOFF.backoff(min(attempt, 16), error, rng))
 
     async def listen(self, pattern: str) -> AsyncGenerator[Published, None]:
-        """Stream the messages on channels that match `pattern`, on a connection of its own.
+        """Stream the messages on channels that match `pattern`, on a separate connection.
 
         Yields None first, once the subscription has begun. Raises redis-py's errors if Redis is
         unreachable.
@@ -293,7 +296,7 @@ class RedisClient:
         await self._redis.aclose()
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to a pipeline; an error reply is returned as an exception."""
+        """Return the replies to a pipeline; an error reply is returned as an exception."""
         async with self._slots, asyncio.timeout(self._timeout):
             return await self._exchange(commands)
 
@@ -327,12 +330,12 @@ class RedisClient:
             await self.ping()
         except FailedPrecondition:
             raise
-        except TroupeError as error:  # it may be full, and take writes later
+        except TroupeError as error:  # it may be full, and accept writes later
             log.warning("redis_unfit", redis=self.address, kind=error.kind, error=str(error))
         return _added(infos)
 
     async def _failure(self, error: Exception) -> TroupeError:
-        """The typed error for an exception of redis-py."""
+        """Return the typed error for an exception of redis-py."""
         found = failure(error, self.address, clustered=self.clustered)
         if isinstance(found, ResourceExhausted):
             return self._converted(full(self.address, await self._info_or_none()))
@@ -349,11 +352,11 @@ class RedisClient:
             kind="redis_unavailable",
             field="data_dir",
             value=self._disk,
-            remedy="Free space there or make it writable; jobs continue by themselves then.",
+            remedy="Free space there or make it writable; jobs then continue automatically.",
         )
 
     async def _info_or_none(self) -> dict[str, str] | None:
-        """INFO for the text of an error; None if Redis does not answer."""
+        """Return INFO for the text of an error; None if Redis does not answer."""
         if self.clustered:  # which node is full is unknown
             return None
         try:
@@ -363,12 +366,12 @@ class RedisClient:
             return None
 
     def _converted(self, error: TroupeError) -> TroupeError:
-        """The error of a command as this client raises it."""
+        """Convert the error of a command to the one that this client raises."""
         return error
 
 
 class RedisWatch:
-    """Looks every few seconds whether Redis still takes writes, and keeps what it is given.
+    """A watch that checks every few seconds whether Redis still accepts writes and keeps keys.
 
     Its settings can change while services run. A change is logged, and set in a gauge.
     """
@@ -377,18 +380,18 @@ class RedisWatch:
         self._client = client
         self._gauge = telemetry.gauge(
             "troupe_redis_unfit",
-            "1 while Redis is away, is full, takes no writes or may delete keys.",
+            "1 while Redis is unavailable, is full, refuses writes or may delete keys.",
         )
         self.trouble: TroupeError | None = None
-        """The error that the last look found; None: Redis is fit."""
+        """The error found by the last check; None: Redis is healthy."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, changed: Callable[[TroupeError | None], Awaitable[None]] | None = None) -> None:
-        """Begin to look; `changed` is awaited with the new `trouble`."""
+        """Begin the checks; `changed` is awaited with the new `trouble`."""
         self._task = asyncio.create_task(self._look_forever(changed), name="redis watch")
 
     async def stop(self) -> None:
-        """End the looking. Repeatable."""
+        """End the checks. Repeatable."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -402,7 +405,7 @@ class RedisWatch:
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def look(self) -> bool:
-        """Update `trouble`; returns whether it has changed."""
+        """Update `trouble`, and return whether it has changed."""
         before, now = self.trouble, None
         try:
             await self._client.check()
@@ -410,7 +413,7 @@ class RedisWatch:
             now = error
         self.trouble = now
         self._gauge.set(now is not None)
-        # Texts have figures that change from look to look.
+        # Texts contain figures that change at every check.
         if (before and (before.kind, before.remedy)) == (now and (now.kind, now.remedy)):
             return False
         if now is None:
@@ -425,7 +428,7 @@ def _server(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _cluster(url: str, options: Mapping[str, Any]) -> Any:
-    """A cluster client that discovers the nodes from those that the URL names."""
+    """Return a cluster client that discovers all nodes from the ones in the URL."""
     parts = urlsplit(url)
     login, _, nodes = parts.netloc.rpartition("@")
     first, *others = nodes.split(",")

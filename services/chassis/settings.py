@@ -35,13 +35,13 @@ class ServiceSettings(BaseSettings):
 
     # Listening addresses.
     host: Interface = "127.0.0.1"
-    """Interface to listen on; loopback unless told otherwise."""
+    """Interface to listen on; default: loopback."""
     port: int = Field(default=0, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of Prometheus' `/metrics`; 0 takes a free one."""
     advertise_address: str | None = None
-    """The "host:port" at which others reach this server, where it is not `host:port`."""
+    """The "host:port" at which others reach this server, if it is not `host:port`."""
     port_file: Path | None = None
     """Written with "grpc_port metrics_port" once the service serves."""
 
@@ -55,7 +55,7 @@ class ServiceSettings(BaseSettings):
     tls_ca: Path | None = None
     """PEM file of the authority that signs the services' certificates."""
     tls_name: str | None = None
-    """Name that the certificates of all services carry, where they do not carry addresses."""
+    """Name in the certificates of all services, if these do not contain addresses."""
     tls_client_auth: bool = False
     """Refuse clients without a certificate signed by `tls_ca`."""
 
@@ -64,17 +64,17 @@ class ServiceSettings(BaseSettings):
 
     # Limits.
     max_message_mib: int = Field(default=64, gt=0, le=2047)
-    """Largest message, either way."""
+    """Largest message in either direction."""
     server_deadline_seconds: float = Field(default=600, gt=0)
-    """Deadline of a unary call whose client set none."""
+    """Deadline of a unary call whose client does not set one."""
     idempotency_seconds: float = Field(default=600, gt=0)
     """How long the response to a request id is remembered."""
     drain_seconds: float = Field(default=10, ge=0)
-    """How long calls in flight may go on after SIGTERM."""
+    """How long calls in flight may continue after SIGTERM."""
     stream_drain_seconds: float = Field(default=1, ge=0)
-    """The same for streams, which a client takes up again elsewhere."""
+    """The same for streams, which a client resumes elsewhere."""
     stall_exit_seconds: float = Field(default=300, ge=0)
-    """The process ends when its event loop has stood still this long; 0: never."""
+    """The process ends after its event loop has been blocked for this time; 0: never."""
     threads: int = Field(default=1, gt=0)
     """Thread budget of numerical libraries in this process."""
 
@@ -96,36 +96,36 @@ class ServiceSettings(BaseSettings):
     transfer_dir: Path = Field(default_factory=lambda: memory_root() / f"troupe-{os.getuid()}")
     """tmpfs directory through which weights move on this host."""
     transfer_fallback_dir: Path | None = None
-    """Where they go as files, slower and with a warning, while `transfer_dir` has no room; the same
-    for all services of a host. Without it a full `transfer_dir` is an error."""
+    """Directory for weights as files, slower and with a warning, while `transfer_dir` has no room;
+    the same for all services of a host. Without it, a full `transfer_dir` is an error."""
     transfer_serve: Literal["auto", "on", "off"] = "auto"
-    """Whether other hosts read weights and states from this one, and this one from them; `auto`:
-    when `host` is more than loopback."""
+    """Whether hosts read weights and states from each other; `auto`: if `host` is more than
+    loopback."""
     transfer_host: Host | None = None
-    """Name or address at which other hosts reach this one's states, where it is not that of
+    """Name or address at which other hosts reach this host's states, if it differs from
     `address`."""
     transfer_port: int = Field(default=0, ge=0, le=65535)
     """Port of the host's transfer owner; 0 takes a free one."""
     transfer_ucx: bool = True
-    """Move bytes between hosts through UCX where both have it; otherwise through gRPC."""
+    """Move bytes between hosts through UCX if both have it, otherwise through gRPC."""
     simulated_trace_dir: Path | None = None
-    """Where simulated stand-ins write when they were busy (`testbed.timeline`)."""
+    """File in which simulated stand-ins record their busy times (`testbed.timeline`)."""
 
     # Identity of the process.
     worker_id: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     )
-    """Names this process; a restarted one must have another."""
+    """Name of this process; a restarted process must have a new one."""
     node: str = ""
-    """Name of the node that started this process (`troupe node`); empty: none did."""
+    """Name of the node that started this process (`troupe node`); empty: none."""
     parent_pid: int | None = None
-    """Stop when this process is gone (set by the embedded cluster)."""
+    """Stop when the process with this id has ended (set by the embedded cluster)."""
 
     @property
     def address(self) -> str:
         """The "host:port" at which others reach this server, with the bound port once it runs."""
         if self.advertise_address:
-            # Of a pod it is "$(POD_IP):50051", where an IPv6 address has no brackets.
+            # In a pod it is "$(POD_IP):50051", in which an IPv6 address has no brackets.
             host, port = split_address(self.advertise_address)
             return join_address(host, port) if host else port
         return join_address(reachable_host(self.host), self.port)
@@ -138,11 +138,12 @@ class ServiceSettings(BaseSettings):
 
     @property
     def strangers(self) -> str | None:
-        """A warning's text on who can call this server without a token; None if it has a token."""
+        """Text for a warning about the callers that need no token; None if the server has a
+        token."""
         if self.token is not None:
             return None
         local = is_loopback_host(self.host)
-        return "every user of this machine" if local else "anyone who reaches this address"
+        return "every user of this machine" if local else "everyone with access to this address"
 
     @property
     def shares_states(self) -> bool:
@@ -152,7 +153,7 @@ class ServiceSettings(BaseSettings):
         return self.transfer_serve == "on"
 
     def client(self, *, retry: RetryPolicy | None = None) -> ClientSettings:
-        """Settings for calls to other services: the same token, authority and limits."""
+        """Return settings for calls to other services: the same token, authority and limits."""
         return ClientSettings(
             token=self.token,
             tls_ca=self.tls_ca,
@@ -171,13 +172,13 @@ def read_settings(model: type[S], program: str) -> S | None:
         return model()
     except SettingsError as error:  # a variable with invalid JSON; the message names it
         print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
-    except InvalidArgument as error:  # a scheduler's variable, from which a default is taken
+    except InvalidArgument as error:  # a scheduler's variable, which gives a default
         print(f"{program}: {error}", file=sys.stderr)
     except ValidationError as error:
         from troupe.job.loading import explained
 
         for fault in explained(error, model, "See docs/operating.md."):
-            # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis
+            # The variable, and the place in it: TROUPE_REWARD_QUOTAS.search.untis
             variable, _, inside = fault.field.partition(".")
             renamed = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
             print(f"{program}: {renamed}", file=sys.stderr)

@@ -35,17 +35,17 @@ SECONDS_BUCKETS: Final = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 
-# Buckets of delays of an event loop: fine about those at which heartbeats and deadlines suffer.
+# Buckets of event loop delays, fine around the delays that affect heartbeats and deadlines.
 LOOP_BUCKETS: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 10.0, 30.0),
 )
-# How often an event loop that computes is looked at: short against the stalls that matter.
+# Interval of checks of a busy event loop, short compared with relevant stalls.
 _LOOK_SECONDS: Final = 0.025
-# And one that does next to nothing, which is woken for each look: forty looks a second took 4
-# thousandths of a core of every service without work.
+# Interval for an idle event loop, which each check wakes: forty checks per second took 0.4 % of a
+# core in every idle service.
 _IDLE_LOOK_SECONDS: Final = 0.1
-# The part of the time between two looks from which on a loop computes.
+# Busy fraction of the time between two checks from which a loop counts as busy.
 _BUSY: Final = 0.1
 
 
@@ -72,11 +72,11 @@ class Telemetry:
         self._httpd: Any = None
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """A counter in this server's registry; Prometheus appends `_total`."""
+        """Return a counter in this server's registry; Prometheus appends `_total`."""
         return Counter(name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """A gauge in this server's registry."""
+        """Return a gauge in this server's registry."""
         return Gauge(name, text, labels, registry=self.registry)
 
     def histogram(
@@ -86,11 +86,11 @@ class Telemetry:
         labels: Sequence[str] = (),
         buckets: Sequence[float] = SECONDS_BUCKETS,
     ) -> Histogram:
-        """A histogram in this server's registry; by default of seconds."""
+        """Return a histogram in this server's registry; by default of seconds."""
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def serve_metrics(self, settings: ServiceSettings) -> int:
-        """Serve `/metrics` in a thread; returns the port. Raises `TroupeError`."""
+        """Serve `/metrics` in a thread, and return the port. Raises `TroupeError`."""
         try:
             self._httpd, _ = start_http_server(
                 settings.metrics_port, settings.host, registry=self.registry
@@ -126,22 +126,22 @@ class _Counts:
         self.seconds += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Upper bounds, and how many were at most that."""
+        """Return upper bounds, and the number of values up to each."""
         bounds = (*map(str, LOOP_BUCKETS), "+Inf")
         return list(zip(bounds, itertools.accumulate(self._counts), strict=True))
 
 
 class LoopWatch(Collector):
-    """Measures for how long a server's event loop advances nothing else.
+    """A measurement of how long a server's event loop is blocked.
 
-    A timer that comes late shows the time in which no other call, heartbeat or deadline was looked
-    at. Two clocks tell why: `cpu` is what the loop's own thread computed of it; the rest it waited
-    for a core, for the interpreter lock, or for a blocking call.
+    A late timer shows the time in which no other call, heartbeat or deadline was handled. Two
+    clocks show the reason: `cpu` is the computing time of the loop's own thread; for the rest it
+    waited for a core, for the interpreter lock, or for a blocking call.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
-        # Counted here: observing a histogram of prometheus_client forty times a second took most of
-        # what an idle service computes.
+        # Counted here, since observing a histogram of prometheus_client forty times per second took
+        # most of an idle service's computing time.
         self._wall, self._cpu = _Counts(), _Counts()
         telemetry.registry.register(self)
         self._due = self._computed = self._interval = 0.0
@@ -152,7 +152,7 @@ class LoopWatch(Collector):
         self._look_later(asyncio.get_running_loop(), time.thread_time(), _LOOK_SECONDS)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The metric families of the counts; called by the registry, in another thread."""
+        """Yield the metric families of the counts; called by the registry, in another thread."""
         family = HistogramMetricFamily(
             "troupe_event_loop_late_seconds",
             "By how much a timer of the event loop, forty times a second, ten where the loop does "

@@ -90,14 +90,14 @@ class HostOwnership:
         self._closed = False
 
     def place(self) -> OwnerAddress | None:
-        """The addresses of the owner, if one has been started."""
+        """Return the addresses of the owner, if one has been started."""
         try:
             return OwnerAddress(**json.loads(self._path.read_bytes()))
         except (OSError, ValueError, TypeError):  # there is no file yet, or it is being written
             return None
 
     def near(self) -> str | None:
-        """The address at which this process reaches the owner, if one has been started."""
+        """Return the address at which this process reaches the owner, if one has been started."""
         place = self.place()
         if place is None:
             return None
@@ -247,7 +247,7 @@ class HostTransfer(Transfer):
                 self._hints.popitem(last=False)
 
     def locate(self, key: str, expected: str | None = None) -> Sequence[str]:
-        """Owners of other hosts that may have `key`, most likely first. Blocking.
+        """Return owners of other hosts that may have `key`, most likely first. Blocking.
 
         Raises Unavailable if the orchestrator is unreachable and no owner was known before.
         """
@@ -301,7 +301,8 @@ class HostTransfer(Transfer):
                 peer.close()
 
     def near_owner(self, deadline: float) -> str:
-        """The address of this host's owner, waiting for one until `deadline` (monotonic clock).
+        """Return the address of this host's owner, waiting for one until `deadline` (monotonic
+        clock).
 
         Raises Unavailable.
         """

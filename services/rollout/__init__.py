@@ -1,1 +1,2 @@
-"""The rollout service: runs workflows, routes turns to engines, keeps these at target weights."""
+"""The rollout service: runs workflows, routes turns to engines, and keeps engines at their target
+weights."""

@@ -14,14 +14,14 @@ from services.rollout.settings import RolloutSettings
 
 
 def make(settings: RolloutSettings, telemetry: Telemetry) -> ServiceDefinition:
-    """The service. Imported here, after the chassis has set the number of threads."""
+    """Return the service. Imported here, after the chassis has set the number of threads."""
     from services.rollout.server import RolloutService
 
     return RolloutService(settings, telemetry)
 
 
 def main() -> int:
-    """Serve; returns the exit status."""
+    """Serve, and return the exit status."""
     with contextlib.suppress(ImportError):  # saves some tenths of a millisecond per turn
         import uvloop
 

@@ -1,4 +1,4 @@
-"""The questions to a game's players in every information state: the DescribeGame call."""
+"""Questions to a game's players in every information state: the DescribeGame call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from troupe.workflow.environments.episode import job_rules
 
 
 def describe(workflow: Any, spec: JobSpec, game: str) -> rollout_pb.DescribeGameResponse:
-    """How `workflow` plays OpenSpiel's `game` with the agents of `spec`. Slow: walks the game tree.
+    """Return how `workflow` plays OpenSpiel's `game` with the agents of `spec`. Slow, since it
+    walks the game tree.
 
     Raises FailedPrecondition of kind "game_not_enumerable", field `population.game`: the workflow
     plays something else, the game is unknown, or its tree is too large.
@@ -48,7 +49,7 @@ def describe(workflow: Any, spec: JobSpec, game: str) -> rollout_pb.DescribeGame
         raise not_enumerable(error.message, game, error.remedy or "") from error
     except TroupeError:
         raise
-    except Exception as error:  # of OpenSpiel, or of code that describes its states
+    except Exception as error:  # from OpenSpiel, or from code that describes its states
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise not_enumerable(reason, game, "Remove the field: matches fill the table") from error
     properties = environment.properties
@@ -70,7 +71,7 @@ def describe(workflow: Any, spec: JobSpec, game: str) -> rollout_pb.DescribeGame
 
 
 def not_enumerable(message: str, game: str, remedy: str) -> FailedPrecondition:
-    """The error for a game whose exact values cannot be computed."""
+    """Return the error for a game whose exact values cannot be computed."""
     return FailedPrecondition(
         message, kind="game_not_enumerable", field="population.game", value=game, remedy=remedy
     )
@@ -85,7 +86,8 @@ def _identity(game: Any) -> tuple[str, dict[str, Any]]:
 def _seatings(
     workflow: GameWorkflow, environment: OpenSpiel, agents: list[str]
 ) -> list[tuple[str, ...]]:
-    """All distinct assignments of agents to seats, in order of the seats. Raises `SeatingError`."""
+    """Return all distinct assignments of agents to seats, in order of the seats. Raises
+    `SeatingError`."""
     seats = environment.properties.seats
     arrangements = range(factorial(len(seats)) if workflow.permutes else 1)
     found = [workflow.seating(seats, agents, number) for number in arrangements]

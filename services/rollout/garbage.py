@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in a rollout worker, and for how long.
+"""Control of Python's garbage collector in a rollout worker.
 
 A collection holds the interpreter lock: no turn advances and no call is answered meanwhile. It
 takes 0.4 to 1.3 us per object that it walks; a trajectory of ten turns holds 300 to 450 objects,
@@ -10,15 +10,15 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-# Objects that a collection walks: those that are new since the one before. With 300,000 one
-# took 0.13 to 0.4 s. Each object is walked once as a new one, however many are walked together.
+# Objects that a collection walks: those created since the previous one. With 300,000 objects a
+# collection took 0.13 to 0.4 s. Each object is walked once as a new one, regardless of this number.
 _NEW: Final = 20_000
-# Collections of new objects until the survivors of all of them are walked, too. These are what the
-# running trajectories hold: with 2,000 trajectories walking them takes half a second, so it happens
-# where `collect_survivors` has found no better moment over ten million objects.
+# Collections of new objects until the survivors of all of them are walked, too. The running
+# trajectories hold these objects: with 2,000 trajectories, walking them takes half a second, so it
+# happens only if `collect_survivors` has found no better moment over ten million objects.
 _MANY: Final = 500
 _THRESHOLDS: Final = (_NEW, _MANY, 50)
-# Collections of new objects after which the survivors may have cycles worth looking for.
+# Collections of new objects after which it is worth searching the survivors for cycles.
 _SOME: Final = 10
 
 
@@ -31,11 +31,11 @@ def collect_seldom() -> None:
 
 
 def collect_survivors() -> None:
-    """Collect what survived earlier collections, if there were some since the last time. To be
-    called when few trajectories run: then it takes milliseconds.
+    """Collect the survivors of earlier collections, if there were some since the last call. Call
+    this when few trajectories run: then it takes milliseconds.
 
-    Without effect in a process in which `collect_seldom` did not run: there it would walk all that
-    was imported.
+    It has no effect in a process without `collect_seldom`, where it would walk all imported
+    objects.
     """
     if gc.get_threshold() == _THRESHOLDS and gc.get_count()[1] >= _SOME:
         gc.collect()
@@ -44,9 +44,9 @@ def collect_survivors() -> None:
 def settle() -> None:
     """Collect all garbage, then exempt the remaining objects from later collections.
 
-    With torch and transformers a full collection stops the process, trajectories of other jobs
-    included, for a quarter of a second and more: it runs only when a job comes or goes whose models
-    this process holds. Models of a released job are cycles; unfreezing first lets them be
+    With torch and transformers, a full collection stops the process, including trajectories of
+    other jobs, for a quarter of a second or more. So it runs only when a job starts or ends whose
+    models this process holds. Models of a released job are cycles; unfreezing first lets them be
     collected.
     """
     gc.unfreeze()

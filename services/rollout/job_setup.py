@@ -1,4 +1,4 @@
-"""Prepares a job: loads its code, checks it, starts its engines."""
+"""Preparation of a job: loads its code, checks it, and starts its engines."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ EngineFactory = Callable[..., ServingEngine]
 
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
-    """One device per engine of the policy on this worker, in order of their replica numbers.
+    """Return one device per engine of the policy on this worker, in order of their replica numbers.
 
-    Those of `engine.pools` where there are pools; else `own`, this worker's, for every engine.
+    These are the devices of `engine.pools` if there are pools, else `own`, this worker's, for every
+    engine.
     """
     engine = policy.engine
     if not engine.pools:
@@ -68,11 +69,11 @@ def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
 
 
 def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
-    """The job with the defaults that depend on where its engines compute.
+    """Return the job with the defaults that depend on the devices of its engines.
 
-    `gpu`: bytes of the smallest GPU of this worker, on which any of its engines may be; 0: unknown,
-    None: it has none. `embedded`: whether
-    embedded engines compute there. Attached servers count as GPUs.
+    `gpu`: bytes of this worker's smallest GPU, since its engines may be on any GPU; 0: unknown,
+    None: it has no GPU. `embedded`: whether embedded engines compute there. Attached servers count
+    as GPUs.
     """
     policies = dict(spec.policies)
     turn_seconds = CPU.turn_seconds
@@ -92,14 +93,16 @@ def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
 
 
 def _memory_behind(policy: PolicySpec, gpu: int | None, *, embedded: bool) -> int | None:
-    """Bytes of the devices of a policy's engines; arguments and result as of `with_defaults`."""
+    """Return the bytes of the devices of a policy's engines; arguments and result as in
+    `with_defaults`."""
     if policy.engine.urls:
         return gpu or 0
     return gpu if embedded or policy.engine.is_server else None
 
 
 def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> DeviceSpeed:
-    """A simulated engine's rates follow from its cost model and need no measurement."""
+    """Return the device with a simulated engine's rates, which follow from its cost model without
+    measurement."""
     pace = simulated.of_class(device.device_class)
     step = pace.decode_seconds + pace.decode_seconds_per_turn * running
     if not device.device_class or not step:
@@ -108,7 +111,7 @@ def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> De
 
 
 def computes_here(spec: JobSpec) -> bool:
-    """Whether the job's engines hold models in this process."""
+    """Return whether the job's engines hold models in this process."""
     return any(
         policy.simulated is None and not policy.engine.is_server
         for policy in spec.policies.values()
@@ -133,10 +136,10 @@ class Preparation:
         gpu: int | None,
         embedded: str,
     ) -> None:
-        """`device`: what engines here run on, where the job does not name it. `threads`: number of
-        threads in which networks play. `sources`: the code of jobs that ship it, read from
-        `orchestrator`. `gpu`: bytes of this worker's smallest GPU; None: it has none.
-        `embedded`: where embedded engines compute, "cpu", "cuda" or "auto"."""
+        """Create the preparation. `device`: of engines here, if the job does not name one.
+        `threads`: number of threads in which networks play. `sources`: the code of jobs that ship
+        it, read from `orchestrator`. `gpu`: bytes of this worker's smallest GPU; None: it has no
+        GPU. `embedded`: device of embedded engines, "cpu", "cuda" or "auto"."""
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
@@ -150,7 +153,7 @@ class Preparation:
         self._on_gpu = False
 
     async def with_defaults(self, spec: JobSpec) -> JobSpec:
-        """The job with this host's models and this worker's defaults; see the function."""
+        """Return the job with this host's models and this worker's defaults; see the function."""
         spec = await self._models.localized(spec, self._orchestrator)
         on_gpu = False
         if self._gpu is not None and self._embedded != "cpu":
@@ -160,8 +163,8 @@ class Preparation:
         return with_defaults(spec, self._gpu, embedded=on_gpu)
 
     def resolved(self, given: JobSpec, job: PreparedJob) -> list[common_pb.ResolvedSetting]:
-        """Resolved settings that the job as `given` may leave open: value on this worker, and who
-        decided."""
+        """Return the resolved settings that the job as `given` may leave open: the value on this
+        worker, and its source."""
         found: list[common_pb.ResolvedSetting] = []
 
         def add(field: str, asked: object, value: object, source: str) -> None:
@@ -194,10 +197,11 @@ class Preparation:
         refs: Mapping[str, common_pb.WeightsRef],
         servers: Sequence[rollout_pb.SharedServer] = (),
     ) -> PreparedJob:
-        """A job whose engines serve `refs`. `servers`: attached ones that other workers may use.
+        """Return a job whose engines serve `refs`. `servers`: attached servers that other workers
+        may also use.
 
-        Raises `TroupeError` naming the field of the job at fault, or the error of an engine that
-        does not start; nothing keeps running then.
+        Raises `TroupeError` naming the job's field at fault, or the error of an engine that does
+        not start; then nothing keeps running.
         """
         # Quick checks first: an engine may take minutes to start.
         code = None
@@ -234,8 +238,9 @@ class Preparation:
                 policy.engine,
                 refs[name],
                 routing=spec.routing,
-                # Whether a turn may consist of what several engines drew: not in deterministic
-                # jobs, nor where all of it must be of one version, which the next may not have.
+                # Whether a turn may combine tokens of several engines: not in deterministic jobs,
+                # and not if one version must draw all of it, since the next engine may have
+                # another.
                 resume=policy.engine.in_flight == "keep" and not spec.pipeline.deterministic,
                 overlapping=spec.pipeline.mode == "async",
             )
@@ -297,13 +302,13 @@ class Preparation:
             deterministic=spec.pipeline.deterministic,
             routed_experts=spec.algorithm.router_replay and spec.policies[name].trainable,
         )
-        # It stays on its device, which follows from the policy that it started with.
+        # It stays on its device, which its first policy determined.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]
         return engine
 
 
 def engine_id_of(job_id: str, policy: str, number: int, worker_id: str) -> str:
-    """The id of a policy's engine `number` on a worker."""
+    """Return the id of a policy's engine `number` on a worker."""
     return f"{job_id}.{policy}.{number}@{worker_id}"
 
 
@@ -313,7 +318,7 @@ def share_servers(
     policies: Mapping[str, ServedPolicy],
     servers: Sequence[rollout_pb.SharedServer],
 ) -> None:
-    """Keep, or follow, the engines of attached servers as the orchestrator says."""
+    """Keep or follow the engines of attached servers, as the orchestrator decides."""
     for server in servers:
         if (policy := policies.get(server.policy)) is not None:
             policy.share(engine_id_of(job_id, server.policy, server.replica, worker_id), server)
@@ -333,7 +338,7 @@ def _open_environment(spec: JobSpec, places: int) -> JobProgram:
 
 
 async def parse_spec(spec_json: str) -> JobSpec:
-    """The specification in a request. Raises `InvalidArgument` naming its first fault."""
+    """Return the specification in a request. Raises `InvalidArgument` naming its first fault."""
     try:
         return await parse_job_in_thread(spec_json)
     except JobSpecError as error:
@@ -346,13 +351,13 @@ async def parse_spec(spec_json: str) -> JobSpec:
 def by_policy(
     spec: JobSpec, weights: Sequence[common_pb.WeightsRef]
 ) -> dict[str, common_pb.WeightsRef]:
-    """One reference per policy of the job. Raises `InvalidArgument` when one is missing."""
+    """Return one reference per policy of the job. Raises `InvalidArgument` when one is missing."""
     refs = {ref.policy: ref for ref in weights}
     for name in spec.policies:
         if name not in refs:
             raise InvalidArgument(
                 f"no weights are given for policy '{name}'",
                 field="weights",
-                remedy="Give one reference per policy, frozen ones included.",
+                remedy="Give one reference per policy, including frozen ones.",
             )
     return {name: refs[name] for name in spec.policies}

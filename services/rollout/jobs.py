@@ -31,15 +31,15 @@ class JobTable:
         self.before_release: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of a job before its engines stop."""
         self._jobs: dict[str, PreparedJob] = {}
-        # Kept only while they are held or waited for: there may have been many jobs.
+        # Kept only while held or waited for, since there may have been many jobs.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     def all(self) -> list[PreparedJob]:
-        """Every prepared job."""
+        """Return every prepared job."""
         return list(self._jobs.values())
 
     def get(self, job_id: str) -> PreparedJob:
-        """A prepared job. Raises `FailedPrecondition` of kind `job_not_prepared`."""
+        """Return a prepared job. Raises `FailedPrecondition` of kind `job_not_prepared`."""
         try:
             return self._jobs[job_id]
         except KeyError:
@@ -58,12 +58,12 @@ class JobTable:
         weights: Sequence[common_pb.WeightsRef],
         servers: Sequence[rollout_pb.SharedServer] = (),
     ) -> PreparedJob:
-        """Load the code of the job that was `asked` for and start its engines at `weights`.
-        `servers`: attached ones that other workers may use, too.
+        """Load the code of the job that was `asked` for, and start its engines at `weights`.
+        `servers`: attached servers that other workers may also use.
 
-        Idempotent: a job that is prepared with the same specification only gets the weights. Raises
-        `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error of an
-        engine that does not start; nothing keeps running then.
+        Idempotent: a job that was prepared with the same specification only gets the weights.
+        Raises `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error
+        of an engine that does not start; nothing keeps running then.
         """
         spec = await self._preparation.with_defaults(asked)
         refs = by_policy(spec, weights)
@@ -80,8 +80,8 @@ class JobTable:
             return job
 
     async def release(self, job_id: str, *, collect: bool = True) -> None:
-        """Stop the job's engines and forget it; without effect for an unknown job. `collect`: also
-        free its memory."""
+        """Stop the job's engines and forget it; no effect for an unknown job. `collect`: also free
+        its memory."""
         async with self._locks.setdefault(job_id, asyncio.Lock()):
             job = self._jobs.get(job_id)
             if job is None:
@@ -92,7 +92,7 @@ class JobTable:
             if collect and models:
                 settle()
             elif collect and not self._jobs:
-                # Without what was imported; beside trajectories of other jobs it could wait.
+                # Without imported objects; with trajectories of other jobs running, it could wait.
                 gc.collect()
 
     async def close(self) -> None:

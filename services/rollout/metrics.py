@@ -19,13 +19,14 @@ from troupe.workflow.environments.host import COUNTERS, Counters
 
 
 class EnvironmentCollector(Collector):
-    """Exports the counters of the environment library, which knows no Prometheus, when scraped."""
+    """A collector of the environment library's counters, which is independent of Prometheus, at
+    every scrape."""
 
     def __init__(self, counters: Counters = COUNTERS) -> None:
         self._counters = counters
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """One series per kind of event and environment."""
+        """Yield one series per kind of event and environment."""
         family = CounterMetricFamily(
             "troupe_rollout_environment_events",
             "Resets, steps, retries, faults, kills, starts and illegal moves of environments.",
@@ -37,21 +38,21 @@ class EnvironmentCollector(Collector):
 
 
 class UpdateCollector(Collector):
-    """Exports the last weight update of every engine, when scraped."""
+    """A collector of the last weight update of every engine, at every scrape."""
 
     def __init__(self, jobs: JobTable) -> None:
         self._jobs = jobs
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Seconds per engine, `part` is `exposed` or `total`; and its fallbacks."""
+        """Yield seconds per engine, `part` is `exposed` or `total`; and its fallbacks."""
         family = GaugeMetricFamily(
             "troupe_rollout_engine_update_seconds",
-            "Last weight update of an engine by way: seconds without service, and in all.",
+            "Last weight update of an engine by path: seconds without service, and in total.",
             labels=["job_id", "policy", "engine_id", "way", "part"],
         )
         fallbacks = CounterMetricFamily(
             "troupe_rollout_engine_update_fallbacks",
-            "Updates that were to come from the trainer's devices, and came from host memory.",
+            "Updates that came from host memory instead of the trainer's devices.",
             labels=["job_id", "policy", "engine_id"],
         )
         for job in self._jobs.all():
@@ -106,7 +107,7 @@ class RolloutMetrics:
         )
         self._breaks = telemetry.counter(
             "troupe_rollout_prefix_breaks",
-            "Turns whose history differed from what their agent had said, and was tokenised anew.",
+            "Turns whose history differed from the agent's own replies, and was tokenised again.",
             ["job_id"],
         )
         self._endpoint = telemetry.counter(
@@ -114,7 +115,7 @@ class RolloutMetrics:
         )
         self._lost = telemetry.counter(
             "troupe_rollout_turns_lost",
-            "Turns that lost their engine, by what became of them.",
+            "Turns that lost their engine, by outcome.",
             ["job_id", "policy", "outcome"],
         )
         self._resumed = telemetry.counter(
@@ -179,11 +180,11 @@ class RolloutMetrics:
     def updated(
         self, job_id: str, policy: str, exposed_seconds: float, transfer_seconds: float
     ) -> None:
-        """Count a weight update: seconds without service, and seconds of the transfer."""
+        """Record a weight update: seconds without service, and seconds of the transfer."""
         self._exposed.labels(job_id, policy).inc(exposed_seconds)
         self._transfer.labels(job_id, policy).inc(transfer_seconds)
 
     def moved(self, job_id: str, source: str, target: str, seconds: float) -> None:
-        """Count an engine that changed its policy."""
+        """Record an engine that changed its policy."""
         if source != target:
             self._moves.labels(job_id, source, target).observe(seconds)

@@ -1,4 +1,4 @@
-"""A job that this worker is prepared for: everything that its trajectories share."""
+"""A prepared job of this worker: everything that its trajectories share."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from troupe.workflow import Role
 
 
 class OpenGroups:
-    """Counts the trajectories of each query that have not ended. A group runs on one worker."""
+    """Counts of each query's trajectories that have not ended. A group runs on one worker."""
 
     def __init__(self, routers: Iterable[PolicyRouter]) -> None:
-        """`routers` raise the priority of a group's turns when it becomes smaller."""
+        """Start with no groups. `routers` raise the priority of a group's turns when it becomes
+        smaller."""
         self._routers = list(routers)
         self._left: Counter[str] = Counter()
         self._begun: Counter[str] = Counter()
 
     def left(self, query_id: str) -> int:
-        """Trajectories of the query that have not ended."""
+        """Return the number of the query's trajectories that have not ended."""
         return self._left[query_id]
 
     def waiters(self, query_id: str) -> int:
-        """Trajectories that wait for the next action of one of the query's trajectories."""
+        """Return the number of trajectories that wait for the next action of one of the query's
+        trajectories."""
         return group_waiters(self._begun[query_id], self._left[query_id])
 
     def begin(self, query_id: str) -> None:
@@ -65,7 +67,7 @@ class Cast:
 
 
 class Casts:
-    """The casts of one job, each made once."""
+    """The casts of one job, each made only once."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Casts:
         self._known: dict[frozenset[tuple[str, str]], Cast] = {}
 
     def of(self, named: Mapping[str, str], field: str = "ticket.cast") -> Cast:
-        """The job's own cast, with the policies of the agents in `named` replaced.
+        """Return the job's own cast, with the policies of the agents in `named` replaced.
 
         Raises `InvalidArgument` for an unknown agent or policy, or one that cannot play the agent.
         """
@@ -134,17 +136,17 @@ class PreparedJob:
     moves: EngineMoves
     transfer: Transfer
     casts: Casts = field(init=False)
-    """Which policy plays which agent."""
+    """The policies of the agents."""
     lockstep: Lockstep | None = field(init=False)
     """The barrier of `pipeline.rollout: batch`; else None."""
     turnstile: Turnstile = field(init=False, default_factory=Turnstile)
-    """How many trajectories go on with a reply at once."""
+    """Limit of trajectories that continue with a reply simultaneously."""
     trained: frozenset[str] = field(init=False)
     """Names of the trained policies."""
     groups: OpenGroups = field(init=False)
     """Open trajectories by query."""
     transcripts: TranscriptChoice = field(init=False)
-    """Which trajectories' texts are sent."""
+    """The trajectories whose texts are sent."""
 
     def __post_init__(self) -> None:
         self.casts = Casts(self.program, self.policies)
@@ -154,7 +156,7 @@ class PreparedJob:
         self.lockstep = Lockstep() if self.spec.pipeline.rollout == "batch" else None
 
     def policy(self, name: str) -> ServedPolicy:
-        """A policy by name. Raises `InvalidArgument` naming the known ones."""
+        """Return a policy by name. Raises `InvalidArgument` naming the known ones."""
         try:
             return self.policies[name]
         except KeyError:
@@ -178,7 +180,7 @@ class PreparedJob:
         await wait_for_all(policy.wake() for policy in [self.policy(name) for name in names])
 
     def statuses(self, worker_id: str) -> list[rollout_pb.EngineStatus]:
-        """One per engine."""
+        """Return one status per engine."""
         return [
             status
             for policy in self.policies.values()
@@ -186,5 +188,5 @@ class PreparedJob:
         ]
 
     def loads(self, worker_id: str) -> list[rollout_pb.PolicyLoad]:
-        """One per policy."""
+        """Return one load per policy."""
         return [policy.load(self.job_id, worker_id) for policy in self.policies.values()]

@@ -1,4 +1,5 @@
-"""The reward service as rollout uses it: tools during a trajectory, reward functions at its end."""
+"""Rollout's client of the reward service: tools during a trajectory, reward functions at its
+end."""
 
 from __future__ import annotations
 
@@ -45,25 +46,26 @@ _ANNOUNCE_SECONDS = 2.0
 _DESCRIBE_SECONDS: Final = IMPORT_SECONDS + 30.0
 
 # The function of the reward service that describes functions, and its priority: no job can begin
-# before it has answered, and its calls are short.
+# before its answer, and its calls are short.
 _NAME: Final = "troupe/describe"
 _ENTRYPOINT: Final = "troupe.functions.describing:describe"
 _PRIORITY: Final = 1_000_000
 
-# Kinds of errors of a service that cannot be reached now.
+# Error kinds of a service that cannot be reached now.
 _AWAY: Final = frozenset({kinds.DEADLINE, Unavailable.default_kind})
 # Restarts of the service between a registration and the call that needs it.
 _DESCRIBE_AGAIN: Final = RetryPolicy(max_attempts=5, initial_backoff=0.0)
-# Calls of a function that the service does not answer: as long as the caller's time allows.
+# Unanswered calls of a function: repeated as long as the caller's time allows.
 _CALL_AGAIN: Final = RetryPolicy(max_attempts=None)
-# Calls of a deployed function that the service does not know (any more): some ten seconds.
+# Calls of a deployed function that the service does not know (any more): repeated for some ten
+# seconds.
 _DEPLOYED_AGAIN: Final = RetryPolicy(max_attempts=9)
-# After so many deaths of a worker process the reward function itself is taken to be the cause; and
-# after so many internal errors a call is not taken to fail for a lost connection any more.
+# After this number of deaths of a worker process, the reward function itself is assumed to be the
+# cause; and after this number of internal errors, a lost connection is no longer assumed.
 LIVES: Final = 3
 
 # How long a call waits for others. A message costs about half a millisecond on both sides, so this
-# delay is not noticed.
+# delay is negligible.
 _BATCH_SECONDS: Final = 0.002
 _BATCH_CALLS: Final = 256
 _BATCH_BYTES: Final = 4 * 2**20
@@ -78,13 +80,14 @@ _Key = tuple[str, str, str, int, float]
 
 _REMEDIES: Final = {
     reward_pb.InvocationError.KIND_NOT_IMPORTABLE: (
-        "Make it importable where the reward service runs: the directory that holds it on "
-        "PYTHONPATH, the function at the module's top level."
+        "Make it importable where the reward service runs: put its directory on "
+        "PYTHONPATH, and define the function at the module's top level."
     ),
     reward_pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
     reward_pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
     reward_pb.InvocationError.KIND_SANDBOX_GONE: (
-        "Begin anew: its next call has a new sandbox. Raise `sandbox_idle_seconds` if it was idle "
+        "Start again: its next call gets a new sandbox. Raise `sandbox_idle_seconds` if it was "
+        "idle "
         "for too long."
     ),
     reward_pb.InvocationError.KIND_QUOTA_EXHAUSTED: (
@@ -92,7 +95,7 @@ _REMEDIES: Final = {
         "less often."
     ),
     reward_pb.InvocationError.KIND_MODEL_UNAVAILABLE: (
-        "Look at the log of the reward host that has the model (TROUPE_REWARD_MODELS)."
+        "See the log of the reward host that has the model (TROUPE_REWARD_MODELS)."
     ),
     reward_pb.InvocationError.KIND_BAD_RESULT: (
         "Return finite numbers, strings, lists and dicts of them."
@@ -111,7 +114,8 @@ class TrajectoryTools:
         waiters: Callable[[], int],
         query_id: str,
     ) -> None:
-        """`waiters`: how many trajectories wait for this one now."""
+        """Serve the tools of one trajectory. `waiters`: returns how many trajectories wait for this
+        one now."""
         self._functions = functions
         self._waiters = waiters
         self._trajectory_id = trajectory_id
@@ -131,13 +135,13 @@ class TrajectoryTools:
         return self._functions.answered(name, answer)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a reward function; returns its JSON value. Raises `ToolError`."""
+        """Call a reward function, and return its JSON value. Raises `ToolError`."""
         answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
         try:
             return parse_json(answer)
         except NotJsonError as error:
             raise ToolError(
-                f"rewards/{name} answered what is no JSON: {error}",
+                f"rewards/{name} returned a value that is not JSON: {error}",
                 kind=kinds.BAD_RESULT,
                 field=f"rewards.{name}",
             ) from error
@@ -182,12 +186,13 @@ class TrajectorySandboxes:
 
 
 class JobFunctions:
-    """Tools and reward functions of one job, by name; registered anew when the service restarts."""
+    """Tools and reward functions of one job, by name, which are registered again when the service
+    restarts."""
 
     def __init__(
         self, stub: RewardAsyncStub, job_id: str, spec: JobSpec, sources: SourceStore
     ) -> None:
-        """`sources` has the code that the job ships, if it ships any."""
+        """Read the job's functions. `sources` has the code that the job ships, if any."""
         self._stub = stub
         self._sources = sources
         self._sha256 = (spec.code and spec.code.sha256) or ""
@@ -198,7 +203,7 @@ class JobFunctions:
             **{f"tools/{name}": function for name, function in spec.tools.items()},
             **{f"rewards/{name}": function for name, function in spec.rewards.items()},
         }
-        # MCP servers, and the tools that they have listed: by name, server and its name there.
+        # MCP servers, and their listed tools: by name, the server and the tool's name there.
         self._servers = {f"tools/{n}": f.mcp for n, f in spec.tools.items() if f.mcp is not None}
         self._listed: dict[str, list[dict[str, Any]]] = {}
         self._served: dict[str, tuple[str, str]] = {}
@@ -208,7 +213,7 @@ class JobFunctions:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The job's tools in the form of OpenAI's API, without those of unknown declaration."""
+        """The job's tools in the form of OpenAI's API, without tools of unknown declaration."""
         return [
             definition(
                 name.removeprefix("tools/"),
@@ -222,7 +227,7 @@ class JobFunctions:
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the job's tools, those of MCP servers included."""
+        """Names of the job's tools, including tools of MCP servers."""
         tools = [name for name in self._functions if name.startswith("tools/")]
         own = [name.removeprefix("tools/") for name in tools if name not in self._servers]
         return [*own, *self._served]
@@ -244,7 +249,7 @@ class JobFunctions:
             self._listed[name] = list(self._offered(name, parse_json(answer)))
 
     def _offered(self, name: str, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The tools of a server that the workflow may call, as models are shown them."""
+        """Yield the tools of a server that the workflow may call, in the form shown to models."""
         server, field = self._servers[name], f"{name.replace('/', '.')}.mcp"
         if "error" in answer:
             raise ToolError(
@@ -252,7 +257,7 @@ class JobFunctions:
                 kind=answer["error"],
                 field=field,
                 value=server.url or server.command,
-                remedy="Start it by hand where the reward service runs; what it printed is in "
+                remedy="Start it by hand where the reward service runs; its output is in "
                 "`troupe functions logs`.",
             )
         found = {tool["name"]: tool for tool in answer["tools"]}
@@ -282,14 +287,14 @@ class JobFunctions:
         return json.dumps({"server": server, "name": tool, "arguments": arguments})
 
     def addressed(self, name: str, arguments_json: str) -> tuple[str, str]:
-        """The function behind a tool, and its arguments as JSON."""
+        """Return the function behind a tool, and its arguments as JSON."""
         if name not in self._served:
             return f"tools/{name}", arguments_json
         function, tool = self._served[name]
         return function, self._server_call(function, tool, json.loads(arguments_json))
 
     def answered(self, name: str, answer: str) -> str:
-        """The result of a tool as JSON, from its function's answer. Raises `ToolError`."""
+        """Return the result of a tool as JSON, from its function's answer. Raises `ToolError`."""
         if name not in self._served:
             return answer
         found = parse_json(answer)
@@ -373,8 +378,9 @@ class JobFunctions:
         return _NAME, __version__
 
     async def _describe(self, entrypoints: Collection[str]) -> dict[str, Described]:
-        """The declarations of `entrypoints`. One that cannot be described has an empty one: its
-        first call reports why. Raises `TroupeError` when the service cannot be reached."""
+        """Return the declarations of `entrypoints`. A function that cannot be described gets an
+        empty declaration: its first call reports why. Raises `TroupeError` if the service cannot be
+        reached."""
         attempts = Attempts(
             _DESCRIBE_AGAIN,
             retryable=lambda e: isinstance(e, NotFound) and e.kind == kinds.FUNCTION_NOT_FOUND,
@@ -385,7 +391,7 @@ class JobFunctions:
                 found = await asyncio.gather(
                     *(_describe(self._stub, self._describer, one) for one in entrypoints)
                 )
-            except NotFound as error:  # the service was restarted since
+            except NotFound as error:  # the service has restarted since
                 await attempts.failed(error)
                 log.info("the reward service forgot its functions", error=error.message)
             else:
@@ -409,13 +415,13 @@ class JobFunctions:
         timeout: float,
         sandboxes: TrajectorySandboxes,
     ) -> str:
-        """The result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
+        """Return the result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
 
-        `request` has what the trajectory knows of the call; `sandboxes` is kept up to date. The
-        call is repeated while the reward service is unreachable, restarts, or dies. Raises
-        `ToolError`. Cancelling the task cancels the invocation.
+        `request` has the trajectory's fields of the call; `sandboxes` is kept up to date. The call
+        is repeated while the reward service is unreachable, restarts, or dies. Raises `ToolError`.
+        Cancelling the task cancels the invocation.
         """
-        if own := self._functions[name].arguments:  # the job gives them to every call
+        if own := self._functions[name].arguments:  # arguments that the job passes to every call
             arguments_json = json.dumps({**json.loads(arguments_json), **own})
         request.arguments_json, request.job_id = arguments_json, self._job_id
         request.sandboxes.extend(sorted(sandboxes.ids))
@@ -425,7 +431,7 @@ class JobFunctions:
         except (TimeoutError, DeadlineExceeded) as error:
             _in_background(self._cancel(request.invocation_id))
             raise ToolError(
-                f"{name} gave no result within {timeout:.1f} s, queueing included",
+                f"{name} gave no result within {timeout:.1f} s, including queueing",
                 kind=kinds.DEADLINE,
                 field=name.replace("/", "."),
                 remedy="Raise limits.trajectory_seconds, or give the reward service more workers.",
@@ -456,13 +462,14 @@ class JobFunctions:
     async def _until_answered(
         self, name: str, request: reward_pb.InvokeRequest, timeout: float
     ) -> reward_pb.InvokeResponse:
-        """The response of the function itself, result or error."""
-        # Reward functions are declared stateless. A tool whose worker died may have had its effect.
+        """Return the response of the function itself, result or error."""
+        # Reward functions are declared stateless, but a tool whose worker died may have had its
+        # effect.
         lives = LIVES if name.startswith("rewards/") else 1
         broken = Attempts(_CALL_AGAIN, retryable=lambda error: True)
         unknown = Attempts(_DEPLOYED_AGAIN, retryable=lambda error: True)
         while True:
-            # A new id: the service may remember how the former invocation ended.
+            # A new id, since the service may remember how the former invocation ended.
             request.invocation_id = new_id("invoke")
             request.name, request.version = self._key(name)
             try:
@@ -494,7 +501,8 @@ class JobFunctions:
                 lives -= 1
                 if lives > 0:
                     continue
-            # Cancelled at the service (it stopped, or lost our connection), not by us: call again.
+            # The service cancelled the call (it stopped, or lost our connection), not we: call
+            # again.
             if kind != reward_pb.InvocationError.KIND_CANCELLED:
                 return response
 
@@ -516,7 +524,7 @@ class JobFunctions:
         try:
             await self._stub.CloseTrajectory(request, timeout=_CLOSE_SECONDS)
         except Exception as error:  # also a channel that is closed already
-            # The sandboxes end when they have been idle for long enough.
+            # The sandboxes end after their idle time.
             log.debug("a trajectory was not closed", error=str(error))
 
     async def _cancel(self, invocation_id: str) -> None:
@@ -548,7 +556,8 @@ class _Batch:
 
 
 class Coalescer:
-    """Sends calls of short functions together (`InvokeBatch`), all others by `Invoke`."""
+    """A sender that batches calls of short functions (`InvokeBatch`), and sends all others by
+    `Invoke`."""
 
     def __init__(self, stub: RewardAsyncStub) -> None:
         self._stub = stub
@@ -560,7 +569,7 @@ class Coalescer:
     async def invoke(
         self, request: reward_pb.InvokeRequest, timeout: float
     ) -> reward_pb.InvokeResponse:
-        """The response within `timeout` seconds. Raises `TroupeError`, as `Invoke` does."""
+        """Return the response within `timeout` seconds. Raises the `TroupeError` of `Invoke`."""
         key = (request.name, request.version, request.job_id, request.priority, request.weight)
         if self._seconds.get(key, _SHORT_SECONDS) >= _SHORT_SECONDS:
             response = await self._stub.Invoke(request, timeout=timeout)
@@ -617,7 +626,7 @@ class Coalescer:
             timeout = max(timeout for _, timeout, _ in calls)
             reply = await self._stub.InvokeBatch(request, timeout=timeout)
         except InvalidArgument:
-            # One of the calls, or their number, is refused: each gets its own answer.
+            # One of the calls, or their number, was refused: send each separately.
             await asyncio.gather(*(self._answer_alone(*call) for call in calls))
             return
         except Exception as error:
@@ -633,7 +642,8 @@ class Coalescer:
             self._learn(key, response)
             if not call[2].done():
                 call[2].set_result(response)
-        # The service keeps results that its answer had no room for. Large: one after another.
+        # The service keeps results that did not fit into its answer. They are large: fetch them one
+        # by one.
         for call in too_large:
             await self._answer_alone(*call)
 
@@ -659,7 +669,8 @@ class Coalescer:
 
 
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
-    """The declarations of the service's functions, by name and version. Raises `TroupeError`."""
+    """Return the declarations of the service's functions, by name and version. Raises
+    `TroupeError`."""
     reply = await stub.ListFunctions(reward_pb.ListFunctionsRequest())
     return {
         (spec.name, spec.version): Described(
@@ -694,6 +705,6 @@ async def _describe(
         return Described(entrypoint)
     try:
         return Described(**parse_json(response.result_json))
-    except (NotJsonError, TypeError) as error:  # an imported module that replaced the describer
+    except (NotJsonError, TypeError) as error:  # an imported module has replaced the describer
         log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
         return Described(entrypoint)

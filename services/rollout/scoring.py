@@ -29,7 +29,7 @@ from troupe.workflow import WorkflowError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.messages import parse_messages
 
-# Larger requests would occupy an engine for long while others wait.
+# Larger requests would occupy an engine for a long time while others wait.
 MAX_TOKENS: Final = 1 << 20
 # Larger requests are tokenised in a thread, to keep the event loop free.
 _BYTES_READ_AT_ONCE: Final = 65_536
@@ -39,7 +39,7 @@ _RETRY_SECONDS: Final = 0.05
 async def score(
     job: PreparedJob, policy: ServedPolicy, request: rollout_pb.ScoreRequest
 ) -> rollout_pb.ScoreResponse:
-    """Log-probs of continuations under one served version of `policy`, within
+    """Return the log-probs of continuations under one served version of `policy`, within
     `limits.turn_seconds`.
 
     A lost engine is replaced by another. Raises `InvalidArgument` naming the prompt at fault,
@@ -53,7 +53,7 @@ async def score(
         temperature = request.temperature
     if not 0.0 < temperature < float("inf"):
         raise InvalidArgument(
-            "log-probs have a positive temperature", field="temperature", value=temperature
+            "log-probs need a positive temperature", field="temperature", value=temperature
         )
     chat, system = policy.language.chat, role.system_prompt if role else None
 
@@ -66,10 +66,10 @@ async def score(
     tokens = sum(len(one.prompt_ids) + len(one.ids) for one in requests)
     if tokens > MAX_TOKENS:
         raise InvalidArgument(
-            f"they have {tokens} tokens, one call scores up to {MAX_TOKENS}",
+            f"they have {tokens} tokens, but one call scores at most {MAX_TOKENS}",
             field="prompts",
             value=len(prompts),
-            remedy="Ask in several calls; each answer says which version it is of.",
+            remedy="Use several calls; each answer names its version.",
         )
     wanted = request.version if request.HasField("version") else None
     scored = await _score(policy, requests, temperature, wanted, job.spec.limits.turn_limit)
@@ -99,7 +99,7 @@ async def _score(
 ) -> Scored:
     deadline = time.monotonic() + seconds
     lost: Unavailable | None = None
-    # Waits for an engine that serves the version; each round may use another one.
+    # Waits for an engine that serves the version; each round may use another engine.
     while (left := deadline - time.monotonic()) > 0:
         check_version(policy, version)
         able = [one for one in policy.serving_engines if version in (None, one.version)]
@@ -107,7 +107,7 @@ async def _score(
             engine = min(able, key=lambda one: one.load().outstanding_tokens)
             try:
                 scored = await engine.score(requests, temperature, deadline_seconds=left)
-            except Unavailable as error:  # the engine died, updates, or leaves
+            except Unavailable as error:  # the engine died, updates or leaves
                 lost = error
             else:
                 if version in (None, scored.version):
@@ -126,12 +126,12 @@ async def _score(
 async def add_teacher_logprobs(
     job: PreparedJob, samples: Sequence[store_pb.Sample], prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Add the column of teachers' log-probs to samples of agents that learn from one by its
-    engines (`distillation.divergence: sampled`), at the temperature that the samples were drawn at.
-    `prompts`: their whole prompts.
+    """Add the column of teachers' log-probs to samples of agents that learn from a teacher through
+    its engines (`distillation.divergence: sampled`), at the temperature of the samples. `prompts`:
+    their whole prompts.
 
-    Raises `WorkflowError`: of kind "teacher" for engines that cannot score, "teacher_deadline"
-    where none did in time, which fails this trajectory only.
+    Raises `WorkflowError` of kind "teacher" for engines that cannot score, and of kind
+    "teacher_deadline" if none did in time, which fails only this trajectory.
     """
     spec = job.spec.algorithm.distillation
     if spec is None or spec.divergence != "sampled":
@@ -151,7 +151,7 @@ async def add_teacher_logprobs(
         except (FailedPrecondition, InvalidArgument, DeadlineExceeded, Internal) as error:
             late = isinstance(error, DeadlineExceeded)
             raise WorkflowError(
-                f"teacher '{teacher}' cannot score what a student said: {error.message}",
+                f"teacher '{teacher}' cannot score a student's reply: {error.message}",
                 kind="teacher_deadline" if late else kinds.TEACHER,
                 field="algorithm.distillation.teachers",
                 value=teacher,
@@ -169,14 +169,14 @@ def check_version(policy: ServedPolicy, version: int | None) -> None:
             kind=kinds.VERSION_NOT_SERVED,
             field="version",
             value=version,
-            remedy="Ask for the version that is served, or for whichever it is.",
+            remedy="Ask for the served version, or leave the version out.",
         )
 
 
 def _prompt(
     chat: ChatTokenizer, system: str | None, at: int, prompt: rollout_pb.ScorePrompt
 ) -> list[ScoreRequest]:
-    """The continuations of one prompt as token ids."""
+    """Return the continuations of one prompt as token ids."""
     field = f"prompts.{at}"
     if bool(prompt.messages) == bool(prompt.input_ids):
         raise InvalidArgument(
@@ -185,7 +185,7 @@ def _prompt(
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
     if not prompt.continuations:
-        raise InvalidArgument("nothing is asked about it", field=f"{field}.continuations")
+        raise InvalidArgument("it has no continuations", field=f"{field}.continuations")
     ids = tuple(prompt.input_ids) or _chat_ids(chat, system, field, prompt.messages)
     return [
         ScoreRequest(ids, _ids(chat, f"{field}.continuations.{number}", one))
@@ -219,6 +219,6 @@ def _ids(chat: ChatTokenizer, field: str, one: rollout_pb.ScoreContinuation) -> 
         ids = (*ids, chat.end_id)
     if not ids:
         raise InvalidArgument(
-            "it has no tokens", field=field, remedy="Give text, ids, or `ends` alone."
+            "it has no tokens", field=field, remedy="Give text, ids, or only `ends`."
         )
     return ids

@@ -1,4 +1,5 @@
-"""The Rollout service over gRPC: validates and translates requests, calls the service's parts."""
+"""The Rollout service over gRPC: validates and translates requests, and calls the service's
+parts."""
 
 from __future__ import annotations
 
@@ -59,21 +60,22 @@ from troupe.workflow.token_ids import TokenIds
 
 log = structlog.get_logger(__name__)
 
-# Modules of transformers that its Auto classes would import with the first model only.
+# Modules of transformers that its Auto classes would otherwise import only with the first model.
 _MODULES: Final = ("modeling_utils", "modeling_layers", "activations", "masking_utils")
-# Ends of trajectories must survive a restart of the store: only the deadline ends the attempts.
+# Ends of trajectories must survive a restart of the store, so only the deadline ends the attempts.
 _STORE_RETRY: Final = RetryPolicy(max_attempts=None)
 
 
 class RolloutService(rollout_grpc.RolloutServicer):
-    """Connects the parts of the service and answers its RPCs."""
+    """The servicer, which connects the parts of the service and answers its RPCs."""
 
     name = "troupe.v1.Rollout"
 
     def __init__(
         self, settings: RolloutSettings, telemetry: Telemetry, *, make: EngineFactory | None = None
     ) -> None:
-        """`make` makes engines; by default those of `services.rollout.engines`."""
+        """Assemble the service. `make` makes engines; by default those of
+        `services.rollout.engines`."""
         self._worker_id = settings.worker_id
         client = settings.client(retry=_STORE_RETRY)
         self._store = connect(settings.experience_store_address, client)
@@ -133,7 +135,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
         """Start background work and report this worker to the orchestrator."""
         self._watchdog.start()
         warm_up()
-        # a port that is taken must be known now, not with the first trajectory
+        # report an occupied port now, not with the first trajectory
         if self._fixed_port:
             self._endpoints.listen()
         await self._transfer.start()
@@ -206,7 +208,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
     async def AbortTrajectories(
         self, request: rollout_pb.AbortTrajectoriesRequest, context: Any
     ) -> rollout_pb.AbortTrajectoriesResponse:
-        """End trajectories as ABORTED; answers before the store knows."""
+        """End trajectories as ABORTED, and answer before the store knows."""
         _require("job_id", request.job_id)
         aborted = self._runner.abort(
             request.job_id, request.trajectory_ids, request.reason or "aborted"
@@ -219,7 +221,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
         """Bring a policy's engines to a version."""
         job = self._jobs.get(request.weights.job_id)
         policy = job.policy(request.weights.policy)
-        # Not for a repeated version: the engines may still be on their way to it.
+        # Not for a repeated version, to which the engines may still be on their way.
         newer = request.weights.version > policy.weights.version
         transfer = await policy.prefetch(request.weights)
         exposed = await policy.update(request.weights)
@@ -259,35 +261,35 @@ class RolloutService(rollout_grpc.RolloutServicer):
     async def Generate(
         self, request: rollout_pb.GenerateRequest, context: Any
     ) -> rollout_pb.GenerateResponse:
-        """One response of a policy to messages or token ids."""
+        """Return one response of a policy to messages or token ids."""
         job = self._jobs.get(request.job_id)
         return await generate(job, job.policy(request.policy), request)
 
     async def Score(
         self, request: rollout_pb.ScoreRequest, context: Any
     ) -> rollout_pb.ScoreResponse:
-        """Log-probs of given continuations under a policy."""
+        """Return the log-probs of given continuations under a policy."""
         job = self._jobs.get(request.job_id)
         return await score(job, job.policy(request.policy), request)
 
     async def DescribeGame(
         self, request: rollout_pb.DescribeGameRequest, context: Any
     ) -> rollout_pb.DescribeGameResponse:
-        """The questions that a job's players are asked in every information state."""
+        """Return the questions that a job's players are asked in every information state."""
         job = self._jobs.get(request.job_id)
         return await asyncio.to_thread(job.program.describe_game, request.game)
 
     async def Behave(
         self, request: rollout_pb.BehaveRequest, context: Any
     ) -> rollout_pb.BehaveResponse:
-        """The action probabilities of a policy in every information state of a job's game."""
+        """Return the action probabilities of a policy in every information state of a job's game."""
         job = self._jobs.get(request.job_id)
         return await job.program.behave(job.policy(request.policy), request)
 
     async def ListEngines(
         self, request: rollout_pb.ListEnginesRequest, context: Any
     ) -> rollout_pb.ListEnginesResponse:
-        """Engines of one job, or of all."""
+        """Return the engines of one job, or of all jobs."""
         jobs = [self._jobs.get(request.job_id)] if request.job_id else self._jobs.all()
         return rollout_pb.ListEnginesResponse(
             engines=[status for job in jobs for status in job.statuses(self._worker_id)],
@@ -311,7 +313,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
         )
         self._metrics.moved(job.job_id, moved.source, target.name, moved.seconds)
         keeper = target.keeper(request.engine_id)
-        # None if another caller has moved it on meanwhile.
+        # None if another caller has moved the engine again meanwhile.
         status = None if keeper is None else keeper.status(job.job_id, self._worker_id)
         response = rollout_pb.MoveEngineResponse(engine=status)
         response.MergeFrom(moved)
@@ -354,7 +356,7 @@ def _check_ticket(field: str, ticket: rollout_pb.Ticket, seen: set[str]) -> None
         raise InvalidArgument("must not be negative", field=f"{field}.index", value=ticket.index)
     if ticket.purpose == rollout_pb.Ticket.PURPOSE_UNSPECIFIED:
         raise InvalidArgument(
-            "is missing", field=f"{field}.purpose", remedy="Say TRAIN, EVALUATE or MATCH."
+            "is missing", field=f"{field}.purpose", remedy="Set TRAIN, EVALUATE or MATCH."
         )
     if ticket.trajectory_id in seen:
         raise InvalidArgument(
@@ -366,9 +368,9 @@ def _check_ticket(field: str, ticket: rollout_pb.Ticket, seen: set[str]) -> None
 async def generate(
     job: PreparedJob, policy: ServedPolicy, request: rollout_pb.GenerateRequest
 ) -> rollout_pb.GenerateResponse:
-    """One response of `policy` to messages or token ids, within `limits.turn_seconds`.
+    """Return one response of `policy` to messages or token ids, within `limits.turn_seconds`.
 
-    Sampling that the request leaves open is that of the policy's first agent. Raises
+    Sampling fields that the request leaves open come from the policy's first agent. Raises
     `InvalidArgument`, `DeadlineExceeded`, `FailedPrecondition`.
     """
     if bool(request.messages) == bool(request.input_ids):
@@ -378,7 +380,7 @@ async def generate(
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
     chat, roles = policy.language.chat, job.program.roles.values()
-    # A policy that only tickets name samples as the first agent does.
+    # A policy that only tickets name samples like the first agent.
     role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
     try:
         if request.messages:
@@ -418,7 +420,7 @@ async def generate(
 
 
 def _given(sampling: common_pb.SamplingParams) -> dict[str, object]:
-    """The fields that are set, repeated ones as tuples."""
+    """Return the set fields, repeated ones as tuples."""
     return {
         field.name: tuple(value) if field.is_repeated else value
         for field, value in sampling.ListFields()
@@ -447,11 +449,13 @@ def _import() -> None:
         for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
             getattr(transformers, name)
         for name in _MODULES:
-            with contextlib.suppress(ImportError):  # another release: it comes with the model
+            with contextlib.suppress(ImportError):  # another release imports it with the model
                 importlib.import_module(f"transformers.{name}")
         importlib.import_module("services.rollout.engines.embedded")
     except Exception as error:  # the engine that needs them reports it
         log.warning("libraries cannot be imported", error=str(error))
     finally:
-        if not gc.isenabled():  # disabled by `__main__`: collections take a fifth of an import
+        if (
+            not gc.isenabled()
+        ):  # disabled by `__main__`, since collections take a fifth of the import time
             collect_seldom()

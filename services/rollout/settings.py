@@ -11,7 +11,7 @@ from troupe.rpc.settings import Interface
 
 
 class RolloutSettings(ServiceSettings):
-    """`ServiceSettings`, and the rollout service's own."""
+    """`ServiceSettings`, and the rollout service's own settings."""
 
     blocked_seconds: float = Field(default=3.0, gt=0)
     """A workflow that blocks the event loop this long without awaiting is interrupted and its

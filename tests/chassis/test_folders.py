@@ -53,7 +53,7 @@ async def test_a_streamed_folder_arrives_unchanged(source: Path, tmp_path: Path)
     ("changes", "why"),
     [
         ({"checksum": 1}, "'empty' arrived damaged"),
-        ({"end_of_file": False}, "not whole"),
+        ({"end_of_file": False}, "incomplete"),
         ({"path": "../escaped"}, "leads out"),
         ({"path": "/escaped"}, "leads out"),
     ],

@@ -1,4 +1,4 @@
-"""Two hosts that share nothing: what one stores, the other finds."""
+"""Transfer between two hosts without shared storage: one finds the states that the other stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the order of calls, repeats, failures and departures: one effect per id."""
+"""One effect per id, in any order of calls, repeats, failures and disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What services write to their logs."""
+"""The log output of services."""
 
 from __future__ import annotations
 

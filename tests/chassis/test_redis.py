@@ -1,4 +1,4 @@
-"""The services' Redis client: what Redis refuses, and which remedy the error names."""
+"""The services' Redis client: refusals by Redis, and the remedies that errors name."""
 
 from __future__ import annotations
 

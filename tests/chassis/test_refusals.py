@@ -1,4 +1,4 @@
-"""What is refused again and again is said now and then."""
+"""Repeated refusals are logged only from time to time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process whose event loop stands still ends; one that was stopped, or that is slow, does not."""
+"""A process with a blocked event loop ends; a stopped or slow process does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets that say who plays whom."""
+"""Tickets that assign policies to agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout worker makes of a job that leaves settings to its devices."""
+"""A rollout worker's defaults for settings that a job leaves to its devices."""
 
 from __future__ import annotations
 

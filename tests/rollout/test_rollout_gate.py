@@ -1,4 +1,4 @@
-"""How many trajectories play at once, and go on at once, in the order in which they came."""
+"""Limits on trajectories that run, or continue, at the same time, in order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a workflow or its tasks return or raise ends that one trajectory, with a reason."""
+"""Any result or exception of a workflow or its tasks ends only that trajectory, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout worker that is told to stop: nothing new comes, what runs may end."""
+"""A rollout worker that has to stop: it accepts nothing new, and running work may end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trajectory leaves behind: nothing that only the garbage collector could free.
+"""A trajectory leaves nothing behind that only the garbage collector could free.
 
 A cycle keeps all that was said until the collector comes, which then walks the conversations of
 thousands of trajectories, for tenths of a second in which no turn goes on.

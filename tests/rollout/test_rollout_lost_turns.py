@@ -1,4 +1,4 @@
-"""Turns that their engine lost go on from their tokens, start over or are cut."""
+"""Turns whose engine was lost continue from their tokens, start over or are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often, and for how long, the collector walks what trajectories hold."""
+"""How often, and for how long, the collector walks the objects of trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which turn goes first and to which engine, as the job's routing says."""
+"""The order and the engines of turns, by the job's routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Score call: log-probs of given continuations under what is served."""
+"""The Score call: log-probs of given continuations under the served weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_the_version_that_is_wanted_or_none(house: House) -> None:
     ("prompt", "says"),
     [
         (rollout_pb.ScorePrompt(continuations=[TEXT]), "exactly one of messages and input_ids"),
-        (rollout_pb.ScorePrompt(messages=USER), "nothing is asked"),
+        (rollout_pb.ScorePrompt(messages=USER), "it has no continuations"),
         (
             rollout_pb.ScorePrompt(
                 messages=USER, continuations=[TEXT, rollout_pb.ScoreContinuation()]
@@ -132,7 +132,7 @@ async def test_one_call_has_its_bounds(house: House, monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidArgument, match="nothing is asked for"):
         await score(house)
     monkeypatch.setattr(scoring, "MAX_TOKENS", 3)
-    with pytest.raises(InvalidArgument, match="scores up to 3"):
+    with pytest.raises(InvalidArgument, match="scores at most 3"):
         await score(house, rollout_pb.ScorePrompt(input_ids=[1, 2], continuations=[TEXT]))
 
 

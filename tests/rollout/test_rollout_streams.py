@@ -1,4 +1,4 @@
-"""Who asks for trajectories, who goes away, and what the store hears of it."""
+"""Callers that request trajectories and leave, and the store's records of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does before anybody asks for anything."""
+"""A worker's work before the first request."""
 
 from __future__ import annotations
 

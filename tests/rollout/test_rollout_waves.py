@@ -1,4 +1,4 @@
-"""A policy's engines load new weights in waves; what its host has is not fetched again."""
+"""A policy's engines load new weights in waves; content on its host is not fetched again."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class NetworkEngine(ServingEngine):
         *,
         deadline_seconds: float,
     ) -> EngineResponse:
-        """Always raises `BadTurn`: a network has no tokens."""
+        """Raise `BadTurn`: a network has no tokens."""
         raise BadTurn(
             "the policy is a network: it moves in its environment and generates no text",
             field="policy",
@@ -105,7 +105,7 @@ class NetworkEngine(ServingEngine):
         """Does nothing: there are no turns."""
 
     async def check(self) -> common_pb.EngineState.ValueType:
-        """The state; nothing can hang."""
+        """Return the state; nothing can hang."""
         return self.state
 
     async def stop(self) -> None:
@@ -276,21 +276,21 @@ class Arena:
         return cls(job, environment_of(job), places)
 
     def seating(self, policy_of: Mapping[str, str]) -> Seating:
-        """The agents of each policy, in the environment's order; `policy_of`: by agent."""
+        """Return the agents of each policy, in the environment's order; `policy_of`: by agent."""
         found: dict[str, list[str]] = {}
         for agent in self.agents:
             found.setdefault(policy_of[agent], []).append(agent)
         return tuple(sorted((policy, tuple(agents)) for policy, agents in found.items()))
 
     def engine(self, engine_id: str, policy: str) -> NetworkEngine:
-        """An engine for a policy, not started."""
+        """Return an engine for a policy, not started."""
         spec = self._job.policies[policy]
         assert spec.network is not None, "all policies of the job are networks"
         agents = len(self.roster(policy))
         return NetworkEngine(engine_id, policy, spec.network, self.spaces, agents)
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """The agents that a policy's network was made for, in the environment's order."""
+        """Return the agents that a policy's network was made for, in the environment's order."""
         return agents_of(self._job, self.agents, policy)
 
     def check_cast(self, cast: Mapping[str, str], field: str) -> None:

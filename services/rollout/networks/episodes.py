@@ -39,8 +39,8 @@ def samples_of(
     ticket: rollout_pb.Ticket,
     shelf: LargeColumns,
 ) -> list[store_pb.Sample]:
-    """A sample for each policy in `rosters` (trained policies, with the agents that their networks
-    were made for). Columns too large for a row are left on `shelf`."""
+    """Return a sample for each policy in `rosters` (trained policies, with the agents that their
+    networks were made for). Columns too large for a row are left on `shelf`."""
     samples = []
     for turn, (policy, fragment) in enumerate(sorted(played.fragments.items())):
         if policy not in rosters:
@@ -72,7 +72,7 @@ def samples_of(
 
 
 def returns_of(played: PlayedCopies, agents: Collection[str]) -> dict[str, float]:
-    """Mean undiscounted return by agent.
+    """Return the mean undiscounted return by agent.
 
     Raises `WorkflowError` of kind `reward_not_finite`.
     """
@@ -89,7 +89,7 @@ def returns_of(played: PlayedCopies, agents: Collection[str]) -> dict[str, float
 
 
 def metrics_of(played: PlayedCopies, seconds: float) -> dict[str, float]:
-    """Metrics of a trajectory whose episodes took `seconds`."""
+    """Return metrics of a trajectory whose episodes took `seconds`."""
     steps = float(played.lengths.sum())
     return {
         "episodes": float(len(played.lengths)),
@@ -144,7 +144,8 @@ class EpisodeRunner(RunningTrajectory):
         return samples_of(played, rosters=rosters, ticket=ticket, shelf=self._shelf)
 
     def _earnest(self, seating: Seating) -> tuple[str, ...]:
-        """Policies that do not explore: members of a population, and those that are not trained."""
+        """Return policies that do not explore: members of a population, and those that are not
+        trained."""
         if self._ticket.purpose == rollout_pb.Ticket.PURPOSE_MATCH:
             return tuple(policy for policy, _ in seating)
         learners = self._ticket.learners
@@ -154,8 +155,8 @@ class EpisodeRunner(RunningTrajectory):
 async def served_now(
     policy: ServedPolicy, seconds: float, version: int | None = None
 ) -> ServedVersion:
-    """The served weights of the policy, once they are `version` if one is given. Raises `TurnError`
-    of kind `deadline`."""
+    """Return the served weights of the policy, once they are `version` if one is given. Raises
+    `TurnError` of kind `deadline`."""
     try:
         async with asyncio.timeout(seconds):
             while True:

@@ -78,8 +78,8 @@ class NetworkProgram(JobProgram):
 
 
 def describe(arena: Arena, game: str) -> rollout_pb.DescribeGameResponse:
-    """The information states of OpenSpiel's `game`, player by player, if the job plays it. Walks
-    the game tree: slow the first time.
+    """Return the information states of OpenSpiel's `game`, player by player, if the job plays it.
+    Walks the game tree: slow the first time.
 
     Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`.
     """
@@ -130,7 +130,7 @@ async def behave(
 def _rows(
     arena: Arena, spec: NetworkSpec, roster: tuple[str, ...], served: ServedVersion, tree: Histories
 ) -> list[list[float]]:
-    """Probabilities of the legal actions of every information state, player by player."""
+    """Return probabilities of the legal actions of every information state, player by player."""
     network = ActingNetwork(spec, arena.spaces, len(roster))
     network.take(served.tensors)
     found: list[list[float]] = []

@@ -1,9 +1,9 @@
-"""Moves engines of one job from one policy to another.
+"""Moves of engines between the policies of one job.
 
-An engine leaves its policy's router, is drained, is assigned to the other policy (or made anew for
-it), loads and verifies that policy's weights, and enters the other router. It is listed with
-exactly one policy all the time. A failed move leads back to the first policy, whose keeper brings
-the engine up.
+An engine leaves its policy's router, is drained, is assigned to the other policy (or remade for
+it), loads and verifies that policy's weights, and enters the other router. Exactly one policy lists
+it at any time. After a failed move the engine returns to the first policy, whose keeper brings it
+up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ RemakeEngine = Callable[[str, str], ServingEngine]
 
 
 class EngineMoves:
-    """Carries out the moves that the orchestrator decides (`troupe.scheduling.balancing`)."""
+    """The executor of moves that the orchestrator decides (`troupe.scheduling.balancing`)."""
 
     def __init__(
         self, spec: JobSpec, policies: Mapping[str, ServedPolicy], remake: RemakeEngine
     ) -> None:
-        """`remake(engine_id, policy)` makes an engine anew for another policy, not started."""
+        """Create the executor. `remake(engine_id, policy)` remakes an engine for another policy,
+        without starting it."""
         self._spec = spec
         self._policies = policies
         self._remake = remake
@@ -48,13 +49,13 @@ class EngineMoves:
     async def move(
         self, engine_id: str, target: ServedPolicy, *, drain_seconds: float | None = None
     ) -> rollout_pb.MoveEngineResponse:
-        """Make the engine serve `target`; the response lacks the engine's status. Harmless when it
-        does already, or is on its way.
+        """Make the engine serve `target`; the response lacks the engine's status. No effect if it
+        already serves `target` or is on its way.
 
         The move completes even when the caller is cancelled. Raises `NotFound`;
         `FailedPrecondition` of kind `engine_moving` (to another policy), `engine_not_movable`,
-        `engine_not_serving` or `policy_at_minimum`; and what the engine raises that does not come
-        up with `target`: then it is back with its policy and brought up there.
+        `engine_not_serving` or `policy_at_minimum`; and the error of an engine that does not come
+        up with `target`: then it is returned to its policy and brought up there.
         """
         if engine_id not in self._running:
             source = self._policy_of(engine_id)
@@ -102,7 +103,7 @@ class EngineMoves:
             kind="engine_not_found",
             field="engine_id",
             value=engine_id,
-            remedy="ListEngines tells which there are.",
+            remedy="ListEngines lists them.",
         )
 
     def _check(self, engine_id: str, source: ServedPolicy, target: ServedPolicy) -> None:
@@ -116,7 +117,7 @@ class EngineMoves:
                 kind="engine_not_movable",
                 field="policy",
                 value=target.name,
-                remedy="Set balancing.rebuild, unless the server is an attached one.",
+                remedy="Set balancing.rebuild; attached servers never move.",
             )
         keeper = source.keeper(engine_id)
         assert keeper is not None  # its holder
@@ -127,7 +128,7 @@ class EngineMoves:
                 kind="engine_not_serving",
                 field="engine_id",
                 value=engine_id,
-                remedy="Move one that serves, or wait.",
+                remedy="Move a serving engine, or wait.",
             )
         minimum = balancing.minimum_of(source.name)
         if source.serving - 1 < minimum:
@@ -136,7 +137,7 @@ class EngineMoves:
                 kind="policy_at_minimum",
                 field="engine_id",
                 value=engine_id,
-                remedy="Lower balancing.minimum, or take an engine of another policy.",
+                remedy="Lower balancing.minimum, or move an engine of another policy.",
             )
 
     async def _run_move(
@@ -153,7 +154,7 @@ class EngineMoves:
         try:
             if (
                 engine.state != common_pb.ENGINE_STATE_DEAD
-            ):  # it died just now, and its turns have left
+            ):  # it has just died, and its turns have left
                 handed_back = await engine.drain(
                     f"goes to policy '{target.name}'", deadline_seconds=drain_seconds
                 )
@@ -165,7 +166,7 @@ class EngineMoves:
             target.open_to_turns(engine.engine_id)
         except Exception as error:
             log.warning(
-                "an engine goes back",
+                "an engine returns to its policy",
                 engine=engine.engine_id,
                 policy=source.name,
                 target=target.name,
@@ -208,13 +209,13 @@ class EngineMoves:
     async def _take_back(
         self, engine: ServingEngine, source: ServedPolicy, target: ServedPolicy, rebuilt: bool
     ) -> None:
-        # It stays listed with the policy that has it until the other lists it again.
+        # It stays listed with its present policy until the other lists it again.
         target.set_aside(engine.engine_id)
         try:
             back = await self._convert(engine, source, rebuilt)
         except Exception as error:
-            # It is in no state to be assigned: make it anew for its former policy.
-            log.warning("an engine is made anew", engine=engine.engine_id, reason=str(error))
+            # It cannot be assigned in this state: remake it for its former policy.
+            log.warning("an engine is remade", engine=engine.engine_id, reason=str(error))
             back = await self._convert(engine, source, rebuilt=True)
         target.forget(back.engine_id)
         source.forget(back.engine_id)

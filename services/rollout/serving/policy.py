@@ -1,4 +1,4 @@
-"""One policy of one job as this worker serves it: engines, router, target version, tokenizer."""
+"""One policy of one job on this worker: engines, router, target version, tokenizer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
 
-# Drain time at a release. Trajectories have ended before: only Generate calls are in flight.
+# Drain time at a release. Trajectories have already ended: only Generate calls are in flight.
 _RELEASE_SECONDS = 2.0
-# How much longer than the first one the other attached servers may take at the start.
+# How much longer than the first attached server the others may take at the start.
 _LATE_SECONDS = 2.0
 
 
 async def roll_out(engines: Iterable[EngineKeeper], *, overlapping: bool = True) -> float:
     """Bring all engines to their target, in waves that leave the policy serving
-    (`troupe.scheduling.routing`); returns exposed seconds, summed.
+    (`troupe.scheduling.routing`); return the sum of exposed seconds.
 
-    Weights that do not fit one of the engines are refused before the first is touched. An engine
-    that fails is left to its keeper if another one serves the target; if none does, the last error
-    is raised. Engines that are down are started last, unless one serves the target by then: then
-    their keepers do it. Engines off their devices reach the target when they are woken.
+    Weights that do not fit an engine are refused before any engine is changed. A failing engine is
+    left to its keeper if another engine serves the target; if none does, the last error is raised.
+    Engines that are down are started last, or by their keepers if another engine serves the target
+    by then. Engines off their devices reach the target when they are woken.
     """
     keepers = {k.engine.engine_id: k for k in engines if k.kept and not k.off_device}
     await asyncio.gather(*(keeper.check_target() for keeper in keepers.values()))
@@ -94,8 +94,9 @@ class ServedPolicy:
         resume: bool = True,
         overlapping: bool = True,
     ) -> None:
-        """`language`: None for a network. `resume`: whether turns of a lost engine keep tokens.
-        `overlapping`: whether steps overlap, so that turns come while engines load weights."""
+        """Create the policy without engines. `language`: None for a network. `resume`: whether
+        turns of a lost engine keep tokens. `overlapping`: whether steps overlap, so that turns
+        arrive while engines load weights."""
         self.name = name
         self._language = language
         self._target = TargetVersion(ref)
@@ -107,7 +108,7 @@ class ServedPolicy:
         # Attached engines that are still starting although the policy serves.
         self._late: set[asyncio.Task[float]] = set()
         self._keepers: dict[str, EngineKeeper] = {}
-        # Keepers of engines on their way to another policy, until that lists them.
+        # Keepers of engines on their way to another policy, until it lists them.
         self._leaving: dict[str, EngineKeeper] = {}
         for engine in engines:
             self.adopt(engine)
@@ -127,7 +128,7 @@ class ServedPolicy:
         """Tokenizer and chat template. Raises `InvalidArgument` for a network."""
         if self._language is None:
             raise InvalidArgument(
-                "is a network: it moves in its environment, and knows no text",
+                "is a network: it acts in its environment, and has no text",
                 kind="no_language",
                 field="policy",
                 value=self.name,
@@ -143,14 +144,14 @@ class ServedPolicy:
 
     @property
     def weights(self) -> common_pb.WeightsRef:
-        """The target version: what the engines serve, or are being brought to."""
+        """The target version, which the engines serve or will soon serve."""
         return self._target.ref
 
     async def bring_up(self) -> None:
         """Start all engines at once and load the weights. Raises the first failure.
 
-        Attached servers may come later: one that serves is enough. Those that do not answer within
-        `_LATE_SECONDS` of it are brought up when they do.
+        Attached servers may follow later: one that serves is enough. Servers that do not answer
+        within `_LATE_SECONDS` after it are brought up when they do.
         """
         tasks = [asyncio.create_task(k.reach_target()) for k in self._keepers.values()]
         try:
@@ -161,7 +162,7 @@ class ServedPolicy:
         except BaseException:
             await _cancel(tasks)
             raise
-        # Their keepers report and repair failures of these.
+        # Their keepers report and repair their failures.
         self._late = left
         for failure in failures:
             if isinstance(failure, BaseException):
@@ -172,7 +173,7 @@ class ServedPolicy:
             keeper.watch()
 
     async def _enough(self, tasks: Sequence[asyncio.Task[float]]) -> set[asyncio.Task[float]]:
-        """Wait for one engine, and `_LATE_SECONDS` for the others; returns what is pending."""
+        """Wait for one engine, and `_LATE_SECONDS` for the others; return the pending tasks."""
         pending = set(tasks)
         while pending and not self.serving:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -183,16 +184,16 @@ class ServedPolicy:
     async def prefetch(self, ref: common_pb.WeightsRef) -> float:
         """Fetch weights to this host for a later `update`; engines continue to serve.
 
-        Returns the seconds of the transfer from another host. Raises as `update` does.
+        Return the seconds of the transfer from another host. Raises the errors of `update`.
         """
         if not self._target.precedes(ref) or not self._keeps_any:
             return 0.0
         return await self._fetcher.fetch(ref, self._target.ref)
 
     async def update(self, ref: common_pb.WeightsRef) -> float:
-        """Bring the engines to `ref`, in waves; returns exposed seconds, summed.
+        """Bring the engines to `ref`, in waves; return the sum of exposed seconds.
 
-        Repeatable. When no engine takes the new weights, the policy stays at the former version and
+        Repeatable. If no engine accepts the new weights, the policy stays at the former version and
         the error is raised. Raises `FailedPrecondition` for an older version or another checksum
         (`TargetVersion.precedes`).
         """
@@ -217,9 +218,9 @@ class ServedPolicy:
                 self.router.wake()
 
     def share(self, engine_id: str, server: rollout_pb.SharedServer) -> None:
-        """Keep an engine whose server other workers use, too, or follow its keeper.
+        """Keep an engine whose server other workers also use, or follow its keeper.
 
-        Repeatable; without effect for an engine that is not this policy's.
+        Repeatable; no effect for an engine of another policy.
         """
         if (keeper := self._keepers.get(engine_id)) is None:
             return
@@ -229,7 +230,7 @@ class ServedPolicy:
         self.router.set_limit(engine_id, split_limit(self._limit, places)[str(server.place)])
 
     async def follow(self) -> None:
-        """Have the engines whose servers others keep serve the target, as far as they hold it.
+        """Let engines whose servers others keep serve the target, if they have it.
 
         One that fails is left to its keeper here.
         """
@@ -252,7 +253,7 @@ class ServedPolicy:
     async def sleep(self) -> None:
         """Take the engines off their devices until `wake`. Repeatable.
 
-        Raises the error of an engine that keeps its memory; the others sleep then.
+        Raises the error of an engine that keeps its memory; the others then sleep.
         """
         async with self._updating:
             await wait_for_all(keeper.sleep() for keeper in self._keepers.values())
@@ -288,7 +289,8 @@ class ServedPolicy:
         return sum(keeper.may_serve for keeper in self._keepers.values())
 
     def keeper(self, engine_id: str) -> EngineKeeper | None:
-        """The keeper of an engine; None for one that leaves, or is not this policy's."""
+        """Return the keeper of an engine; None for an engine that leaves or belongs to another
+        policy."""
         return self._keepers.get(engine_id)
 
     def part_with(self, engine_id: str) -> ServingEngine:
@@ -301,8 +303,8 @@ class ServedPolicy:
         return self._leaving[engine_id].engine
 
     def set_aside(self, engine_id: str) -> None:
-        """Stop updating and restarting an engine that has no turns here, until `forget`. Without
-        effect for one that is not this policy's, or is set aside already."""
+        """Stop updating and restarting an engine that has no turns here, until `forget`. No effect
+        for an engine of another policy, or one that is already set aside."""
         if (keeper := self._keepers.pop(engine_id, None)) is not None:
             self._leaving[engine_id] = keeper
             keeper.retire()
@@ -333,12 +335,12 @@ class ServedPolicy:
         keeper.nudge()
 
     def statuses(self, job_id: str, worker_id: str) -> list[rollout_pb.EngineStatus]:
-        """One per engine, leaving ones included, in order of their ids."""
+        """Return one status per engine, including leaving ones, in order of their ids."""
         keepers = {**self._keepers, **self._leaving}
         return [keepers[engine_id].status(job_id, worker_id) for engine_id in sorted(keepers)]
 
     def load(self, job_id: str, worker_id: str) -> rollout_pb.PolicyLoad:
-        """The policy's backlog and number of serving engines, as heartbeats report them."""
+        """Return the policy's backlog and number of serving engines, as heartbeats report them."""
         backlog = self.router.backlog
         return rollout_pb.PolicyLoad(
             job_id=job_id,
@@ -351,7 +353,8 @@ class ServedPolicy:
         )
 
     async def release(self, reason: str) -> None:
-        """Refuse turns, let others end within `_RELEASE_SECONDS`, stop the engines. Repeatable."""
+        """Refuse new turns, let the others end within `_RELEASE_SECONDS`, and stop the engines.
+        Repeatable."""
         self.router.close(reason)
         await _cancel(self._late)
         keepers = (*self._keepers.values(), *self._leaving.values())
@@ -366,7 +369,7 @@ class ServedPolicy:
 
 
 async def wait_for_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all parts at once; raises the first error once all have ended."""
+    """Run all parts concurrently; raise the first error after all have ended."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

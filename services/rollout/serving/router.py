@@ -1,9 +1,9 @@
-"""Sends the turns of one policy to its engines.
+"""The router, which sends the turns of one policy to its engines.
 
-A turn waits in the router's queue until an engine that serves has room; which engine gets it and
-which turn goes first is decided by `troupe.scheduling.routing`. A turn whose engine dies, drains or
-changes weights continues on another engine (or on the same one after its restart), from the tokens
-drawn so far where the engine handed them over.
+A turn waits in the router's queue until a serving engine has room; `troupe.scheduling.routing`
+decides which engine gets it and which turn goes first. A turn whose engine dies, drains or changes
+weights continues on another engine (or on the same one after its restart), from the tokens drawn so
+far if the engine handed them over.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from troupe.workflow import ContextOverflowError, TurnError
 from troupe.workflow.backend import GeneratedTurn, Sampling, VersionSpan
 from troupe.workflow.token_ids import TokenIds
 
-# Pauses before a turn is placed again after an engine returned nothing of it. They double, so that
-# an engine that refuses turns although it reports HEALTHY is not called in a tight loop.
+# Pauses before a turn is placed again after an engine returned none of its tokens. They double, so
+# that an engine that refuses turns although it reports HEALTHY is not called in a tight loop.
 _RETRY_SECONDS: Final = 0.02
 _RETRY_SECONDS_MAX: Final = 1.0
 _NO_WORK: Final = Work(0, 0)
@@ -66,7 +66,7 @@ class Losses:
 
 @dataclass(slots=True, eq=False)
 class RoutedEngine:
-    """One engine of the router with the turns that it was given."""
+    """One engine of the router with its turns."""
 
     engine: ServingEngine
     most: int
@@ -84,14 +84,14 @@ class StickyRoute:
 
     @property
     def engine_id(self) -> str | None:
-        """The engine's id; None after its removal, since it loses its cache when it comes back."""
+        """The engine's id; None after its removal, since it returns without its cache."""
         return None if self.routed is None or self.routed.removed else self.routed.engine.engine_id
 
 
 @dataclass(slots=True, eq=False)
 class EnginePlacement:
-    """The place of one running turn on an engine. `beside`: turns on the engine when this one
-    began, itself included."""
+    """The place of one running turn on an engine. `beside`: number of turns on the engine when this
+    one began, including itself."""
 
     routed: RoutedEngine
     work: Work
@@ -100,7 +100,8 @@ class EnginePlacement:
 
     @property
     def mean_beside(self) -> float:
-        """Turns on the engine, the mean of when this one began and now."""
+        """Number of turns on the engine: the mean of the number when this turn began and the
+        present number."""
         return (self.beside + self.routed.in_flight) / 2
 
 
@@ -130,7 +131,7 @@ class PendingTurn:
 
     @property
     def waits(self) -> bool:
-        """Whether the turn still wants a place; a cancelled one does not."""
+        """Whether the turn still waits for a place; a cancelled turn does not."""
         return self.placed is not None and not self.placed.done()
 
     def grant(self, placement: EnginePlacement) -> None:
@@ -151,7 +152,7 @@ class PendingTurn:
 
 
 class Continuation:
-    """The tokens of one turn that engines have drawn so far, and the request for the rest.
+    """The tokens of one turn drawn so far, and the request for the rest.
 
     With `resume`, tokens that a lost engine hands over are kept: the next engine reads prompt plus
     tokens and continues. Each token has the seed and position that it would have had, so the
@@ -183,7 +184,7 @@ class Continuation:
         return replace(self._sampling, max_new_tokens=left, drawn=self.tokens)
 
     def keep(self, piece: GeneratedTurn | None) -> int:
-        """Add the tokens of a lost engine; returns how many were kept."""
+        """Add the tokens of a lost engine, and return how many were kept."""
         if piece is None or not self._resume or not piece.token_ids:
             return 0
         self._pieces.append(piece)
@@ -191,13 +192,13 @@ class Continuation:
         return len(piece.token_ids)
 
     def whole(self, last: GeneratedTurn, waited: float) -> GeneratedTurn:
-        """The finished turn. `waited`: seconds in the router's queue."""
+        """Return the finished turn. `waited`: seconds in the router's queue."""
         if not self._pieces:
             return replace(last, queue_seconds=last.queue_seconds + waited)
         return self._join([*self._pieces, last], last.finish_reason, waited)
 
     def cut(self, waited: float) -> GeneratedTurn:
-        """The turn of the kept tokens alone, ended by length. There must be some."""
+        """Return a turn with only the kept tokens, ended by length. There must be some."""
         return self._join(self._pieces, "length", waited)
 
     def _join(
@@ -241,8 +242,8 @@ class PolicyRouter:
         spec: RoutingSpec | None = None,
         resume: bool = True,
     ) -> None:
-        """`limit`: running turns per engine. `resume`: whether a turn that loses its engine keeps
-        its tokens."""
+        """Create the router without engines. `limit`: running turns per engine. `resume`: whether a
+        turn that loses its engine keeps its tokens."""
         self._policy = policy
         self._spec = spec or RoutingSpec()
         self._limit = limit
@@ -257,7 +258,7 @@ class PolicyRouter:
         self._rates: dict[str, Rates] = {}
         self._profiles = Profiles()
         self._queue = self._new_queue()
-        # Static routing: turns that wait for one engine, whether or not others have room.
+        # Static routing: turns that wait for one engine, even if others have room.
         self._bound: dict[str, TurnQueue[PendingTurn]] = {}
         self.on_lost: Callable[[str], None] = lambda engine_id: None
         """Called with the id of an engine that failed a turn."""
@@ -266,12 +267,12 @@ class PolicyRouter:
 
     @property
     def waiting(self) -> int:
-        """Turns without an engine."""
+        """Number of turns without an engine."""
         return len(self._queue) + sum(map(len, self._bound.values()))
 
     @property
     def in_flight(self) -> int:
-        """Turns on engines, removed engines included."""
+        """Number of turns on engines, including removed engines."""
         return sum(routed.in_flight for routed in (*self._routed.values(), *self._leaving))
 
     @property
@@ -321,8 +322,8 @@ class PolicyRouter:
         self.wake()
 
     def set_limit(self, engine_id: str, limit: int) -> None:
-        """Change how many turns an engine runs at most; further ones run to their end. Repeatable,
-        without effect for an engine that is not in the router."""
+        """Change the maximum number of turns of an engine; excess turns run to their end.
+        Repeatable; no effect for an engine that is not in the router."""
         routed = self._routed.get(engine_id)
         if routed is None or routed.most == limit:
             return
@@ -338,7 +339,7 @@ class PolicyRouter:
             queue.regroup(group, left)
 
     def wake(self) -> None:
-        """Place waiting turns on engines with room. To be called when an engine may serve again."""
+        """Place waiting turns on engines with room. Call this when an engine may serve again."""
         self._fleet.look_again()
         for engine_id in list(self._bound):
             self._wake_bound(engine_id)
@@ -355,12 +356,12 @@ class PolicyRouter:
                 self._enqueue(turn)
 
     def take_losses(self) -> Losses:
-        """The losses since the previous call."""
+        """Return the losses since the previous call."""
         losses, self._losses = self._losses, Losses()
         return losses
 
     def close(self, reason: str) -> None:
-        """Refuse every turn from now on, waiting ones included."""
+        """Refuse every turn from now on, including waiting ones."""
         self._closed = reason
         for queue in (self._queue, *self._bound.values()):
             while queue:
@@ -379,7 +380,7 @@ class PolicyRouter:
         group: str = "",
         left: int = 0,
     ) -> GeneratedTurn:
-        """One response from any engine; queueing and repetition count towards the deadline.
+        """Return one response from any engine; queueing and repetition count towards the deadline.
 
         `domain` and `agent` are the kind of turn, `group` is its query, `left` how many of the
         query's trajectories have not ended. Raises `TurnError` (kinds `deadline`, `job_released`,
@@ -450,7 +451,7 @@ class PolicyRouter:
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
 
     async def _place(self, turn: PendingTurn, seconds: float) -> EnginePlacement:
-        """A place on an engine that serves. Raises `TimeoutError` after `seconds`."""
+        """Return a place on an engine that serves. Raises `TimeoutError` after `seconds`."""
         if not self._queue:
             placement = self._try_place(turn)
             if placement is not None:
@@ -488,7 +489,7 @@ class PolicyRouter:
         self.wake()
 
     def _try_place(self, turn: PendingTurn) -> EnginePlacement | None:
-        """A place without waiting. Binds the turn to the engine that is chosen if that is full."""
+        """Return a place without waiting. Bind the turn to the chosen engine if that is full."""
         engine_id, turn.bound = turn.bound, None
         if engine_id is None or not self._serves(engine_id):
             engine_id = self._choose(turn)
@@ -531,7 +532,7 @@ class PolicyRouter:
         turn.since = turn.entry.since
 
     def _unbind(self, turn: PendingTurn) -> None:
-        """Take a turn out of the load of the engine that it waits for, if it does. Repeatable."""
+        """Remove a turn from the load of the engine for which it waits, if any. Repeatable."""
         if turn.bound is not None and turn.bound_cost is not None:
             self._fleet.leave(turn.bound, turn.bound_cost)
             turn.bound_cost = None
@@ -543,7 +544,7 @@ class PolicyRouter:
             turn = queue.pop()
             self._unbind(turn)
             if turn.waits:
-                # Its engine has room, or no longer serves: then another one is chosen.
+                # Its engine has room, or no longer serves: then another engine is chosen.
                 placement = self._try_place(turn)
                 if placement is None:
                     self._enqueue(turn)
@@ -580,7 +581,7 @@ class PolicyRouter:
 
 
 def _turn_error(error: TroupeError) -> TurnError:
-    """An engine's refusal as the error that the workflow receives."""
+    """Convert an engine's refusal to the error that the workflow receives."""
     cls = ContextOverflowError if isinstance(error, PromptTooLong) else TurnError
     return cls(
         error.message,

@@ -1,7 +1,7 @@
-"""Keeps one engine running and at its policy's target weights.
+"""Supervision of one engine, which keeps it running and at its policy's target weights.
 
 A dead engine is restarted with growing pauses. It comes up STALE, loads the policy's target version
-and serves only after that is verified: the same path as at its first start.
+and serves only after its verification, on the same path as at its first start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from troupe.v1 import rollout_pb2 as rollout_pb
 
 log = structlog.get_logger(__name__)
 
-# Short enough to notice a hung engine within a few turns; a probe costs next to nothing.
+# Short enough to notice a hung engine within a few turns; a probe costs almost nothing.
 PROBE_SECONDS = 1.0
 # A probe that takes longer counts as missed.
 PROBE_TIMEOUT_SECONDS = 20.0
@@ -36,7 +36,8 @@ _DOWN = (common_pb.ENGINE_STATE_STARTING, common_pb.ENGINE_STATE_DEAD)
 
 
 class EngineKeeper:
-    """Probes, restarts and updates one engine. All changes to the engine go through its keeper."""
+    """The keeper of one engine, which probes, restarts and updates it. All changes to the engine go
+    through its keeper."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class EngineKeeper:
         start_timeout: float,
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called whenever the engine may have begun to serve."""
+        """Keep `engine`. `on_change` is called whenever the engine may have begun to serve."""
         self.engine = engine
         self._target = target
         self._fetcher = fetcher
@@ -57,22 +58,23 @@ class EngineKeeper:
         self._nudge = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._retired = False
-        # Whether trainers have the devices: the engine sleeps, and is not restarted if it dies.
+        # Whether trainers have the devices: then the engine sleeps, and is not restarted if it
+        # dies.
         self._off_device = False
-        # Whether this worker brings the engine to new weights. Else another one does (its keeper),
-        # and `_vouched` is the version and checksum that it has verified there.
+        # Whether this worker brings the engine to new weights. Else another worker does (its
+        # keeper), and `_vouched` is the version and checksum that it has verified there.
         self._kept = True
         self._vouched: tuple[int, str] | None = None
 
     @property
     def kept(self) -> bool:
-        """Whether this worker brings the engine to new weights, not another one."""
+        """Whether this worker, not another, brings the engine to new weights."""
         return self._kept
 
     def share(self, *, kept: bool, vouched: tuple[int, str] | None) -> None:
         """Keep the engine, or follow another worker's. Repeatable.
 
-        One that is taken over is loaded again: its keeper may have died in the middle of a load.
+        An engine that is taken over is loaded again, since its keeper may have died during a load.
         """
         taken_over = kept and not self._kept
         self._kept, self._vouched = kept, vouched
@@ -113,7 +115,8 @@ class EngineKeeper:
         return self.engine.state in _DOWN
 
     def as_updating(self, *, waits: bool) -> UpdatingEngine:
-        """The engine as `routing.next_wave` sees it. `waits`: it is to load weights."""
+        """Return the engine in the form for `routing.next_wave`. `waits`: it has to load
+        weights."""
         engine = self.engine
         return UpdatingEngine(
             engine.engine_id,
@@ -127,8 +130,8 @@ class EngineKeeper:
         """Start the engine if it is down, and update it if it does not serve the target.
 
         Returns the seconds in which the update kept it from serving. Repeatable; does nothing after
-        `retire`. Raises what the engine raises, `Unavailable` when it does not start in time, and
-        `NotFound` (`weights_not_found`) when the target cannot be fetched.
+        `retire`. Raises the engine's errors, `Unavailable` if it does not start in time, and
+        `NotFound` (`weights_not_found`) if the target cannot be fetched.
         """
         async with self._lock:
             engine = self.engine
@@ -156,9 +159,10 @@ class EngineKeeper:
         return exposed
 
     async def sleep(self) -> None:
-        """Take the engine off its devices until `wake`; one that is down stays down. Repeatable.
+        """Take the engine off its devices until `wake`; an engine that is down stays down.
+        Repeatable.
 
-        Raises what `Engine.sleep` raises: then the engine has not left its devices.
+        Raises the errors of `Engine.sleep`; then the engine has not left its devices.
         """
         async with self._lock:
             if self._retired:
@@ -170,7 +174,7 @@ class EngineKeeper:
     async def wake(self) -> None:
         """Bring the engine back to its devices and to the policy's target. Repeatable.
 
-        Raises as `reach_target` does.
+        Raises the errors of `reach_target`.
         """
         async with self._lock:
             self._off_device = False
@@ -185,7 +189,8 @@ class EngineKeeper:
         await self.reach_target()
 
     async def check_target(self) -> None:
-        """Raise `WeightsRefused` when the target cannot fit the engine's model; changes nothing."""
+        """Raise `WeightsRefused` if the target cannot fit the engine's model, without changing
+        anything."""
         if not self._kept or self.is_down or self.off_device or self.serves_target:
             return
         ref = self._target.ref
@@ -220,7 +225,7 @@ class EngineKeeper:
         await self.engine.stop()
 
     def status(self, job_id: str, worker_id: str) -> rollout_pb.EngineStatus:
-        """The engine's state and load, as heartbeats and ListEngines report them."""
+        """Return the engine's state and load, for heartbeats and ListEngines."""
         engine, load = self.engine, self.engine.load()
         update = engine.last_update or NO_UPDATE
         return rollout_pb.EngineStatus(
@@ -252,7 +257,7 @@ class EngineKeeper:
             f"engine {self.engine.engine_id} did not {what} within {self._start_timeout:g} s",
             kind="engine_start_timeout",
             field=f"policies.{self.engine.policy}.engine.start_timeout_seconds",
-            remedy="Raise it, or look at the engine's log.",
+            remedy="Raise it, or see the engine's log.",
         )
 
     async def _watch_engine(self) -> None:
@@ -268,11 +273,12 @@ class EngineKeeper:
                 pause = await self._inspect(pause)
             except Exception:
                 # The task must survive its own faults: otherwise a dead engine would stay dead.
-                log.exception("looking after an engine failed", engine=self.engine.engine_id)
+                log.exception("supervision of an engine failed", engine=self.engine.engine_id)
                 pause = RESTART_PAUSE_SECONDS_MAX
 
     async def _inspect(self, pause: float) -> float:
-        """Probe once and repair the engine; returns the pause before the next try, 0: well."""
+        """Probe once and repair the engine; return the pause before the next attempt, 0 if all is
+        well."""
         if self._lock.locked():
             return pause  # a start or an update is running and reports its own failure
         engine = self.engine
@@ -311,8 +317,8 @@ class EngineKeeper:
 
 @contextmanager
 def _missing_as_gone(ref: common_pb.WeightsRef) -> Iterator[None]:
-    """Turns the errors of weights that have left this host's memory since they were fetched into
-    the one that makes their trainer publish them again."""
+    """Convert errors about weights that have left this host's memory since they were fetched into
+    the error that makes their trainer publish them again."""
     try:
         yield
     except (KeyNotFound, Corrupt) as error:

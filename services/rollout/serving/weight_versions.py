@@ -1,9 +1,9 @@
-"""Weight versions of one policy on a rollout worker: which one turns are drawn with, and its bytes.
+"""Weight versions of one policy on a rollout worker: the version that draws turns, and its bytes.
 
 `TargetVersion` admits versions: it decides whether a newly published version becomes the policy's
-target, and whether an engine may take turns with the version that it holds. `WeightFetcher` brings
-a version's bytes to this host before any engine is touched: engines serve the former version during
-the transfer, whatever the link, and then load from this host's memory. Only that load is exposed.
+target, and whether an engine may take turns with its version. `WeightFetcher` brings a version's
+bytes to this host before any engine changes: engines serve the former version during the transfer,
+over any link, and then load from this host's memory. Only that load is exposed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 # Transports of weights that come from another host.
 _REMOTE: Final = ("ucx", "grpc")
-# Failures that publishing the version again can cure: it is nowhere, its bytes are damaged, or its
-# holder does not answer. (A trainer that is alive and still holds it publishes nothing new.)
+# Failures that publishing the version again can repair: no host has it, its bytes are damaged, or
+# its holder does not answer. (A live trainer that still has it does not publish it again.)
 _GONE: Final = (KeyNotFound, Corrupt, TransferTimeout, Unavailable)
 
 
@@ -43,7 +43,7 @@ class TargetVersion:
     rolling: bool = False
 
     def is_served_by(self, engine: ServingEngine) -> bool:
-        """Whether the engine is healthy and its verified weights are the target's."""
+        """Return whether the engine is healthy and its verified weights are the target's."""
         return engine.state == common_pb.ENGINE_STATE_HEALTHY and (
             engine.version,
             engine.checksum,
@@ -53,16 +53,16 @@ class TargetVersion:
         )
 
     def admits(self, engine: ServingEngine) -> bool:
-        """Whether turns may go to the engine now."""
+        """Return whether turns may go to the engine now."""
         if self.rolling:
             return engine.state == common_pb.ENGINE_STATE_HEALTHY
         return self.is_served_by(engine)
 
     def precedes(self, new: common_pb.WeightsRef) -> bool:
-        """Whether `new` is a later version than the target; False for the target itself.
+        """Return whether `new` is a later version than the target; False for the target itself.
 
-        Raises `FailedPrecondition` for an older version (`version_stale`), or for the same one
-        with other content (`version_conflict`): a version names one checksum.
+        Raises `FailedPrecondition` for an older version (`version_stale`), or for the same version
+        with different content (`version_conflict`): a version has one checksum.
         """
         if new.version == self.ref.version:
             if new.checksum != self.ref.checksum:
@@ -96,13 +96,13 @@ class WeightFetcher:
     async def fetch(
         self, ref: common_pb.WeightsRef, former: common_pb.WeightsRef | None = None
     ) -> float:
-        """Make `ref` completely available on this host; returns the seconds of the transfer, 0 if
-        it was here.
+        """Make `ref` completely available on this host; return the seconds of the transfer, 0 if it
+        was already here.
 
-        What `former`, a version that this host may still have, shares with it is not sent again:
+        Content shared with `former`, a version that this host may still have, is not sent again:
         frozen layers, embeddings of tokens that do not occur. Concurrent callers share one
-        transfer, which goes on when a caller is cancelled. Raises `NotFound` of kind
-        "weights_not_found" when no reachable host has it, and `StorageFull`.
+        transfer, which continues if a caller is cancelled. Raises `NotFound` of kind
+        "weights_not_found" if no reachable host has it, and `StorageFull`.
         """
         key = (ref.key, ref.checksum)
         task = self._fetching.get(key)
@@ -140,7 +140,7 @@ class WeightFetcher:
 
 
 def weights_gone(ref: common_pb.WeightsRef, error: TroupeError) -> NotFound:
-    """The error that makes the trainer of `ref` publish it again."""
+    """Return the error that makes the trainer of `ref` publish it again."""
     return NotFound(
         f"{ref.key}: {error.message}",
         kind=kinds.WEIGHTS_NOT_FOUND,

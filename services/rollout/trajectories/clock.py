@@ -1,4 +1,4 @@
-"""The deadline of a trajectory, and which of its time counts towards it."""
+"""The deadline of a trajectory, and the time that counts towards it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Pause:
-    """Stopwatch of the time in which at least one branch is inside, less the time of `without`."""
+    """A stopwatch of the time during which at least one branch is inside, minus the time of
+    `without`."""
 
     def __init__(self, time: Callable[[], float], without: _Pause | None = None) -> None:
         self._time, self._without = time, without
@@ -16,7 +17,7 @@ class _Pause:
         self._since = self._over = 0.0
 
     def now(self) -> float:
-        """The clock that it measures by, in seconds."""
+        """Return the reading of its clock, in seconds."""
         return self._time() - (self._without.total if self._without else 0.0)
 
     @property
@@ -46,8 +47,8 @@ class TrajectoryClock:
     """A deadline `seconds` after its creation. All times are the event loop's, in seconds.
 
     In a deterministic job the clock is `patient`: it stops while the trajectory waits for an engine
-    or the reward service, since how long those take must not decide how the trajectory ends. Only
-    the workflow's own time counts then. `longest` bounds all of it.
+    or the reward service, since their speed must not decide how the trajectory ends. Then only the
+    workflow's own time counts. `longest` bounds the total time.
     """
 
     def __init__(self, seconds: float, *, longest: float, patient: bool) -> None:
@@ -60,24 +61,26 @@ class TrajectoryClock:
         self._outside = _Pause(time, without=self._paused)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context in which no time counts towards any limit; branches may overlap."""
+        """Return a context in which time does not count towards any limit; branches may overlap."""
         return self._paused()
 
     @property
     def left(self) -> float:
         """Seconds until the deadline by what counts so far; at most 0 when it has passed."""
-        now = self._outside.now()  # less what was paused
+        now = self._outside.now()  # without paused time
         end = self._longest
         if not self._outside.on:
             end = min(end, self._seconds + self._outside.total)
         return self.began + end - now
 
     def bound(self, seconds: float) -> float:
-        """How long a wait for an engine or the reward service may take, given a limit `seconds`."""
+        """Return how long a wait for an engine or the reward service may take, given a limit
+        `seconds`."""
         if self._patient:
             return self.began + self._longest - self._outside.now()
         return min(seconds, self.left)
 
     def outside(self) -> AbstractContextManager[None]:
-        """Context of a wait for an engine or the reward service; branches may overlap."""
+        """Return the context of a wait for an engine or the reward service; branches may
+        overlap."""
         return self._outside() if self._patient else nullcontext()

@@ -1,8 +1,8 @@
-"""When a trajectory may start, and how far it may go before its step is open.
+"""Control of when a trajectory may start, and how far it may proceed before its step is open.
 
-`ConcurrencyGate` limits how many trajectories of a job run at once on this worker; `Turnstile`, how
-many of them go on in one iteration of the event loop; `EarlyStartGate` holds back trajectories that
-began before their step (`pipeline.early_start`).
+`ConcurrencyGate` limits how many trajectories of a job run concurrently on this worker; `Turnstile`
+limits how many of them continue in one iteration of the event loop; `EarlyStartGate` holds back
+trajectories that began before their step (`pipeline.early_start`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import Final
 
 from services.rollout.trajectories.clock import TrajectoryClock
 
-# Trajectories admitted in one iteration of the event loop. If a whole step entered at once, all of
-# it would start before the first trajectory asked for a turn, and engines would idle until then.
+# Trajectories admitted in one iteration of the event loop. If a whole step entered together, all
+# its trajectories would start before the first one asked for a turn, and engines would idle until
+# then.
 _ENTRIES_PER_TICK: Final = 8
-# Trajectories that go on with a reply in one iteration; timers and calls wait for its end.
+# Trajectories that continue with a reply in one iteration; timers and calls wait for its end.
 _REPLIES_PER_TICK: Final = 4
-# What they may compute together in it. Reading a reply of a long conversation and asking for the
-# next takes 1 to 10 ms, where a tool returned a long text (18,000 tokens) 35 ms.
+# Their total computing time in one iteration. Reading a reply of a long conversation and requesting
+# the next takes 1 to 10 ms, or 35 ms if a tool returned a long text (18,000 tokens).
 _SECONDS_PER_TICK: Final = 0.025
 
 
 class ConcurrencyGate:
-    """Admits trajectories in order of arrival, at most `limit` at once and a few per event-loop
-    iteration.
+    """A gate that admits trajectories in order of arrival, at most `limit` at a time and a few per
+    event-loop iteration.
 
-    With `one_query` (pipeline mode `serial`) all running trajectories belong to one query: those of
-    the next query enter when the last of the current one's have left.
+    With `one_query` (pipeline mode `serial`) all running trajectories belong to one query:
+    trajectories of the next query enter when the last one of the current query has left.
     """
 
     def __init__(self, limit: int, *, one_query: bool = False) -> None:
@@ -40,7 +41,7 @@ class ConcurrencyGate:
         self._current: str | None = None
         self._inside = 0
         self._entered_this_tick = 0
-        # By query, longest waiting first. Without `one_query` all are under one name.
+        # By query, longest waiting first. Without `one_query`, all have one key.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
@@ -60,7 +61,7 @@ class ConcurrencyGate:
             self._admit()
 
     def _admit(self) -> None:
-        """Admit whoever may enter. Constant time per entry, since whole steps wait here."""
+        """Admit all that may enter. Takes constant time per entry, since whole steps wait here."""
         if self._inside == 0:
             self._current = None
         while self._waiting and self._free > 0 and self._entered_this_tick < _ENTRIES_PER_TICK:
@@ -72,7 +73,7 @@ class ConcurrencyGate:
             entry = queue.popleft()
             if not queue:
                 del self._waiting[self._current]
-            if not entry.done():  # cancelled while it waited otherwise
+            if not entry.done():  # otherwise it was cancelled while waiting
                 self._free -= 1
                 self._inside += 1
                 if not self._entered_this_tick:
@@ -88,17 +89,18 @@ class ConcurrencyGate:
 
 
 class Turnstile:
-    """Lets trajectories whose turn has ended go on, a few per event-loop iteration, in order: a
-    number at most, fewer where they compute long, always one.
+    """A turnstile that lets trajectories whose turn has ended continue in order, a few per
+    event-loop iteration: at most a fixed number, fewer if they compute for long, always at least
+    one.
 
-    Engines end many turns at once. If all of their trajectories went on in one iteration, it would
-    last half a second with a few hundred of them, in which no call is answered and no timer runs.
-    Those that go on at once are counted as they compute. What those compute that are let in
-    together is known after the iteration: there are as many as fit by what the last ones took.
+    Engines end many turns at once. If all their trajectories continued in one iteration, it would
+    last half a second with a few hundred of them, during which calls are not answered and timers do
+    not run. The computing time of trajectories that continue together is known only after the
+    iteration, so their number follows from the time of the last ones.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock`: seconds that the event loop's thread has computed."""
+        """Open the turnstile. `clock`: seconds that the event loop's thread has computed."""
         self._clock = clock
         self._began = 0.0
         self._passed_this_tick = 0
@@ -106,7 +108,8 @@ class Turnstile:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Wait for one's turn; returns at once where few want to go on."""
+        """Wait for permission to continue; return immediately if few trajectories want to
+        continue."""
         if not self._passed_this_tick:
             self._began = self._clock()
             asyncio.get_running_loop().call_soon(self._next_tick)
@@ -125,14 +128,14 @@ class Turnstile:
 
     def _next_tick(self) -> None:
         now = self._clock()
-        # With all else that the loop did meanwhile.
+        # Including everything else that the loop did meanwhile.
         spent = max(now - self._began, 1e-6)
         fit = int(_SECONDS_PER_TICK * self._passed_this_tick / spent)
         self._fit = max(1, min(_REPLIES_PER_TICK, fit))
         self._began, self._passed_this_tick = now, 0
         while self._waiting and self._may_pass():
             entry = self._waiting.popleft()
-            if not entry.done():  # cancelled while it waited otherwise
+            if not entry.done():  # otherwise it was cancelled while waiting
                 entry.set_result(None)
                 self._passed_this_tick += 1
         if self._passed_this_tick:
@@ -140,11 +143,11 @@ class Turnstile:
 
 
 class EarlyStartGate:
-    """Holds an early trajectory back until its step is open: before its end, and before each turn
-    whose policy does not have its new weights yet.
+    """A gate that holds an early trajectory back until its step is open: before its end, and before
+    each turn whose policy does not have its new weights yet.
 
-    The trajectory may load its query, reset environments and call tools, because none of that
-    depends on weights. Its clock stops while it waits.
+    The trajectory may load its query, reset environments and call tools, since these do not depend
+    on weights. Its clock stops while it waits.
     """
 
     def __init__(self, early: bool) -> None:

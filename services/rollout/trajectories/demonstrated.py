@@ -1,8 +1,8 @@
-"""`DemonstratedTrajectory`: a row of demonstrations, or a pair, that goes the way of a trajectory.
+"""`DemonstratedTrajectory`: a row of demonstrations, or a pair, handled like a trajectory.
 
-Nothing is played or generated: the row's replies become samples of the store, so that steps that
-learn from rows are opened, claimed, trained and committed as all others are (exactly once, in
-gangs, with checkpoints).
+Nothing is played or generated: the row's replies become samples in the store, so steps that learn
+from rows are opened, claimed, trained and committed like all others (exactly once, in gangs, with
+checkpoints).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINISHED: Final = "demonstration"
 
 
 class DemonstratedTrajectory(RunningTrajectory):
-    """Reads its row, and ends with a sample for each reply that is learned."""
+    """A trajectory that reads its row, and ends with a sample for each reply to learn."""
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
         job = self._job
@@ -53,7 +53,7 @@ class DemonstratedTrajectory(RunningTrajectory):
             trajectory_id=ticket.trajectory_id,
             agent=one.agent,
             turn=one.turn,
-            # Alone in its group, as nothing is compared; of a pair both sides.
+            # Alone in its group, since nothing is compared; for a pair, both sides share a group.
             group_id=f"{ticket.query_id}/{one.agent}/" + (f"{one.turn}" if alone else "pair"),
             prompt_ids=ids_to_proto(np.array(one.prompt_ids, np.int32)),
             response_ids=ids_to_proto(np.array(one.response_ids, np.int32)),

@@ -19,14 +19,15 @@ from troupe.workflow.backend import Backend, EndpointOptions, GeneratedTurn, Too
 
 
 class Lockstep:
-    """The barrier of a job's running trajectories. A trajectory that ends in any way leaves it, so
-    none waits longer than another's deadline."""
+    """The barrier of a job's running trajectories. Every ended trajectory leaves it, so none waits
+    longer than another's deadline."""
 
     def __init__(self) -> None:
         self._members: set[BarrierMember] = set()
 
     def member(self, clock: TrajectoryClock) -> BarrierMember:
-        """A new member for one trajectory, which takes part while it is entered as a context."""
+        """Return a new member for one trajectory, which takes part while it is entered as a
+        context."""
         return BarrierMember(self, clock)
 
     def join(self, member: BarrierMember) -> None:
@@ -72,7 +73,7 @@ class BarrierMember:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Context of one call; entered when all other trajectories are about to make one."""
+        """Enter the context of one call when all other trajectories are about to make one."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self._lockstep.release()
@@ -88,11 +89,11 @@ class BarrierMember:
             self._lockstep.release()
 
     def backend(self, backend: TurnBackend) -> Backend:
-        """`backend` with every generation at the barrier."""
+        """Return `backend` with every generation at the barrier."""
         return _Backend(backend, self)
 
     def tools(self, tools: ToolBackend) -> ToolBackend:
-        """`tools` with every call at the barrier."""
+        """Return `tools` with every call at the barrier."""
         return _Tools(tools, self)
 
 

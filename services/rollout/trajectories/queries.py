@@ -1,4 +1,4 @@
-"""The queries of a job by split and index, made in threads: the event loop is not blocked."""
+"""The queries of a job by split and index, made in threads to keep the event loop free."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from troupe.user_code import call_in_thread
 from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.workflow import WorkflowError
 
-# Cached items. The trajectories of a group ask for the same item, which is made once.
+# Number of cached items. The trajectories of a group request the same item, which is made once.
 _KEPT = 2048
-# Time in which one thread makes further requested items: starting a thread for each would take
-# longer, beside an engine that computes.
+# Time during which one thread makes further requested items: starting a thread for each would take
+# longer while an engine computes.
 _TOGETHER_SECONDS = 0.005
 
 
-# The name of an evaluation with tasks of its own, else "", and the split.
+# The name of an evaluation with its own tasks, else "", and the split.
 _Split = tuple[str, str]
 
 
 class QuerySource:
-    """Loads a split when it is first needed. Items are made one at a time, in a thread."""
+    """The source of queries, which loads a split when it is first needed. Items are made one at a
+    time, in a thread."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class QuerySource:
         *,
         field: str = "tasks",
     ) -> None:
-        """`seed`: that of the job. `count_tokens`: by the tokenizers of its policies.
-        `evaluations`: by name the tasks of evaluations; None: those of the job. `field`: the
-        section of the job that `spec` is, for errors."""
+        """Create the source. `seed`: of the job. `count_tokens`: counter with the tokenizers of its
+        policies. `evaluations`: tasks of evaluations by name; None: the job's own. `field`: name of
+        the job's section `spec`, for errors."""
         self._field = field
         self._specs = {"": spec, **{n: own for n, own in evaluations.items() if own is not None}}
         self._open = partial(open_tasks, seed=seed, count_tokens=count_tokens)
@@ -61,20 +62,22 @@ class QuerySource:
         return [note for _, split in sorted(self._splits.items()) for note in split.notes]
 
     async def load(self, split: str, evaluation: str = "") -> int:
-        """Load the split, or that of an evaluation with tasks of its own; returns its length.
+        """Load the split, or the split of an evaluation with its own tasks; return its length.
 
         Raises `EntrypointError` and `DataError`.
         """
         return len(await self._load(self._named(split, evaluation)))
 
     async def sources(self) -> Sequence[int]:
-        """The number of items of each source of the training tasks. Raises as `load`."""
+        """Return the number of items of each source of the training tasks. Raises the errors of
+        `load`."""
         return (await self._load(self._named(TRAIN, ""))).sources
 
     async def get(
         self, split: str, index: int, evaluation: str = "", task: rollout_pb.TaskRef | None = None
     ) -> Mapping[str, Any]:
-        """The item of query `index`, counted without end, or `task`: a mapping of JSON values.
+        """Return the item of query `index`, which is unlimited, or `task`: a mapping of JSON
+        values.
 
         Raises `EntrypointError`, `DataError` and `WorkflowError` (kind `bad_task`).
         """
@@ -145,7 +148,7 @@ class QuerySource:
         field = f"{self._section(name)}.{kind}"
         try:
             item = tasks[index]
-            # A copy: a mapping of user code may raise whenever it is read.
+            # A copy, since a mapping of user code may raise whenever it is read.
             data = dict(item) if isinstance(item, Mapping) else None
         except BaseException as error:
             raise _bad_task(field, f"{where} raised {described(error)}") from error

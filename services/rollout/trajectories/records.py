@@ -48,11 +48,11 @@ class LargeColumns:
     """Arrays by the transfer key that a row refers to."""
 
     def columns_of(self, sample_id: str, values: Mapping[str, Any]) -> dict[str, store_pb.Column]:
-        """The columns of one sample as messages; large ones become references."""
+        """Return the columns of one sample as messages; large ones become references."""
         return {name: self._column(sample_id, name, value) for name, value in values.items()}
 
     async def put(self) -> None:
-        """Publish the large values, before any reader can know their keys.
+        """Publish the large values before any reader can know their keys.
 
         Raises `TransferError`. Repeatable: a trajectory that runs again replaces its values.
         """
@@ -101,8 +101,8 @@ class RowDestination:
 
 @dataclass(frozen=True)
 class End:
-    """How the store ended a trajectory, and why. `group_complete`: its group has all its members,
-    and redundant trajectories of its query were ended. `repeated`: it had ended before."""
+    """How and why the store ended a trajectory. `group_complete`: its group has all its members,
+    and redundant trajectories of its query were ended. `repeated`: it had already ended."""
 
     state: State
     reason: str = ""
@@ -111,11 +111,11 @@ class End:
 
 
 class TrajectoryLog:
-    """Writes the ends of trajectories to the store, which keeps the first one of each. Concurrent
-    ones share a message (troupe.experience).
+    """A writer of the ends of trajectories to the store, which keeps the first end of each.
+    Concurrent ends share a message (troupe.experience).
 
-    All methods raise `TroupeError` when the store did not answer within `RowDestination.seconds`,
-    or does not know the step.
+    All methods raise `TroupeError` if the store does not answer within `RowDestination.seconds`, or
+    does not know the step.
     """
 
     def __init__(self, writer: ExperienceWriter) -> None:
@@ -137,11 +137,11 @@ class TrajectoryLog:
             return await self.fail(at, f"rows_too_large: {error.message}")
 
     async def fail(self, at: RowDestination, reason: str) -> End:
-        """Store that the trajectory has no rows, and why."""
+        """Store that the trajectory has no rows, with the reason."""
         return await self._end(at, common_pb.TRAJECTORY_STATE_FAILED, reason)
 
     async def abort(self, at: RowDestination, reason: str) -> bool:
-        """Store that the trajectory was aborted. False when it had already ended."""
+        """Store that the trajectory was aborted; return False if it had already ended."""
         try:
             return not (await self._end(at, common_pb.TRAJECTORY_STATE_ABORTED, reason)).repeated
         except (FailedPrecondition, NotFound) as error:
@@ -185,8 +185,8 @@ class TrajectoryLog:
 def samples_of(
     rows: Sequence[SampleRow], *, ticket: rollout_pb.Ticket, shelf: LargeColumns
 ) -> list[store_pb.Sample]:
-    """The rows of a trajectory as messages, which carry each token once (troupe/prefixes.py).
-    Columns too large for a row are added to `shelf`."""
+    """Return the rows of a trajectory as messages, which carry each token once
+    (troupe/prefixes.py). Columns too large for a row are added to `shelf`."""
     samples = []
     earlier = PrefixIndex()
     for row in rows:
@@ -197,7 +197,7 @@ def samples_of(
             columns[TEAM_COLUMN] = np.array(row.context, np.int32)
         routes = None if turn.generation is None else turn.generation.routed_experts
         if routes is not None:
-            # A reply may be shorter than what was drawn, cut at a stop string.
+            # A reply cut at a stop string is shorter than the drawn response.
             columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.response) - 1]
         prompt, response = turn.prompt_ids.array, reply.response.array
         own = earlier.add(
@@ -233,6 +233,6 @@ def samples_of(
 
 
 def spans_of(turn: TurnRecord) -> list[common_pb.VersionSpan]:
-    """The versions that drew a turn's tokens."""
+    """Return the versions that drew a turn's tokens."""
     spans = turn.generation.versions if turn.generation else ()
     return [common_pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans]

@@ -1,4 +1,5 @@
-"""Runs the trajectories that callers request, each once, and cancels those without a listener."""
+"""The runner of requested trajectories, which runs each once and cancels those without a
+listener."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ log = structlog.get_logger(__name__)
 # Size of one message, unless a single event is larger: far below gRPC's limit, so that the client
 # can process the first while the next is on its way.
 _MAX_MESSAGE_BYTES: Final = 2**20
-# Trajectories that are started in one iteration of the event loop: thousands at once took a third
-# of a second and more.
+# Trajectories that are started in one iteration of the event loop: thousands together took a third
+# of a second or more.
 _STARTS_PER_TICK: Final = 16
-# Running trajectories whose objects may be walked by the garbage collector all at once.
+# Number of running trajectories below which the garbage collector may walk all objects at once.
 _FEW: Final = 16
 
 _Update = rollout_pb.TrajectoryEvent | Exception
@@ -58,11 +59,11 @@ class Runner:
         endings_only: bool = False,
         ahead: bool = False,
     ) -> TrajectoryListener:
-        """Run the tickets, starting a few at a time; returns a listener to all of them.
+        """Run the tickets, starting a few at a time; return a listener to all of them.
 
-        A trajectory that runs already is joined, not run twice. `endings_only`: besides endings,
-        the listener gets only events that report start versions. `ahead`: the trajectories start
-        early; before a turn and before their end they wait for a call without it.
+        A trajectory that already runs is joined, not run twice. `endings_only`: in addition to
+        endings, the listener gets only events that report start versions. `ahead`: the trajectories
+        start early; before a turn and before their end they wait for a call without it.
         """
         ids = {ticket.trajectory_id for ticket in tickets}
         listener = TrajectoryListener(self, job.job_id, ids, endings_only=endings_only)
@@ -93,7 +94,7 @@ class Runner:
                 running.early_start.policy_updated(policy)
 
     def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
-        """End trajectories, also waiting ones, as ABORTED; returns the ids that ran here.
+        """End trajectories, including waiting ones, as ABORTED; return the ids that ran here.
 
         Returns before they have ended; listeners get the end. Repeatable.
         """
@@ -110,7 +111,7 @@ class Runner:
         return aborted_ids
 
     async def cancel(self, job_id: str) -> None:
-        """Cancel the trajectories of a job; nothing of them is stored."""
+        """Cancel the trajectories of a job without storing anything."""
         await self._cancel([r for (job, _), r in self._running.items() if job == job_id])
 
     async def stop(self) -> None:
@@ -126,7 +127,7 @@ class Runner:
         running.listeners.discard(listener)
         if running.listeners:
             return
-        # The id is free from now on: another call may run the trajectory while this one ends.
+        # The id is free from now on, so another call may run the trajectory while this one ends.
         del self._running[key]
         running.task.cancel()
         self._leaving.add(running.task)
@@ -167,7 +168,7 @@ class Runner:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 assert task is not None
-                # Also cancelled for another reason, it must not be stored.
+                # If it was also cancelled for another reason, it must not be stored.
                 if not running.aborted or task.uncancel():
                     raise
                 await trajectory.abort(running.aborted)
@@ -200,7 +201,7 @@ class Runner:
 
 
 class TrajectoryListener:
-    """Receives the events of a set of trajectories until all have ended, or until it is closed.
+    """A listener to the events of a set of trajectories, until all have ended or it is closed.
 
     A trajectory whose last listener is closed early is cancelled and leaves no trace.
     """
@@ -214,21 +215,21 @@ class TrajectoryListener:
         self._left = trajectory_ids
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self.failed = False
-        """Whether a trajectory was lost: `bundles` ends with its error."""
+        """Whether a trajectory was lost; then `bundles` ends with its error."""
 
     def deliver(self, update: _Update, *, replayed: bool = False) -> None:
         """Queue an event, or the error that lost a trajectory. `replayed`: it is an older one."""
         self.failed = self.failed or isinstance(update, Exception)
         if self._endings_only and not isinstance(update, Exception):
-            # It gets endings, and the first event with start versions.
+            # The listener gets endings, and the first event with start versions.
             first = replayed or update.state == common_pb.TRAJECTORY_STATE_RUNNING
             if not is_terminal(TRAJECTORY, update.state) and not (update.start_versions and first):
                 return
         self._updates.put_nowait(update)
 
     async def bundles(self) -> AsyncIterator[list[rollout_pb.TrajectoryEvent]]:
-        """Lists of the events that are available at the same time, in order, never empty. Raises
-        `TroupeError` when a trajectory was lost (its end cannot be stored), after the events before
+        """Yield non-empty lists of the events that are available at the same time, in order. Raises
+        `TroupeError` if a trajectory was lost (its end cannot be stored), after the events before
         it."""
         try:
             while self._left:

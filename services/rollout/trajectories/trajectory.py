@@ -189,7 +189,8 @@ class RunningTrajectory:
         return self._ticket.purpose == rollout_pb.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
-        """The trajectory's rows. Raises `WorkflowError` with the failure's kind and message."""
+        """Return the trajectory's rows. Raises `WorkflowError` with the failure's kind and
+        message."""
         limits = self._job.spec.limits
         clock = TrajectoryClock(
             limits.trajectory_seconds,
@@ -216,7 +217,7 @@ class RunningTrajectory:
                     }
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
-        """The rows of attempt `number`, counted from 0."""
+        """Return the rows of attempt `number`, counted from 0."""
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
         evaluating = ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
@@ -431,7 +432,8 @@ class TrajectoryAttempts:
 
 
 def is_environments(error: WorkflowError) -> bool:
-    """Whether an environment or tool failed the workflow, which another attempt may avoid."""
+    """Return whether an environment or tool failed the workflow, which another attempt may
+    avoid."""
     return isinstance(error, ToolError | EnvironmentFault) and error.kind not in JOB_FAULTS
 
 
@@ -462,8 +464,8 @@ async def call_workflow(
 
 
 def _explains_itself(error: BaseException) -> bool:
-    """Whether `error` is raised by Troupe and names the reason of the failure itself: an engine's,
-    tool's or environment's fault, or one of `JOB_FAULTS`."""
+    """Return whether `error` is raised by Troupe and names the reason of the failure itself: an
+    engine's, tool's or environment's fault, or one of `JOB_FAULTS`."""
     if not is_own(error):
         return False
     assert isinstance(error, WorkflowError)
@@ -476,7 +478,7 @@ def _explains_itself(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException) -> WorkflowError:
-    """The `WorkflowError` for any exception of user code, whatever its class or text."""
+    """Return the `WorkflowError` for any exception of user code, whatever its class or text."""
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost frame outside of Troupe is where the author has to look.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
@@ -487,8 +489,8 @@ def failure_of(error: BaseException) -> WorkflowError:
 async def bounded(
     work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
 ) -> Any:
-    """The result of `work`. When `clock` runs out, raises `late()`, which is called before `work`
-    is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
+    """Return the result of `work`. When `clock` runs out, raises `late()`, which is called before
+    `work` is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
     task = asyncio.ensure_future(await_contained(work))
     error: WorkflowError | None = None
     try:

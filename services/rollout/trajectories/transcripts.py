@@ -69,7 +69,7 @@ class TranscriptChoice:
 def transcript_of(
     turns: Sequence[TurnRecord], *, text: bool = True, tokens: bool = False
 ) -> list[rollout_pb.Turn]:
-    """The answered turns as trajectory events carry them.
+    """Return the answered turns as trajectory events carry them.
 
     `text`: with messages and replies; what a turn repeats of the turn before it of the same agent
     is left out (`Turn.shared_messages`). `tokens`: with their tokens, up to a limit.
@@ -118,7 +118,7 @@ def transcript_of(
 
 
 def _common(one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> int:
-    """The number of messages with which both conversations begin."""
+    """Return the number of messages with which both conversations begin."""
     for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return index

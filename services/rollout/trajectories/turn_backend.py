@@ -62,7 +62,7 @@ class TurnBackend:
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
-        """One turn, within the turn's and the trajectory's time. Raises `TurnError`."""
+        """Return one turn, within the turn's and the trajectory's time. Raises `TurnError`."""
         policy = self._policies[agent]
         await self._early_start.wait(policy.name, self._clock)
         seconds = self._clock.bound(self._turn_seconds)
@@ -103,7 +103,8 @@ class TurnBackend:
         return generation
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """The address where OpenAI clients speak as `agent` until `close`. Raises `TroupeError`."""
+        """Return the address where OpenAI clients speak as `agent` until `close`. Raises
+        `TroupeError`."""
         self.opened_endpoint = True
         return self._trajectory_endpoints.open(agent, options)
 

@@ -38,15 +38,16 @@ _BLOCKAGES: deque[tuple[float, float, str]] = deque(maxlen=100)
 
 
 def blocked_since(start: float) -> tuple[float, str]:
-    """Seconds for which workflows blocked the event loop since `start` (monotonic clock), and the
-    id of the last such trajectory. Others that share the loop miss their deadlines meanwhile."""
+    """Return seconds for which workflows blocked the event loop since `start` (monotonic clock),
+    and the id of the last such trajectory. Others that share the loop miss their deadlines
+    meanwhile."""
     found = [(seconds, who) for end, seconds, who in _BLOCKAGES if end > start]
     return sum(seconds for seconds, _ in found), found[-1][1] if found else ""
 
 
 def blocked_note(start: float) -> str:
-    """The end of an error message about a missed deadline that names the blocking workflow; empty
-    if none blocked the loop."""
+    """Return the end of an error message about a missed deadline that names the blocking workflow;
+    empty if none blocked the loop."""
     seconds, culprit = blocked_since(start)
     if not seconds:
         return ""

@@ -1,4 +1,4 @@
-"""Environments that fail, hang and die: a trajectory is tried again, and nobody else waits."""
+"""Environments that fail, hang and die: the trajectory is retried, and no other waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad workflows: the trajectory fails with a reason, and everything else goes on."""
+"""Bad workflows: the trajectory fails with a reason, and everything else continues."""
 
 from __future__ import annotations
 
