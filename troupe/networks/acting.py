@@ -72,7 +72,7 @@ class ActingNetwork(nn.Module):
         explore: bool,
         acting: torch.Tensor | None = None,
     ) -> Drawn:
-        """Actions of the next step of all copies, after `begin`.
+        """Return actions of the next step of all copies, after `begin`.
 
         `observations` [B, A, O]; `legal` [B, A, n], None: all actions are legal; `acting` [B, A]:
         whose turn it is, the memory of other agents does not change. Random numbers are drawn from
@@ -86,8 +86,8 @@ class ActingNetwork(nn.Module):
         return Drawn(*(draw(out, generator) if explore else likeliest(out)))
 
     def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
-        """Probabilities of the discrete actions of the next step without exploration [B, A, n]; of
-        a policy that does not sample (`draws`) the best action has all of it."""
+        """Return probabilities of the discrete actions of the next step without exploration [B, A,
+        n]; of a policy that does not sample (`draws`) the best action has all of it."""
         out = self._out(observations, legal, None)
         if self.draws:
             return out.double().softmax(-1)
@@ -96,7 +96,7 @@ class ActingNetwork(nn.Module):
     def _out(
         self, observations: torch.Tensor, legal: torch.Tensor | None, acting: torch.Tensor | None
     ) -> torch.Tensor:
-        """The networks' outputs for the next step; `ILLEGAL` for illegal actions."""
+        """Return the networks' outputs for the next step; `ILLEGAL` for illegal actions."""
         if self.identity:
             self._inputs[..., : self.spaces.observation] = observations
             observations = self._inputs

@@ -85,7 +85,7 @@ class Actor:
     def sample(
         self, seed: int, *, explore: bool = True, earnest: Collection[str] = ()
     ) -> PlayedCopies:
-        """One whole episode of every copy.
+        """Play one whole episode of every copy.
 
         `explore=False`: always the likeliest or best action, for evaluation. `earnest`: policies
         that do not explore and sample only if they are stochastic (`ActingNetwork.draws`). Raises
@@ -141,7 +141,7 @@ class Actor:
         return PlayedCopies(fragments, returns, lengths.max(axis=1))
 
     def evaluate(self, seeds: Sequence[int]) -> NDArray[np.float64]:
-        """Returns [len(seeds) * B, A] without exploration."""
+        """Return [len(seeds) * B, A] without exploration."""
         return np.concatenate([self.sample(seed, explore=False).returns for seed in seeds])
 
 
@@ -179,9 +179,9 @@ def _check_shapes(
 def _playable(
     environment: VectorEnvironment, observed: Observed, before: Any, alive: Any, step: int
 ) -> Observed:
-    """`observed` without undefined values: agents that had ended before (`before` [B, A]: those
-    that had not) see zeros, and agents that need not act (`alive`: those that go on) may take any
-    action. Raises BrokenEnvironment if an agent that must act has no legal action."""
+    """Return `observed` without undefined values: agents that had ended before (`before` [B, A]:
+    those that had not) see zeros, and agents that need not act (`alive`: those that go on) may take
+    any action. Raises BrokenEnvironment if an agent that must act has no legal action."""
     seen, legal, acting = observed.observations, observed.legal, observed.acting
     if not before.all():
         seen = np.where(before[..., None], seen, np.float32(0))
@@ -284,8 +284,8 @@ class _Player:
             flags[step] = observed.legal[:, self._at]
 
     def _flags(self, name: str, steps: int, given: Any) -> Any:
-        """The recorded array `name`, made when the environment first gives one: until then all is
-        true."""
+        """Return the recorded array `name`, made when the environment first gives one: until then
+        all is true."""
         if name not in self._arrays:
             shape = (steps, len(given), len(self.agents), *given.shape[2:])
             self._arrays[name] = np.ones(shape, np.bool_)

@@ -93,13 +93,14 @@ class ExportedNetwork:
         return found
 
     def acting(self) -> ActingNetwork:
-        """The network with its weights. Raises InvalidArgument for weights that do not fit."""
+        """Return the network with its weights. Raises InvalidArgument for weights that do not
+        fit."""
         made = ActingNetwork(self.network, self.spaces, len(self.agents))
         made.take(self.weights)
         return made
 
     def play(self, copies: int, **settings: Any) -> VectorEnvironment:
-        """The job's environment in `copies` copies; `settings` override the job's.
+        """Return the job's environment in `copies` copies; `settings` override the job's.
 
         Raises as `make_environment`.
         """
@@ -107,8 +108,8 @@ class ExportedNetwork:
         return make_environment(self.environment["source"], copies, **given)
 
     def actor(self, environment: VectorEnvironment) -> Actor:
-        """An actor that plays all agents of `environment`. Raises InvalidArgument for agents that
-        the network was not made for; build an `Actor` with several `Seat`s for those."""
+        """Return an actor that plays all agents of `environment`. Raises InvalidArgument for agents
+        that the network was not made for; build an `Actor` with several `Seat`s for those."""
         made = Actor(environment, {_POLICY: Seat(self.network, environment.agents, self.agents)})
         made.load(_POLICY, self.weights, 0)
         return made

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment:
-    """The environment of a job of networks; `copies` overrides the job's. Blocking.
+    """Return the environment of a job of networks; `copies` overrides the job's. Blocking.
 
     Raises InvalidArgument naming the job's field at fault: an environment that cannot be imported
     or made, whatever it raises, and agents that are not the job's."""
@@ -79,7 +79,7 @@ def close_environment(environment: Any) -> None:
 
 
 def _field(name: str | None) -> str:
-    """The job's field for the library's argument `name`."""
+    """Return the job's field for the library's argument `name`."""
     if (name or "").startswith(f"{_SOURCE}") or name == "agents":
         return name or ""
     setting = (name or "").removeprefix("environment").removeprefix(".")
@@ -89,7 +89,8 @@ def _field(name: str | None) -> str:
 
 
 def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ...]:
-    """The agents that a policy may play, in the order of `agents`; its network is made for them."""
+    """Return the agents that a policy may play, in the order of `agents`; its network is made for
+    them."""
     roster = job.roster(policy)
     return tuple(name for name in agents if name in roster)
 
@@ -97,7 +98,7 @@ def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ..
 def make_learner(
     spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int
 ) -> NetworkTrainer:
-    """The learner of one policy that plays `agents`, in the environment's order.
+    """Return the learner of one policy that plays `agents`, in the environment's order.
 
     `seed` determines its initial weights and all its random numbers. Raises InvalidArgument for a
     paradigm that cannot train on these spaces.

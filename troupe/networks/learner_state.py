@@ -42,11 +42,11 @@ class Replay:
             self._buffer.extend(TensorDict(part, [count - start]))
 
     def sample(self) -> Tensors:
-        """A batch of items, copied."""
+        """Return a batch of items, copied."""
         return dict(self._buffer.sample().items())
 
     def state(self) -> Tensors:
-        """`cursor` and the items under `item.`, as views."""
+        """Return `cursor` and the items under `item.`, as views."""
         held = self._buffer.storage[:] if len(self) else TensorDict({}, [0])
         items = {f"item.{name}": tensor for name, tensor in held.items()}
         return {"cursor": torch.tensor(self._buffer.writer.state_dict()["_cursor"]), **items}
@@ -92,7 +92,7 @@ class LearnerTensors:
     counts: dict[str, int] = field(default_factory=dict)
 
     def state(self) -> Tensors:
-        """All tensors by name; only the random state and counts are copies."""
+        """Return all tensors by name; only the random state and counts are copies."""
         found = self._fixed()
         if self.replay is not None:
             found |= {f"buffer.{name}": value for name, value in self.replay.state().items()}
@@ -129,7 +129,7 @@ class LearnerTensors:
             )
 
     def _fixed(self) -> Tensors:
-        """All tensors but those of the buffer; their names and shapes are constant."""
+        """Return all tensors but those of the buffer; their names and shapes are constant."""
         found: Tensors = {}
         for key, module in self.modules.items():
             found |= {f"weights.{key}.{name}": value for name, value in module.state_dict().items()}
@@ -166,15 +166,15 @@ class NetworkTrainer(ABC):
 
     @abstractmethod
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """One training step on the fragments; on-policy learners use all of them together.
+        """Do one training step on the fragments; on-policy learners use all of them together.
 
         Returns metrics by name. Raises InvalidArgument for fragments of other agents or spaces;
         nothing has changed then.
         """
 
     def state(self) -> Tensors:
-        """The whole state as flat tensors (names: `LearnerTensors`), copied only where unavoidable.
-        Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
+        """Return the whole state as flat tensors (names: `LearnerTensors`), copied only where
+        unavoidable. Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
         return self._tensors.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -183,7 +183,7 @@ class NetworkTrainer(ABC):
         self._tensors.restore(state)
 
     def published(self) -> Tensors:
-        """Weights for `Actor.load`: copies, by the names of `ActingNetwork`."""
+        """Return weights for `Actor.load`: copies, by the names of `ActingNetwork`."""
         return {name: value.clone() for name, value in self._acting.state_dict().items()}
 
     def seed(self, seed: int) -> None:

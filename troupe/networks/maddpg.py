@@ -192,8 +192,8 @@ class DeterministicLearner(NetworkTrainer):
 
 
 def _transitions(fragment: Fragment, spaces: Spaces) -> Tensors:
-    """All joint transitions of a fragment's episodes [M, ...]. An agent that has left the episode
-    gets rewards of zero, and its return does not go on."""
+    """Return all joint transitions of a fragment's episodes [M, ...]. An agent that has left the
+    episode gets rewards of zero, and its return does not go on."""
     own, lengths = fragment.valid(), fragment["lengths"]
     valid = own.any(axis=2)
     time = np.arange(len(own) + 1)[:, None, None]

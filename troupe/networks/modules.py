@@ -42,7 +42,7 @@ def draw(logits: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor
 
 
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest action of each distribution [..., n], and its log-prob; both [...]."""
+    """Return the likeliest action of each distribution [..., n], and its log-prob; both [...]."""
     log_probs = logits.log_softmax(-1)
     actions = logits.argmax(-1, keepdim=True)
     return actions.squeeze(-1), log_probs.gather(-1, actions).squeeze(-1)
@@ -84,7 +84,7 @@ class AgentNetwork(nn.Module):
     def step(
         self, inputs: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One step of every row: [N, I] and memory [1, N, H] (None at the start) -> outputs,
+        """Compute one step of every row: [N, I] and memory [1, N, H] (None at the start) -> outputs,
         memory."""
         hidden: torch.Tensor = self.body(inputs)
         if self.memory is not None:
@@ -106,8 +106,8 @@ class Networks(nn.Module):
     def forward(
         self, sequences: torch.Tensor, who: torch.Tensor, index: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Outputs [M, outputs] at `index` [M] into the N * L positions of `sequences` [N, L, I]
-        (None: all of them), whose rows are agents `who` [N]."""
+        """Return outputs [M, outputs] at `index` [M] into the N * L positions of `sequences` [N, L,
+        I] (None: all of them), whose rows are agents `who` [N]."""
         length = sequences.shape[1]
         if not self.recurrent:
             who = who.repeat_interleave(length) if length > 1 else who
@@ -132,8 +132,8 @@ class Networks(nn.Module):
         memory: list[torch.Tensor | None],
         who: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """One step of all copies [B, A, I] -> [B, A, outputs], and the memories. `who`: which of
-        its agents the A are; None: all of them."""
+        """Compute one step of all copies [B, A, I] -> [B, A, outputs], and the memories. `who`:
+        which of its agents the A are; None: all of them."""
         if len(self.members) == 1:
             out, memory[0] = self.members[0].step(inputs.flatten(0, 1), memory[0])  # type: ignore[operator]
             return out.view(*inputs.shape[:2], self.outputs), memory

@@ -165,8 +165,8 @@ class PPOLearner(NetworkTrainer):
         return metrics
 
     def _data(self, rows: Rows) -> Tensors:
-        """The units of minibatches [U, L, ...]: episodes with a GRU, else single decisions; `valid`
-        [U, L] masks padding."""
+        """Return the units of minibatches [U, L, ...]: episodes with a GRU, else single decisions;
+        `valid` [U, L] masks padding."""
         episodes, agents, _, _ = rows.observations.shape
         who = torch.arange(agents).repeat(episodes)
         sequences = _merged(rows.observations)

@@ -187,7 +187,7 @@ class QLearner(NetworkTrainer):
         return found
 
     def _step(self) -> tuple[float, float]:
-        """One gradient step; returns the loss and the gradient's norm."""
+        """Do one gradient step, and return the loss and the gradient's norm."""
         batch = self._batch(self._replay.sample())
         if not len(batch["index"]):  # episodes in which none of the agents had a turn
             return 0.0, 0.0
@@ -202,8 +202,8 @@ class QLearner(NetworkTrainer):
         return float(loss.detach()), float(norm)
 
     def _batch(self, items: Tensors) -> TensorDict:
-        """Transitions of a batch of episodes. The next decision of an agent is at the next position
-        of the same sequence."""
+        """Return transitions of a batch of episodes. The next decision of an agent is at the next
+        position of the same sequence."""
         episodes, agents, length, _ = items["observations"].shape
         who = torch.arange(agents).repeat(episodes)
         sequences = items["observations"].flatten(0, 1)

@@ -92,8 +92,8 @@ def check(
 
 
 def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows:
-    """All episodes of fragments that passed `check`, in order. `roster`: the agents of the rows;
-    one that did not play has no decisions."""
+    """Return all episodes of fragments that passed `check`, in order. `roster`: the agents of the
+    rows; one that did not play has no decisions."""
     fragments = [_with_absent(one, roster) for one in fragments]
     steps = max(len(fragment["rewards"]) for fragment in fragments)
     masked = any("legal" in fragment.arrays for fragment in fragments)
@@ -117,8 +117,8 @@ def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows
 
 
 def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
-    """The fragment with all agents of `roster`; the episodes of those that did not play have no
-    steps."""
+    """Return the fragment with all agents of `roster`; the episodes of those that did not play have
+    no steps."""
     if not roster or fragment.agents == roster:
         return fragment
     at = [roster.index(agent) for agent in fragment.agents]
@@ -137,7 +137,7 @@ def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
 
 
 def _own_turns(rows: Rows, acting: Array) -> Rows:
-    """Rows of only those steps in which the row's agent acted (`acting` [E, A, T])."""
+    """Return rows of only those steps in which the row's agent acted (`acting` [E, A, T])."""
     decisions = acting.sum(axis=-1).astype(np.int32)
     most = max(1, int(decisions.max(initial=0)))
     # Steps of the agent's decisions, then the end of its episode.
@@ -167,8 +167,8 @@ def _own_turns(rows: Rows, acting: Array) -> Rows:
 
 
 def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
-    """The array of all episodes [steps, E, ...], padded with zeros; an array that a fragment lacks
-    is all ones.
+    """Return the array of all episodes [steps, E, ...], padded with zeros; an array that a fragment
+    lacks is all ones.
 
     Values beyond an episode's end become zeros: a NaN there would reach the gradient of a recurrent
     network, whatever it is multiplied by."""

@@ -106,7 +106,7 @@ class VectorEnvironment(Protocol):
 
 
 def name_of(environment: VectorEnvironment) -> str:
-    """The name of an environment in errors: its `name` if it has one, else its class."""
+    """Return the name of an environment in errors: its `name` if it has one, else its class."""
     return str(getattr(environment, "name", type(environment).__name__))
 
 
@@ -133,7 +133,7 @@ BUILT_IN: Final[dict[str, str]] = {
 
 
 def make_environment(name: str, /, copies: int, **settings: Any) -> VectorEnvironment:
-    """`copies` copies of a built-in environment, or the result of the entrypoint
+    """Return `copies` copies of a built-in environment, or the result of the entrypoint
     `module:attribute`, called with `copies` and the settings, which may have any names.
 
     Raises InvalidArgument for an unknown name, for settings that it does not take and for a result

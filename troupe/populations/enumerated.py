@@ -92,7 +92,7 @@ class Enumeration:
         return cls(form, tuple(questions), rule, resamples if rule == "resample" else 0)
 
     def behaviours(self, probabilities: Sequence[Mapping[int, float]]) -> tuple[Behaviour, ...]:
-        """The behaviour policy by player of a model that answers with `probabilities`.
+        """Return the behaviour policy by player of a model that answers with `probabilities`.
 
         `probabilities`: by question, the probability of each move's name by action; the rest up to
         1 is the probability of an illegal answer. With `random_legal` the rest is divided among the
@@ -124,7 +124,7 @@ class Enumeration:
         return found
 
     def plans(self, behaviours: Sequence[Behaviour]) -> list[Array]:
-        """The plans in `form` of behaviour policies, by player."""
+        """Return the plans in `form` of behaviour policies, by player."""
         return [self.form.plan_of(player, one) for player, one in enumerate(behaviours)]
 
 
@@ -196,7 +196,7 @@ class _Forfeitable:
         return self._loser is not None or self._state.is_terminal()
 
     def returns(self) -> list[float]:
-        """The returns so far, including the reward of a forfeit as in `Episode`."""
+        """Return the returns so far, including the reward of a forfeit as in `Episode`."""
         found = list(self._state.returns())
         if self._loser is None:
             return found
@@ -229,7 +229,7 @@ def score_request(
     ends: bool = False,
     version: int | None = None,
 ) -> rollout_pb.ScoreRequest:
-    """A request for the log-probs of all moves' names in all questions.
+    """Return a request for the log-probs of all moves' names in all questions.
 
     With `ends` a name is scored with the end of the answer, for answers that may be longer than a
     move (`sampling.max_new_tokens`).
@@ -249,7 +249,8 @@ def score_request(
 def probabilities(
     questions: Sequence[Question], answer: rollout_pb.ScoreResponse
 ) -> list[dict[int, float]]:
-    """The probabilities of moves' names, by question and action, for `Enumeration.behaviours`."""
+    """Return the probabilities of moves' names, by question and action, for
+    `Enumeration.behaviours`."""
     return [
         {
             action: math.exp(one.logprob)

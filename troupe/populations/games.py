@@ -33,26 +33,28 @@ def as_payoffs(payoffs: object) -> Array:
 
 
 def zero_sum(matrix: object) -> Array:
-    """The payoffs [2, k, l] of the two-player zero-sum game whose row player gets `matrix`."""
+    """Return the payoffs [2, k, l] of the two-player zero-sum game whose row player gets
+    `matrix`."""
     rows = np.asarray(matrix, dtype=np.float64)
     found: Array = np.stack([rows, -rows])
     return found
 
 
 def is_zero_sum(payoffs: Array) -> bool:
-    """Whether the game is constant-sum: payoffs have the same sum in every cell."""
+    """Return whether the game is constant-sum: payoffs have the same sum in every cell."""
     totals = payoffs.sum(axis=0)
     scale = max(1.0, float(np.abs(payoffs).max()))
     return bool(np.ptp(totals) <= 1e-9 * scale)
 
 
 def uniform(payoffs: Array) -> Profile:
-    """The profile in which all members are equally likely."""
+    """Return the profile in which all members are equally likely."""
     return [np.full(size, 1.0 / size) for size in payoffs.shape[1:]]
 
 
 def member_values(payoffs: Array, profile: Sequence[Array], player: int) -> Array:
-    """The expected payoff of each member of `player` [k_i] while the others play `profile`."""
+    """Return the expected payoff of each member of `player` [k_i] while the others play
+    `profile`."""
     found: Array = payoffs[player]
     for other in range(len(profile) - 1, -1, -1):
         if other != player:
@@ -61,13 +63,13 @@ def member_values(payoffs: Array, profile: Sequence[Array], player: int) -> Arra
 
 
 def values(payoffs: Array, profile: Sequence[Array]) -> Array:
-    """The expected payoff of each player [n] when all play `profile`."""
+    """Return the expected payoff of each player [n] when all play `profile`."""
     players = range(len(profile))
     return np.array([member_values(payoffs, profile, i) @ profile[i] for i in players])
 
 
 def regrets(payoffs: Array, profile: Sequence[Array]) -> Array:
-    """The regret of each player [n]: its gain if it switched to its best member."""
+    """Return the regret of each player [n]: its gain if it switched to its best member."""
     found = []
     for player, own in enumerate(profile):
         each = member_values(payoffs, profile, player)

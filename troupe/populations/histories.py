@@ -69,13 +69,13 @@ class Histories:
         return int(self.legal[0].shape[1])
 
     def uniform(self, player: int) -> Array:
-        """The uniform policy over legal actions [m, A]."""
+        """Return the uniform policy over legal actions [m, A]."""
         legal = self.legal[player]
         found: Array = legal / legal.sum(axis=1, keepdims=True)
         return found
 
     def plan(self, player: int, table: Array) -> Array:
-        """The plan [s] of a policy: probabilities of actions by set [m, A].
+        """Return the plan [s] of a policy: probabilities of actions by set [m, A].
 
         Raises ValueError for a row that is no distribution over legal actions.
         """
@@ -91,7 +91,7 @@ class Histories:
         return self.form.plan(player, [row[may] for row, may in zip(table, legal, strict=True)])
 
     def table(self, player: int, plan: Array) -> Array:
-        """The policy [m, A] of a plan; uniform in sets that the plan never reaches."""
+        """Return the policy [m, A] of a plan; uniform in sets that the plan never reaches."""
         found = np.zeros(self.legal[player].shape)
         behaviour = self.form.behaviour(player, plan).values()
         for row, shares in zip(found, behaviour, strict=True):

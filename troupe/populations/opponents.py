@@ -46,7 +46,7 @@ def pfsp(win_rates: object, *, weighting: Weighting = "hard") -> Array:
 
 
 def past_selves(versions: int, *, delta: float = 0.0) -> Array:
-    """Probabilities [versions] of earlier versions as opponents, the newest last.
+    """Return probabilities [versions] of earlier versions as opponents, the newest last.
 
     Uniform over the newest part `delta` of them (Bansal et al. 2018, section 4.2): 0 is the newest
     version alone (naive self-play), 1 all versions (fictitious self-play). Raises ValueError.
@@ -93,7 +93,7 @@ def league_opponents(
     wins: Mapping[tuple[str, str], float],
     rules: LeagueRules | None = None,
 ) -> dict[str, float]:
-    """The probability of each member to be the next opponent of `learner`, by name.
+    """Return the probability of each member to be the next opponent of `learner`, by name.
 
     `wins[a, b]`: a's win rate against b, in [0, 1]; pairs without matches count as even. Raises
     ValueError if there is no opponent.
@@ -140,7 +140,8 @@ def is_due(
     steps: int,
     rules: LeagueRules | None = None,
 ) -> bool:
-    """Whether to freeze `learner` now, `steps` environment steps after it was last frozen."""
+    """Return whether to freeze `learner` now, `steps` environment steps after it was last
+    frozen."""
     rules = rules or LeagueRules()
     if steps >= rules.freeze_after:
         return True
@@ -153,7 +154,7 @@ def is_due(
 
 
 def _mixed(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The weighted mean of distributions; empty ones are left out."""
+    """Return the weighted mean of distributions; empty ones are left out."""
     there = [(weight, shares) for weight, shares in parts if shares and weight > 0]
     total = sum(weight for weight, _ in there)
     if not total:

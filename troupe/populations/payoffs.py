@@ -35,7 +35,7 @@ class Rating:
 def rated(
     ratings: Mapping[str, Rating], members: Sequence[str], payoffs: Sequence[float]
 ) -> dict[str, Rating]:
-    """The updated ratings of a match's members, ranked by payoff.
+    """Return the updated ratings of a match's members, ranked by payoff.
 
     Uses the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two members or
     more; a match of a member against itself changes nothing. A member on several seats counts as
@@ -187,23 +187,24 @@ class PayoffTable:
         cell.mean, cell.exact = self._canonical(members, payoffs), True
 
     def cell(self, members: Members) -> PayoffEntry | None:
-        """The entry of these members, in the order of `key(members)`; None if never played."""
+        """Return the entry of these members, in the order of `key(members)`; None if never
+        played."""
         self._check(members)
         return self.cells.get(self.key(members))
 
     def key(self, members: Members) -> Members:
-        """The cell that these members belong to."""
+        """Return the cell that these members belong to."""
         return tuple(sorted(members)) if self.symmetric else members
 
     def all(self) -> Iterator[Members]:
-        """All cells, played or not, each once."""
+        """Yield all cells, played or not, each once."""
         if self.symmetric:
             yield from itertools.combinations_with_replacement(range(self.sizes[0]), self.players)
         else:
             yield from itertools.product(*map(range, self.sizes))
 
     def tensor(self, places: Sequence[Sequence[int]] | None = None) -> Array:
-        """Mean payoffs [n, k_1, ..., k_n] of each role's members at `places`, or of all.
+        """Return the mean payoffs [n, k_1, ..., k_n] of each role's members at `places`, or of all.
 
         Raises ValueError while a cell is missing.
         """
@@ -219,7 +220,7 @@ class PayoffTable:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The table as plain values, from which `from_json` restores the same bits."""
+        """Return the table as plain values, from which `from_json` restores the same bits."""
         cells = [
             [list(key), cell.mean.tolist(), cell.squares.tolist(), cell.matches, cell.exact]
             for key, cell in sorted(self.cells.items())
@@ -228,7 +229,7 @@ class PayoffTable:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> PayoffTable:
-        """The table that `to_json` wrote."""
+        """Return the table that `to_json` wrote."""
         cells = {
             tuple(key): PayoffEntry(np.array(mean), np.array(squares), matches, exact)
             for key, mean, squares, matches, exact in values["cells"]
@@ -247,7 +248,7 @@ class PayoffTable:
             raise ValueError(f"there are no members {members} in pools of {self.sizes}")
 
     def _canonical(self, members: Members, payoffs: Sequence[float]) -> Array:
-        """Payoffs in the order of the cell's players."""
+        """Return payoffs in the order of the cell's players."""
         given = np.asarray(payoffs, dtype=np.float64)
         if given.shape != (self.players,) or not np.isfinite(given).all():
             raise ValueError(f"a match gives {self.players} finite payoffs, not {payoffs}")
@@ -256,7 +257,7 @@ class PayoffTable:
         return _shared(self.key(members), given[list(_order(members))])
 
     def _played(self, members: Members, mean: Array) -> Array:
-        """A cell's payoffs in the order of `members`."""
+        """Return a cell's payoffs in the order of `members`."""
         if not self.symmetric:
             return mean
         found = np.empty_like(mean)
@@ -265,7 +266,7 @@ class PayoffTable:
 
 
 def _shared(members: Members, payoffs: Array) -> Array:
-    """Payoffs [..., n] in which copies of one member have their mean."""
+    """Return payoffs [..., n] in which copies of one member have their mean."""
     found: Array = payoffs.copy()
     for member in set(members):
         seats = [seat for seat, one in enumerate(members) if one == member]
@@ -275,7 +276,7 @@ def _shared(members: Members, payoffs: Array) -> Array:
 
 
 def _order(members: Members) -> tuple[int, ...]:
-    """Seats in the order of the members on them."""
+    """Return seats in the order of the members on them."""
     return tuple(sorted(range(len(members)), key=lambda seat: (members[seat], seat)))
 
 
@@ -297,7 +298,7 @@ class Precision:
 
 
 def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members, int]]:
-    """The cells that need matches, with their numbers of matches; least certain cells first.
+    """Return the cells that need matches, with their numbers of matches; least certain cells first.
 
     Cells that were never played come first of all. An uncertain cell gets as many matches as its
     variance implies, but at most as many as it has, since the variance is itself an estimate.
@@ -324,7 +325,7 @@ def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members,
 
 
 def seats(players: int, episode: int) -> tuple[int, ...]:
-    """The seating of an episode: `seats[i]` is the seat of player i.
+    """Return the seating of an episode: `seats[i]` is the seat of player i.
 
     In `players` consecutive episodes each player sits on every seat once. The cyclic order of the
     players changes after that, until all `players!` arrangements have occurred.
@@ -338,7 +339,8 @@ def seats(players: int, episode: int) -> tuple[int, ...]:
 
 
 def turn_beside(players: int, match: int) -> int:
-    """The episode number to pass to `seats` for a match of a game that may change seats itself.
+    """Return the episode number to pass to `seats` for a match of a game that may change seats
+    itself.
 
     These seatings change more slowly than those of a game that calls `seats` match by match, so
     that every arrangement occurs equally often, whether the game changes seats or not.

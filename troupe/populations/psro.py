@@ -70,13 +70,13 @@ class MetaGame:
         return tuple(len(pool) for pool in self.pools)
 
     def copy(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         found = copy.copy(self)
         found.pools = [list(pool) for pool in self.pools]
         return found
 
     def mixed(self, meta: Profile) -> tuple[Array, ...]:
-        """Each player's mixture of its members, as one plan [s]."""
+        """Return each player's mixture of its members, as one plan [s]."""
         return tuple(
             np.tensordot(weights, np.stack(pool), axes=1)
             for weights, pool in zip(meta, self.pools, strict=True)
@@ -199,7 +199,7 @@ class SampledGame(MetaGame):
         self._play_due()
 
     def copy(self) -> Self:
-        """An independent copy, with the matches played so far."""
+        """Return an independent copy, with the matches played so far."""
         found = super().copy()
         found.table = PayoffTable.from_json(self.table.to_json())
         found._tables = [list(pool) for pool in self._tables]
@@ -320,7 +320,7 @@ def enumerated(
     histories: Histories,
     player: int,
 ) -> Array:
-    """The greedy policy [m, A] of a network in all information sets of a player.
+    """Return the greedy policy [m, A] of a network in all information sets of a player.
 
     Raises ValueError for a recurrent network, InvalidArgument for weights of another network.
     """
@@ -421,11 +421,11 @@ class LearnedPsro:
                 tables[player].append(answer.table)
 
     def _length(self) -> int:
-        """The number of updates in the next stretch."""
+        """Return the number of updates in the next stretch."""
         return min(self._stretch, self.oracle.updates - self._active[0].updates)
 
     def _tasks(self, level: int) -> list[Training]:
-        """The tasks of the next stretch of a level, one per player."""
+        """Return the tasks of the next stretch of a level, one per player."""
         pools, mixture = self._known(level)
         everybody = {
             player: (np.stack(pool), weights)
@@ -447,7 +447,8 @@ class LearnedPsro:
         ]
 
     def _known(self, level: int) -> tuple[list[list[Array]], Profile]:
-        """The policies of members and of the levels below `level`, and their meta-strategy."""
+        """Return the policies of members and of the levels below `level`, and their
+        meta-strategy."""
         below = [one for one in self._active[:level] if one.trained]
         if not below:
             return self.tables, solve(self._solver, self.meta_game.payoffs)

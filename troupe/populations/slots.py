@@ -108,7 +108,7 @@ class _UnplayedCells(Generic[Name]):
         self._scores = dict(self._empty)
 
     def first(self) -> int | None:
-        """The index of the first cell; None if all are played."""
+        """Return the index of the first cell; None if all are played."""
         found = self._played.find(0, self._first)
         self._first = found if found >= 0 else len(self._played)
         return found if found >= 0 else None
@@ -116,7 +116,7 @@ class _UnplayedCells(Generic[Name]):
     def best(
         self, slots: Mapping[Name, int], loaded: Mapping[Name, list[int]]
     ) -> tuple[Name, int] | None:
-        """The missing member with the highest score; None if none helps or fits a slot."""
+        """Return the missing member with the highest score; None if none helps or fits a slot."""
         room = {pool for pool, members in loaded.items() if len(members) < slots[pool]}
         open_ = [one for one, score in self._scores.items() if score and one[0] in room]
         most = max((self._scores[one] for one in open_), default=0)
@@ -153,13 +153,13 @@ class _UnplayedCells(Generic[Name]):
         self._scores = dict(self._empty)
 
     def _place(self, one: tuple[Name, int]) -> tuple[int, int]:
-        """The member's first cell and its place there."""
+        """Return the member's first cell and its place there."""
         at = self._cells_of[one][0]
         return at, self.members_of[at].index(one)
 
 
 def training_seat(turn: int, players: int) -> int:
-    """The index of the agent that a learner plays in its query number `turn`.
+    """Return the index of the agent that a learner plays in its query number `turn`.
 
     The agents take turns, with a shift that keeps them out of step with workflows that themselves
     change the agents' seats from query to query.
@@ -173,7 +173,7 @@ def _scaled(mixture: Mixture) -> dict[str, float]:
 
 
 def visible_cells(places: Sequence[Sequence[int]], *, symmetric: bool) -> list[Members]:
-    """The cells of the members at `places[i]` of each role i."""
+    """Return the cells of the members at `places[i]` of each role i."""
     if symmetric:
         return list(itertools.combinations_with_replacement(sorted(places[0]), len(places)))
     return list(itertools.product(*places))

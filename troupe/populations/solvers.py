@@ -23,7 +23,7 @@ _EXACT: Final = 1e-7
 
 
 def alpha_rank(payoffs: object, *, alpha: float | None = None) -> Profile:
-    """The marginals of the stationary distribution of alpha-rank (Omidshafiei et al. 2019).
+    """Return the marginals of the stationary distribution of alpha-rank (Omidshafiei et al. 2019).
 
     `alpha`: the intensity of selection; None: raised until the ranking no longer changes. Computed
     by OpenSpiel: raises ImportError without it. Raises ValueError for invalid payoffs.
@@ -35,7 +35,7 @@ def alpha_rank(payoffs: object, *, alpha: float | None = None) -> Profile:
 
 
 def stationary(payoffs: Array, alpha: float | None = None) -> Array:
-    """The stationary distribution over joint profiles [k_1, ..., k_n]."""
+    """Return the stationary distribution over joint profiles [k_1, ..., k_n]."""
     try:
         from open_spiel.python.egt import alpharank
     except ImportError as error:
@@ -54,7 +54,7 @@ def stationary(payoffs: Array, alpha: float | None = None) -> Array:
 
 
 def marginals(joint: Array) -> Profile:
-    """The marginal distribution of each player [k_i]."""
+    """Return the marginal distribution of each player [k_i]."""
     axes = range(joint.ndim)
     return [joint.sum(axis=tuple(other for other in axes if other != one)) for one in axes]
 
@@ -62,7 +62,7 @@ def marginals(joint: Array) -> Profile:
 def projected_replicator(
     payoffs: object, *, iterations: int = 4_000, rate: float = 0.05, least: float = 1e-6
 ) -> Profile:
-    """The average of the projected replicator dynamics (Lanctot et al. 2017, section 3.2).
+    """Return the average of the projected replicator dynamics (Lanctot et al. 2017, section 3.2).
 
         x_i <- P(x_i + dt x_i (u_i - x_i u_i))
 
@@ -88,7 +88,7 @@ def projected_replicator(
 
 
 def project(vector: Array, least: float = 0.0) -> Array:
-    """The projection of `vector` on the distributions [k] with no part below `least`.
+    """Return the projection of `vector` on the distributions [k] with no part below `least`.
 
     Wang and Carreira-Perpinan 2013, with a floor.
     """
@@ -102,7 +102,7 @@ def project(vector: Array, least: float = 0.0) -> Array:
 
 
 def fictitious_play(payoffs: object, *, iterations: int = 2_000) -> Profile:
-    """Fictitious play (Brown 1951): frequencies of members as best responses to past play.
+    """Return fictitious play (Brown 1951): frequencies of members as best responses to past play.
 
     Players respond simultaneously, first to the uniform profile.
     """
@@ -124,7 +124,7 @@ class NotZeroSum(ValueError):
 
 
 def zero_sum_nash(payoffs: object) -> Profile:
-    """A Nash equilibrium of a two-player zero-sum game, by linear programming (von Neumann).
+    """Return a Nash equilibrium of a two-player zero-sum game, by linear programming (von Neumann).
 
     Returns a vertex if there are several. Raises NotZeroSum, ValueError.
     """
@@ -138,7 +138,7 @@ def zero_sum_nash(payoffs: object) -> Profile:
 
 
 def nash(payoffs: object, *, starts: int = 16, seed: int = 0) -> Profile:
-    """An approximate equilibrium of an n-player general-sum game, exact in small games.
+    """Return an approximate equilibrium of an n-player general-sum game, exact in small games.
 
     Two-player zero-sum games go to the linear program. Otherwise the profile with the least
     `nash_conv` of: the projected replicator dynamics, and minima of McKelvey's function (the sum
@@ -166,7 +166,7 @@ def nash(payoffs: object, *, starts: int = 16, seed: int = 0) -> Profile:
 
 
 def _best_floor(matrix: Array) -> Array:
-    """The maximin mixture of rows [k], which maximizes the payoff in its worst column."""
+    """Return the maximin mixture of rows [k], which maximizes the payoff in its worst column."""
     rows, columns = matrix.shape
     # max v such that x^T M >= v in every column, x a distribution.
     found = linprog(
@@ -184,7 +184,7 @@ def _best_floor(matrix: Array) -> Array:
 
 
 def _descend(game: Array, first: Profile) -> Profile:
-    """A local minimum of McKelvey's function from the profile `first`."""
+    """Return a local minimum of McKelvey's function from the profile `first`."""
     sizes = [len(one) for one in first]
     ends = np.cumsum(sizes)[:-1]
 
@@ -246,7 +246,7 @@ assert set(_SOLVERS) == set(get_args(MetaSolver))
 
 
 def solve(solver: MetaSolver, payoffs: object, **options: Any) -> Profile:
-    """The meta-strategy of each player, by the solver of this name.
+    """Return the meta-strategy of each player, by the solver of this name.
 
     Raises ValueError for an unknown solver, invalid payoffs, and a game that the solver does not
     support (`NotZeroSum`); ImportError if a library is missing.

@@ -70,12 +70,12 @@ class SequenceForm:
         return len(self.decisions)
 
     def uniform(self, player: int) -> Array:
-        """The plan of the uniform policy over legal actions."""
+        """Return the plan of the uniform policy over legal actions."""
         ours = self.decisions[player]
         return self.plan(player, [np.full(len(a), 1.0 / len(a)) for a in ours.actions])
 
     def plan(self, player: int, behaviour: Sequence[Array]) -> Array:
-        """The plan of the policy that draws from `behaviour[i]` at set i."""
+        """Return the plan of the policy that draws from `behaviour[i]` at set i."""
         ours = self.decisions[player]
         found = np.zeros(ours.sequences)
         found[0] = 1.0
@@ -86,7 +86,8 @@ class SequenceForm:
         return found
 
     def behaviour(self, player: int, plan: Array) -> dict[str, dict[int, float]]:
-        """The policy of a plan by information state; uniform in sets that it never reaches."""
+        """Return the policy of a plan by information state; uniform in sets that it never
+        reaches."""
         ours = self.decisions[player]
         found = {}
         for name, at, actions in zip(ours.names, ours.first, ours.actions, strict=True):
@@ -97,7 +98,7 @@ class SequenceForm:
         return found
 
     def plan_of(self, player: int, policy: Mapping[str, Mapping[int, float]]) -> Array:
-        """The plan of a policy by information state; uniform in sets that are not in it."""
+        """Return the plan of a policy by information state; uniform in sets that are not in it."""
         ours = self.decisions[player]
         rows = []
         for name, actions in zip(ours.names, ours.actions, strict=True):
@@ -109,7 +110,7 @@ class SequenceForm:
         return self.plan(player, rows)
 
     def values(self, plans: Sequence[Array]) -> Array:
-        """The expected returns [n] when each player i follows `plans[i]`."""
+        """Return the expected returns [n] when each player i follows `plans[i]`."""
         reach = np.ones(len(self.leaves))
         for player, plan in enumerate(plans):
             reach *= plan[self.leaves[:, player]]
@@ -117,7 +118,8 @@ class SequenceForm:
         return found
 
     def gradient(self, player: int, plans: Sequence[Array]) -> Array:
-        """The gradient [s] of a player's value in its own plan, while the others follow `plans`.
+        """Return the gradient [s] of a player's value in its own plan, while the others follow
+        `plans`.
 
         The value of a plan is its product with this; `plans[player]` is not used.
         """
@@ -132,7 +134,7 @@ class SequenceForm:
     def best_response(
         self, player: int, plans: Sequence[Array], *, tremble: float = 0.0
     ) -> tuple[Array, float]:
-        """A pure best response to the other players' plans, and its value against them.
+        """Return a pure best response to the other players' plans, and its value against them.
 
         Takes the first of equally good actions, also in sets that the other plans never reach. With
         a small `tremble` the other players play uniformly with that probability (Selten 1975), so
@@ -267,7 +269,7 @@ Seatings = Sequence[Sequence[int]]
 
 
 def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
-    """The plans of an agent that plays one of `members` per episode, drawn by `shares`."""
+    """Return the plans of an agent that plays one of `members` per episode, drawn by `shares`."""
     total = float(np.sum(shares))
     if len(members) != len(shares) or not members or total <= 0:
         raise ValueError(f"{len(members)} members and the shares {list(shares)} make no mixture")
@@ -279,7 +281,7 @@ def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
 def agent_values(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> Array:
-    """The expected return of each agent [n], averaged over all seatings."""
+    """Return the expected return of each agent [n], averaged over all seatings."""
     found = np.zeros(len(agents))
     seatings = seatings or list(permutations(range(len(agents))))
     for seating in seatings:

@@ -97,7 +97,7 @@ class PettingZooCopies:
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
-        """int64 [B, A] or float32 [B, A, D]"""
+        """Return int64 [B, A] or float32 [B, A, D]"""
         self._step += 1
         shape = self._ended.shape
         rewards = np.zeros(shape, np.float32)
@@ -172,7 +172,7 @@ class PettingZooCopies:
             self._state[b] = self._seen[b].ravel()
 
     def _reward(self, given: Any, b: int) -> float:
-        """A reward, which may be an array of one number. Raises BrokenEnvironment."""
+        """Return a reward, which may be an array of one number. Raises BrokenEnvironment."""
         try:
             return float(given if np.ndim(given) == 0 else np.asarray(given).item())
         except (TypeError, ValueError) as error:
@@ -188,8 +188,8 @@ class PettingZooCopies:
 
 
 def _unpacked(given: Any, method: str, names: tuple[str, ...]) -> Any:
-    """What `reset` or `step` has returned. Raises BrokenEnvironment for another number of values,
-    which environments for OpenAI's Gym return."""
+    """Return what `reset` or `step` has returned. Raises BrokenEnvironment for another number of
+    values, which environments for OpenAI's Gym return."""
     if isinstance(given, tuple) and len(given) == len(names):
         return given
     found = f"a tuple of {len(given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
@@ -201,7 +201,7 @@ def _unpacked(given: Any, method: str, names: tuple[str, ...]) -> Any:
 
 
 def _state_of(copy: Any) -> ObservedSpace | None:
-    """The environment's own global state; None if it has none that is a vector."""
+    """Return the environment's own global state; None if it has none that is a vector."""
     space = getattr(copy, "state_space", None)
     if space is None:
         return None
@@ -212,7 +212,7 @@ def _state_of(copy: Any) -> ObservedSpace | None:
 
 
 def _continuous(copy: Any, names: tuple[Any, ...], moves: list[ActionSpace]) -> bool:
-    """Whether actions are numbers. Raises InvalidArgument where agents differ in that."""
+    """Return whether actions are numbers. Raises InvalidArgument where agents differ in that."""
     kinds = {move.continuous: name for move, name in zip(moves, names, strict=True)}
     if len(kinds) > 1:
         shown = " and ".join(f"agent '{name}' {copy.action_space(name)}" for name in kinds.values())
@@ -261,11 +261,11 @@ class OnlyAgent:
         self.agents: list[str] = []
 
     def observation_space(self, agent: str) -> Any:
-        """The observation space."""
+        """Return the observation space."""
         return self._inner.observation_space
 
     def action_space(self, agent: str) -> Any:
-        """The action space."""
+        """Return the action space."""
         return self._inner.action_space
 
     def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:

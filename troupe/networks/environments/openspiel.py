@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 @lru_cache(maxsize=8)
 def histories_of(game: str) -> Histories:
-    """The game tree of that name; it is built once per process."""
+    """Return the game tree of that name; it is built once per process."""
     return Histories.of(game)
 
 

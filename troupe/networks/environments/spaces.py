@@ -38,8 +38,8 @@ class ObservedSpace:
         self._numbered = list(_numbered_parts(space))
 
     def vector(self, seen: Any, when: str) -> Floats:
-        """An observation as a vector [width]. Raises BrokenEnvironment for one outside the space;
-        `when` says where in the episode it came."""
+        """Return an observation as a vector [width]. Raises BrokenEnvironment for one outside the
+        space; `when` says where in the episode it came."""
         try:
             if self._masked:
                 seen = {key: seen[key] for key in self._space.spaces}
@@ -57,7 +57,7 @@ class ObservedSpace:
         return found
 
     def mask(self, seen: Any) -> Any:
-        """The action mask in an observation; None without one."""
+        """Return the action mask in an observation; None without one."""
         return seen.get(MASK) if self._masked and isinstance(seen, Mapping) else None
 
     def _broken(self, when: str, reason: str) -> BrokenEnvironment:
@@ -89,8 +89,8 @@ class ActionSpace:
             raise _unsupported(owner, space, "a Discrete space, or a Box that is bounded")
 
     def action(self, drawn: Any) -> Any:
-        """The element of the space for the number of an action, or for numbers between -1 and 1;
-        numbers beyond `size` are ignored."""
+        """Return the element of the space for the number of an action, or for numbers between -1
+        and 1; numbers beyond `size` are ignored."""
         space = self._space
         if not self.continuous:
             return space.dtype.type(space.start + drawn)
@@ -99,7 +99,8 @@ class ActionSpace:
         return np.asarray(found.clip(space.low, space.high))
 
     def legal(self, mask: Any, when: str) -> Bools:
-        """An action mask as bools [size]. Raises BrokenEnvironment for other shapes and values."""
+        """Return an action mask as bools [size]. Raises BrokenEnvironment for other shapes and
+        values."""
         try:
             found = np.asarray(mask)
             right = found.shape == (self.size,) and bool(((found == 0) | (found == 1)).all())
@@ -116,8 +117,8 @@ class ActionSpace:
 
 
 def _is_vector(space: Any) -> bool:
-    """Whether elements flatten to a fixed number of numbers that a network can read: neither the
-    indices of a `Text`'s characters, nor a `OneOf`, whose numbers change their meaning."""
+    """Return whether elements flatten to a fixed number of numbers that a network can read: neither
+    the indices of a `Text`'s characters, nor a `OneOf`, whose numbers change their meaning."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -130,7 +131,8 @@ def _is_vector(space: Any) -> bool:
 
 
 def _numbered_parts(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """The parts of a space that count from a first number, each with its keys from outside in."""
+    """Yield the parts of a space that count from a first number, each with its keys from outside
+    in."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict | spaces.Tuple):
