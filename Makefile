@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Of torch's CPU build: PyPI's torch for Linux is the CUDA build. Empty: the index that pip is set up with.
+# Index of torch's CPU build, since PyPI's torch for Linux is the CUDA build. Empty: pip's
+# configured index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BUF := npx --yes @bufbuild/buf@1.75.0
 
-# A process that takes every core for its maths slows its neighbours many times over.
+# A process that uses every core for its computations slows its neighbours many times over.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Without bytecode every process that a test starts compiles the project anew.
+# Without bytecode, every process that a test starts compiles the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -42,7 +43,7 @@ demo-real: setup ## train a real pretrained model (135M) on this machine: 15 min
 	$(BIN)/python -m examples.real_team.model runs/models/smollm2-135m-instruct
 	$(BIN)/troupe train examples/real_team/job.yaml
 
-# Most tests wait for processes more than they compute: two at a time halve the wait.
+# Most tests wait for processes more than they compute, so two at a time halve the wait.
 TEST_WORKERS ?= 2
 
 test: setup ## the default test suite
@@ -100,7 +101,7 @@ check: lint types walls house protos-check ## all that CI runs, but the slow tes
 	@before=$$(mktemp) && trap "rm $$before" EXIT && $(BIN)/python -m scripts.leftovers > $$before && \
 	$(MAKE) --no-print-directory test && $(BIN)/python -m scripts.leftovers $$before
 
-# pip builds in this directory: what an earlier build left would be part of the wheel.
+# pip builds in this directory: leftovers of an earlier build would be part of the wheel.
 wheel: ## build dist/troupe_rl-*.whl; needs only Python and pip
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -1,4 +1,4 @@
-"""Counts of the code's layout, held against the rules of docs/contributing.md.
+"""Counts of the code's layout, compared with the rules of docs/contributing.md.
 
 Exits with 1 for what is wrong whatever the reason: circles of imports, classes of one package that
 share a name, large binary files. Sizes only warn, since a ceiling that fails buys joined lines and
@@ -27,8 +27,8 @@ LANDED: Final = Path(".ci/slow.json")
 MOST_FILES_OF_A_FOLDER: Final = 15
 MOST_LINES_OF_A_FILE: Final = 800
 MOST_BYTES_OF_A_BINARY_FILE: Final = 100_000
-# Lines that a package should need, with what it has to do for them. A package that outgrows its
-# budget is due for a look: something may have gone, or belongs elsewhere, or the budget is wrong.
+# The line budget of each package, with the package's tasks. A package that outgrows its budget
+# should be reviewed: code may be superfluous or belong elsewhere, or the budget is wrong.
 BUDGETS: Final = {
     "services/trainer": (16_000, "learners of three kinds, gangs, crash-exact state, publication"),
     "services/rollout": (15_000, "an embedded engine and servers, routing, trajectories"),
@@ -60,8 +60,8 @@ BUDGETS: Final = {
     "troupe/contracts": (500, "names that several services must spell alike"),
     "services": (100, "the refusal of another distribution named troupe"),
 }
-# Circles of imports that stay, by their modules, each with the reason. A part of such a circle is
-# excused too, so that it can be taken apart step by step.
+# Accepted circles of imports, by their modules, each with the reason. A part of such a circle is
+# also accepted, so that it can be taken apart step by step.
 EXCUSED_CIRCLES: Final[Mapping[frozenset[str], str]] = {}
 # Larger binary files that belong to the repository.
 LARGE_BINARY_FILES: Final = {"docs/figures/panel.png", "docs/figures/panel-conversations.png"}
@@ -78,7 +78,7 @@ class Module:
 
 
 def modules(root: Path) -> dict[str, Module]:
-    """Every module of the product by its dotted name, without generated code."""
+    """Return every module of the product by its dotted name, without generated code."""
     found = {}
     for top in PRODUCT:
         for path in sorted((root / top).rglob("*.py")):
@@ -92,7 +92,7 @@ def modules(root: Path) -> dict[str, Module]:
 
 
 def imports(module: Module, known: Iterable[str], *, loading: bool = False) -> set[str]:
-    """The product's modules that a module imports anywhere, under `if TYPE_CHECKING` too.
+    """Return the product's modules that a module imports anywhere, under `if TYPE_CHECKING` too.
 
     `loading`: only those that Python runs while it loads the module, with the packages that they
     are in; functions import theirs later, and type checkers need no order.
@@ -165,7 +165,8 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 def unexcused(
     rings: Iterable[list[str]], excused: Mapping[frozenset[str], str] = EXCUSED_CIRCLES
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """The circles that `excused` does not cover, and its entries that cover none any more."""
+    """Return the circles that `excused` does not cover, and its entries that cover none any
+    more."""
     found = list(rings)
     return (
         [ring for ring in found if not any(entry.issuperset(ring) for entry in excused)],
@@ -174,7 +175,7 @@ def unexcused(
 
 
 def package_of(path: PurePath) -> str:
-    """The package of the product that a file is in: troupe/job, services/trainer, troupe."""
+    """Return the package of the product that a file is in: troupe/job, services/trainer, troupe."""
     return "/".join(path.parts[: min(2, len(path.parts) - 1)])
 
 
@@ -189,8 +190,8 @@ def shared_class_names(product: Mapping[str, Module]) -> dict[str, list[Path]]:
 
 
 def growth(root: Path) -> dict[str, int]:
-    """Lines by which each package has grown since the last landing that is on record, uncommitted
-    ones included; empty where git or that commit is missing."""
+    """Return lines by which each package has grown since the last landing that is on record,
+    uncommitted ones included; empty where git or that commit is missing."""
     since = json.loads((root / LANDED).read_text())["commit"]
     command = ["git", "diff", "--numstat", "--no-renames", since, "--", *PRODUCT]
     told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
@@ -220,7 +221,7 @@ def large_binary_files(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """Prints the counts; 1 when a rule is broken."""
+    """Print the counts; return 1 if a rule is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="name the files behind each count")
     listed = parser.parse_args().list

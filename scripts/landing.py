@@ -1,4 +1,4 @@
-"""Keeps what one landing of a change tells the next: known flaky tests, and when slow tests ran.
+"""Records for the next landing of a change: known flaky tests, and when slow tests ran.
 
     python -m scripts.landing order SECONDS     # files of slow tests, in the order to run them in
     python -m scripts.landing ran REPORT...     # says which files of slow tests ran, and which not
@@ -25,11 +25,11 @@ from xml.etree import ElementTree
 ROOT: Final = Path(__file__).resolve().parent.parent
 FLAKY: Final = Path(".ci/flaky.txt")
 SLOW: Final = Path(".ci/slow.json")
-# Every slow test runs at least once in so many landings.
+# Every slow test runs at least once in this number of landings.
 LANDINGS: Final = 4
-# Seconds that a test file takes of which none are known.
+# Assumed seconds of a test file without a record.
 _UNKNOWN_SECONDS: Final = 60.0
-# What conftest.py says of a test that the end of the run leaves out.
+# conftest.py's text for a test that is left out at the end of the run.
 OUT_OF_TIME: Final = "the time of this run is over"
 
 
@@ -52,7 +52,7 @@ class Case:
 
 
 def cases(report: Path) -> list[Case]:
-    """The tests of a report."""
+    """Return the tests of a report."""
     found = []
     for case in ElementTree.parse(report).iter("testcase"):
         wrong = [one for kind in ("failure", "error") for one in case.iter(kind)]
@@ -80,8 +80,8 @@ def known_flaky(text: str) -> set[str]:
 
 
 def judged(failures: Mapping[str, str], known: Collection[str]) -> tuple[list[str], bool]:
-    """What to print of tests that failed once and passed alone (`failures`: the reason of each),
-    and whether that is allowed: not of a test that was flaky at an earlier landing."""
+    """Return what to print of tests that failed once and passed alone (`failures`: the reason of
+    each), and whether that is allowed: not of a test that was flaky at an earlier landing."""
     lines = []
     for node, reason in sorted(failures.items()):
         lines.append(f"FLAKY {node}  {reason}")
@@ -118,13 +118,13 @@ class Record:
         return max((one.landing for one in self.files.values()), default=0)
 
     def seconds(self, files: Iterable[str]) -> float:
-        """How long test files take, as far as it is known."""
+        """Return how long test files take, as far as it is known."""
         unknown = Ran(_UNKNOWN_SECONDS, 0)
         return sum(self.files.get(file, unknown).seconds for file in files)
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """The record; an empty one if there is none."""
+        """Return the record; an empty one if there is none."""
         if not path.exists():
             return cls("", {})
         kept = json.loads(path.read_text())
@@ -137,8 +137,8 @@ class Record:
 
 
 def relevance(test: str, changed: Iterable[str]) -> int:
-    """How many names of folders and files a test's path shares with that of a changed file; a test
-    that was changed itself comes before all others."""
+    """Return how many names of folders and files a test's path shares with that of a changed file;
+    a test that was changed itself comes before all others."""
     own = set(PurePosixPath(test).parts[1:-1])
     paths = [PurePosixPath(path) for path in changed]
     if PurePosixPath(test) in paths:
@@ -180,7 +180,8 @@ def _spans(files: Sequence[str], record: Record) -> Iterator[tuple[str, tuple[fl
 
 
 def told(head: str, ran: Iterable[Case]) -> list[str]:
-    """What a run says of its files, for `noted`: how long each took, or that it was left out."""
+    """Return what a run says of its files, for `noted`: how long each took, or that it was left
+    out."""
     seconds: dict[str, float] = {}
     left: set[str] = set()
     for case in ran:
@@ -192,7 +193,8 @@ def told(head: str, ran: Iterable[Case]) -> list[str]:
 
 
 def noted(record: Record, log: str) -> Record:
-    """The record after a landing, from the log of its run. Files that are gone leave the record.
+    """Return the record after a landing, from the log of its run. Files that are gone leave the
+    record.
 
     Raises ValueError if the log does not say what ran.
     """

@@ -1,4 +1,4 @@
-"""Finds what a run of the suite left in the working tree.
+"""Finds files that a run of the suite left in the working tree.
 
 `python -m scripts.leftovers` prints the state of the tree; `python -m scripts.leftovers FILE`
 compares it with the state that FILE holds, and exits with 1 when files have appeared or changed.
@@ -20,8 +20,8 @@ _PATH: Final = 64 + 1 + 3
 
 
 def state(root: Path = ROOT) -> list[str]:
-    """Files that differ from HEAD and that git does not ignore: a digest of the content, the status
-    and the path of each. Empty outside a git checkout."""
+    """Return files that differ from HEAD and that git does not ignore: a digest of the content, the
+    status and the path of each. Empty outside a git checkout."""
     command = ["git", "status", "--porcelain", "--untracked-files=all", "-z"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -35,7 +35,7 @@ def state(root: Path = ROOT) -> list[str]:
 
 
 def left(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Paths that appeared or changed between two states."""
+    """Return paths that appeared or changed between two states."""
     known = set(before)
     return [line[_PATH:] for line in after if line not in known]
 

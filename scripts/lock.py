@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "deploy" / "requirements"
 
-# Rollout imports users' workflows and tasks, reward their functions: both carry the examples'
-# packages. The reward workers stay free of torch.
+# Rollout imports users' workflows and tasks, and reward their functions, so both contain the
+# examples' packages. The reward workers do not need torch.
 LOCKS = {
     # It computes meta-strategies of populations, exact games included.
     "orchestrator": ["orchestrator", "populations", "alpha-rank"],
@@ -27,7 +27,7 @@ LOCKS = {
     "reward": ["reward", "examples", "coding", "scoring", "mcp"],
     "control-panel": ["control-panel", "plan"],
     "dev": ["dev"],
-    # On top of an image or of the developers' environment: it needs a C compiler.
+    # Installed in addition to an image or the developers' environment, since it needs a C compiler.
     "reasoning-gym": ["reasoning-gym"],
 }
 

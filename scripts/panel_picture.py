@@ -39,7 +39,7 @@ WIDER: Final = """() => [document.documentElement.scrollWidth - innerWidth,
 
 
 def show(page: Any, link: str, view: str) -> None:
-    """Opens a view as somebody would use it."""
+    """Open a view as a user would."""
     if view == "docs":
         page.goto(urljoin(link, "/docs"))
     else:

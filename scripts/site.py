@@ -22,8 +22,8 @@ _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": 
 
 
 def _target(page: str, link: str) -> Path | None:
-    """The file of the repository behind a link of a page (both relative to the root), if it is not
-    below docs/. A folder is its README, or its first job or module."""
+    """Return the file of the repository behind a link of a page (both relative to the root), if it
+    is not below docs/. A folder is its README, or its first job or module."""
     path = ROOT / posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     if path.is_dir():
         inside = [path / "README.md", *sorted(path.glob("*.yaml")), *sorted(path.glob("*.py"))]

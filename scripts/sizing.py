@@ -1,4 +1,4 @@
-"""Writes docs/sizing.md: which models can be trained on which devices, by the memory model.
+"""Writes docs/sizing.md: the devices needed to train each model, according to the memory model.
 
 `python -m scripts.sizing` writes the page, and the table under "Sizes" in docs/training.md; a test
 holds both against the model.
@@ -93,7 +93,7 @@ and 10 % more, because the allocator keeps blocks.
 def needed(
     config: dict[str, Any], memory: int, gang: int, *, lora: bool, offload: str = "none"
 ) -> RankMemory:
-    """What each device of `memory` GB needs."""
+    """Return the need of each device of `memory` GB."""
     shape = shape_of_config(config)
     assert shape is not None  # an architecture that the reader knows
     job, ranks = _job(config, lora=lora, offload=offload), None if lora else gang
@@ -122,7 +122,7 @@ def _job(config: dict[str, Any], *, lora: bool, offload: str) -> JobSpec:
 def smallest(
     config: dict[str, Any], memory: int, *, lora: bool, offload: str = "none"
 ) -> tuple[int, RankMemory] | None:
-    """The smallest gang that fits on devices of `memory` GB."""
+    """Return the smallest gang that fits on devices of `memory` GB."""
     for gang in (1,) if lora else GANGS:
         found = needed(config, memory, gang, lora=lora, offload=offload)
         if found.total <= SOLD * memory * GB:
@@ -148,7 +148,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def page() -> str:
-    """The text of docs/sizing.md."""
+    """Return the text of docs/sizing.md."""
     heads = [f"{kind} {memory} GB" for kind in ("all weights,", "LoRA,") for memory in MEMORIES]
     table = [["model", "parameters", *heads]]
     table += [list(_row(name, config)) for name, config in MODELS.items()]
@@ -163,7 +163,7 @@ def page() -> str:
 
 
 def sizes() -> str:
-    """The table under "Sizes" in docs/training.md."""
+    """Return the table under "Sizes" in docs/training.md."""
     rows = [["model", "`offload`", "gang", *_PARTS, "total", "host"]]
     for name in SIZED:
         for offload in ("none", "optimizer"):
@@ -180,7 +180,7 @@ def sizes() -> str:
 
 
 def training_page() -> str:
-    """The text of docs/training.md with the table as it should be."""
+    """Return the text of docs/training.md with the table as it should be."""
     before, _, rest = TRAINING.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + sizes() + END + rest.partition(END)[2]
 

@@ -149,7 +149,7 @@ function isolated(plot, index, show) {
 }
 
 export class Chart {
-  // x: "step" or another whole number, or "time". spans: lines go over steps without a value.
+  // x: "step" or another whole number, or "time". spans: lines bridge steps without a value.
   constructor(element, { x = "step", range, spans = false } = {}) {
     Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), zoomed: false });
     this.title = element.parentElement.querySelector("h2, h3")?.firstChild?.textContent.trim() || "Chart";

@@ -33,7 +33,7 @@ export async function planFor(job, spec) {
   const written = field("job").value === "new";
   const body = written ? byId("submit-spec").value : spec && JSON.stringify(spec);
   if (!body) {
-    problem.textContent = written ? "There is no text of a new job: write it on the page “New job”." : "Choose a job, or write a new one.";
+    problem.textContent = written ? "The new job has no text: write it on the page “New job”." : "Choose a job, or write a new one.";
     return;
   }
   const query = new URLSearchParams({ devices: `${devices()}x${field("class").value.trim()}-${field("memory").value}GB`, hosts: hosts() });

@@ -11,7 +11,7 @@ export async function drawSamples(job, over) {
     byId("audit-result").textContent = "Was every sample trained once, or dropped with a reason?";
     clear("");
   }
-  if (over) return clear("freed when the job ended; the audit tells what became of them");
+  if (over) return clear("freed when the job ended; the audit shows their outcome");
   let found;
   try {
     found = await api(`/api/jobs/${encodeURIComponent(job)}/tables`);
@@ -22,7 +22,7 @@ export async function drawSamples(job, over) {
   }
   if (job !== shown) return;
   const mark = found.high_water_bytes ? ` of ${mib(found.high_water_bytes)}` : "";
-  const full = found.over_high_water ? " · above the mark, rollout is pushed back" : "";
+  const full = found.over_high_water ? " · above the mark, so rollout has to wait" : "";
   byId("samples-store").textContent = `${mib(found.payload_bytes)}${mark} of payloads · Redis ${mib(found.redis_bytes)}${full}`;
   const rows = found.tables.map((one) => {
     const lag = Math.max(0, one.newest_step - one.committed_step);

@@ -7,8 +7,8 @@ const PART = 500;
 
 // By name: the value of token i, and where in [-1, 1] its colour is.
 const SCALES = {
-  advantage: { said: "advantage: red below 0, green above; strongest at the largest of this conversation", at: (value, most) => value / (most.advantage || 1) },
-  logprob: { said: "log-prob under the engine that drew it: the stronger, the less likely (full at -5)", at: (value) => Math.max(-1, value / 5) },
+  advantage: { said: "advantage: red below 0, green above; strongest at this conversation's largest value", at: (value, most) => value / (most.advantage || 1) },
+  logprob: { said: "log-prob under the engine that drew it: stronger colour, less likely (full at -5)", at: (value) => Math.max(-1, value / 5) },
   ratio: { said: "ratio of the trainer's probability to the engine's: red below 1, green above (full at 1/2 and 2)", at: (value) => Math.max(-1, Math.min(1, Math.log2(value))) },
   version: { said: "version of the policy that drew it" },
 };
@@ -56,7 +56,7 @@ export class TokenView {
   explain() {
     const by = byId("token-colour").value;
     let text = "";
-    if (this.state && !this.kept) text = "Tokens of this conversation are not kept: they are of the first trajectories of one query a step, and of each evaluation's first queries.";
+    if (this.state && !this.kept) text = "Tokens of this conversation are not kept. They are kept for the first trajectories of one query per step, and for each evaluation's first queries.";
     else if (this.state && (by === "advantage" || by === "ratio") && !this.trained) text = `No ${by}s: ${this.state.evaluation ? "an evaluation is not trained on" : "the trainer has not reported these tokens (yet); a frozen policy has none"}.`;
     else if (by) text = SCALES[by].said;
     byId("token-legend").textContent = text;

@@ -31,7 +31,7 @@ kueue.x-k8s.io/priority-class: {{ . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- end }}
 
-{{/* Names of objects that may be made or given. */}}
+{{/* Names of objects that the chart makes or the user gives. */}}
 {{- define "troupe.tokenSecret" -}}
 {{ .Values.auth.existingSecret | default (printf "%s-token" .Release.Name) }}
 {{- end }}
@@ -42,12 +42,12 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{ .Values.storage.data.existingClaim | default (printf "%s-data" .Release.Name) }}
 {{- end }}
 
-{{/* A pool's settings over those of all pools, as JSON. */}}
+{{/* A pool's settings, which override the settings of all pools, as JSON. */}}
 {{- define "troupe.pool" -}}
 {{ mergeOverwrite (deepCopy .root.Values.pool) .settings | toJson }}
 {{- end }}
 
-{{/* What every pod is: a user without powers, and without the cluster's own credentials. */}}
+{{/* Settings of every pod: an unprivileged user without the cluster's own credentials. */}}
 {{- define "troupe.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -74,7 +74,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* A stopping service lets its calls end, ends what it runs in as long again, and then its ranks. */}}
+{{/* A stopping service lets its calls end, takes as long again to end its own work, and then ends its ranks. */}}
 {{- define "troupe.grace" -}}
 {{ add (mul 2 .) 30 }}
 {{- end }}
@@ -109,7 +109,7 @@ ports:
   - {name: metrics, containerPort: 9090}
 {{- end }}
 
-{{/* Variables of every service: .address is the one at which it is reached. */}}
+{{/* Variables of every service: .address is the address at which it is reached. */}}
 {{- define "troupe.environment" -}}
 {{- $root := .root -}}
 {{- $name := $root.Release.Name -}}
@@ -175,7 +175,7 @@ ports:
 {{- end }}
 {{- end }}
 
-{{/* The same of workers: data, /transfer and /dev/shm. */}}
+{{/* Mounts and volumes of workers: data, /transfer and /dev/shm. */}}
 {{- define "troupe.workerMounts" -}}
 {{ include "troupe.mounts" (dict "root" .root "models" true) }}
 - {name: data, mountPath: /data}
