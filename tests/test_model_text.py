@@ -1,4 +1,4 @@
-"""What a model wrote is read in linear time, strictly, and apart from what it thought."""
+"""Model output is parsed in linear time, strictly, and separately from the model's thoughts."""
 
 from __future__ import annotations
 

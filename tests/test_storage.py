@@ -1,4 +1,4 @@
-"""Folders and files at paths and URLs: whole or not there at all, whatever breaks."""
+"""Folders and files at paths and URLs: complete or absent, whatever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a clip or a mask takes out has the gradient zero, never NaN, however far pi is from mu.
+"""Tokens removed by a clip or a mask have gradient zero, never NaN, however far pi is from mu.
 
 Every loss with every correction, old log-probs, divergence and extreme ratio, in single precision,
 against formulas of one token at a time in Python's own floats.

@@ -1,4 +1,4 @@
-"""Objectives and sequence sums: by hand, against loops, and what their gradients are."""
+"""Objectives and sequence sums: checked by hand and against loops, with their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark says of the machine that it ran on."""
+"""The description of the machine in every benchmark's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks beside TRL from their command line to their object, on real services."""
+"""The benchmarks against TRL from their command line to their object, on real services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a GPU, tried out without one: the command and each of its parts."""
+"""The GPU benchmarks tested without a GPU: the command and each of its parts."""
 
 from __future__ import annotations
 

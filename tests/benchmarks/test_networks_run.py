@@ -1,4 +1,4 @@
-"""`benchmarks.networks` runs every task and says what it came to."""
+"""`benchmarks.networks` runs every task and reports its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy against a real gRPC service: what passes, what hangs, what breaks, what is late."""
+"""The proxy in front of a real gRPC service: traffic that passes, hangs, breaks or is late."""
 
 from __future__ import annotations
 

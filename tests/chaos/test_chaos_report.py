@@ -1,4 +1,4 @@
-"""What the harness concludes from two runs, and what it changes in a job."""
+"""The harness's conclusions from two runs, and its changes to a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is a function of the seed, and of nothing else."""
+"""The schedule of faults is a function of the seed alone."""
 
 from __future__ import annotations
 

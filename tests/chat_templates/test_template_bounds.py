@@ -1,4 +1,4 @@
-"""Hostile chat templates end by a bound, whatever they grow: texts, lists, numbers or steps."""
+"""Hostile chat templates end at a bound: on texts, lists, numbers or steps."""
 
 from __future__ import annotations
 

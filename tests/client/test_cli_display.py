@@ -1,4 +1,4 @@
-"""What the displays make of events: pure models, drawn into strings."""
+"""The displays of events: pure models, drawn into strings."""
 
 from __future__ import annotations
 

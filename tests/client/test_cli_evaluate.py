@@ -1,4 +1,4 @@
-"""`troupe evaluate`: what it takes for a job, and which evaluations and models it submits."""
+"""`troupe evaluate`: the jobs that it accepts, and the evaluations and models that it submits."""
 
 from __future__ import annotations
 

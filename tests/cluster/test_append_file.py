@@ -1,4 +1,4 @@
-"""What power cuts and other damage leave of the embedded Redis' append-only file."""
+"""The embedded Redis' append-only file after power cuts and other damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loopback is no boundary between users: what keeps others of the machine out of a cluster."""
+"""Protection of a cluster from other users of the machine: loopback is not a boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster consists of, and its ports: pure functions and real sockets."""
+"""The processes of a cluster and their ports: pure functions and real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of processes that print without end: bounded while they run, and what was cut is said."""
+"""Logs of processes that print endlessly: bounded while they run, with a note about the cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers whose processes run only while somebody wants them."""
+"""Trainers whose processes run only on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data disk that fills up or becomes read-only: said by name, waited for, and gone on from."""
+"""A data disk that fills up or becomes read-only: reported by name, waited for, and resumed."""
 
 from __future__ import annotations
 

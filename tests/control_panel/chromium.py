@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of the page, which collects what goes wrong in it."""
+"""A headless Chromium for tests of the page, which collects the page's errors."""
 
 from __future__ import annotations
 

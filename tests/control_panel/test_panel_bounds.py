@@ -1,4 +1,4 @@
-"""What a client sends to the panel is bounded and checked: bodies, parameters, event ids."""
+"""The panel bounds and checks its clients' input: bodies, parameters, event ids."""
 
 from __future__ import annotations
 

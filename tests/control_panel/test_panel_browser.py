@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: what a person sees and does."""
+"""The page in a real headless Chromium: its display and its controls."""
 
 from __future__ import annotations
 

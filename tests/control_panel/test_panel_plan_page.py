@@ -1,4 +1,4 @@
-"""The page Plan in Chromium: what a person asks, sees and is told."""
+"""The page Plan in Chromium: its form, its display and its messages."""
 
 from __future__ import annotations
 

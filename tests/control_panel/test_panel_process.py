@@ -1,4 +1,4 @@
-"""The panel as its own process: what it says when it starts, and that it speaks TLS."""
+"""The panel as a separate process: its output at the start, and TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/rest-api.md is the interface that there is: every call, what it takes, every status."""
+"""docs/rest-api.md matches the interface: every call, its parameters, every status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of data sets: what is kept, what is dropped and said, in which order they are asked."""
+"""Rows of data sets: kept rows, dropped rows and their report, and the order of queries."""
 
 from __future__ import annotations
 
@@ -126,7 +126,12 @@ def test_a_folder_has_splits_and_a_pattern_several_files(
         ({"dataset": "./nowhere"}, "tasks.dataset", "dataset_missing", "no such file"),
         ({"columns": {"q": "no"}}, "tasks.columns.q", "column_missing", "There are: problem"),
         ({"columns": {"q": "extra.no"}}, "tasks.columns.q", "column_missing", "are: answer"),
-        ({"max_characters": {"no": 3}}, "tasks.max_characters.no", "column_missing", "no column"),
+        (
+            {"max_characters": {"no": 3}},
+            "tasks.max_characters.no",
+            "column_missing",
+            "not a column",
+        ),
         (
             {"columns": {"q": "problem"}, "max_characters": {"q": 1}},
             *("tasks.dataset", "no_rows", "no rows are left"),

@@ -1,4 +1,4 @@
-"""The chart: what Helm renders is valid, fits together, and fits the services."""
+"""The chart: Helm's output is valid, consistent, and fits the services."""
 
 from __future__ import annotations
 

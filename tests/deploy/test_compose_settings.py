@@ -1,4 +1,5 @@
-"""docker-compose.yml sets what its services read, and asks for their health where they listen."""
+"""docker-compose.yml sets the variables that its services read, and checks their health where they
+listen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in containers, for real: the chart, docker-compose, and sandboxes of functions.
+"""Real containers: the chart, docker-compose, and sandboxes of functions.
 
 They are in one file, and so run one after another: a machine has one container engine at a time.
 docker-compose: images built, the cluster up, the example trained over REST. The chart: every

@@ -1,4 +1,4 @@
-"""What the documentation names is there: variables, metrics, files, fields of a job, Python."""
+"""Names in the documentation exist: variables, metrics, files, fields of a job, Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an image installs is enough for what runs in it: no module needs a package that is missing.
+"""An image installs all packages that its modules import.
 
 A service's image has the packages of `deploy/requirements/SERVICE.txt`, a user's program at least
 those of `troupe` without extras. Developers have all of them, so that other tests do not notice

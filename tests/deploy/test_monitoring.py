@@ -1,4 +1,4 @@
-"""deploy/grafana: dashboards, alerts and what Prometheus reads, against services' own metrics."""
+"""deploy/grafana: dashboards, alerts and Prometheus' targets match the services' own metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that people and forges look for at the root: they are there and say what there is."""
+"""Files that people and forges expect at the root: they exist and are correct."""
 
 from __future__ import annotations
 

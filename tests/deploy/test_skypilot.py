@@ -1,4 +1,4 @@
-"""deploy/skypilot: its tasks are valid, and their commands start what they should.
+"""deploy/skypilot: its tasks are valid, and their commands start the right processes.
 
 SkyPilot is installed in an environment of its own, since it pins much. TROUPE_SKYPILOT_PYTHON
 names one that has it.

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it works in an environment of its own, from any directory."""
+"""The wheel: its contents, and that it works in a separate environment, from any directory."""
 
 from __future__ import annotations
 

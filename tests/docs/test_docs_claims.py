@@ -1,4 +1,4 @@
-"""What the documentation claims about other systems and about Troupe's speed can be looked up."""
+"""Claims in the documentation about other systems and about Troupe's speed have a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with populations on a standing cluster, and what must be so of each that has ended."""
+"""Jobs with populations on a standing cluster, and the properties of each ended job."""
 
 from __future__ import annotations
 

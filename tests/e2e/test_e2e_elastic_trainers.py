@@ -1,4 +1,4 @@
-"""Trainers that end when nobody wants them, in a real cluster, between two jobs."""
+"""Trainers that end when no job needs them, in a real cluster, between two jobs."""
 
 from __future__ import annotations
 

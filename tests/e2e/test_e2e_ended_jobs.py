@@ -1,4 +1,4 @@
-"""What jobs that have ended leave in the memory of a real cluster."""
+"""The memory that ended jobs leave occupied in a real cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The example games train on the embedded cluster: in turns, and at once in child processes."""
+"""The example games train on the embedded cluster: turn-based, and simultaneously in child
+processes."""
 
 from __future__ import annotations
 

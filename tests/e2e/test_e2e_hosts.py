@@ -1,4 +1,4 @@
-"""A job whose services share no disk and no memory: weights and states move between hosts."""
+"""A job whose services do not share disk or memory: weights and states move between hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running job is measured: its profile, a plan from it, and what it says about its split."""
+"""A running job is measured: its profile, a plan from it, and hints about its split."""
 
 from __future__ import annotations
 

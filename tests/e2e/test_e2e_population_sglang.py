@@ -1,4 +1,4 @@
-"""A population whose members are served by real SGLang servers, where the machine has SGLang."""
+"""A population whose members run on real SGLang servers, if the machine has SGLang."""
 
 from __future__ import annotations
 

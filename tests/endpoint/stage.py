@@ -1,4 +1,5 @@
-"""A rollout service whose engines follow a script, and a tokenizer whose template knows tools."""
+"""A rollout service whose engines follow a script, and a tokenizer whose template supports
+tools."""
 
 from __future__ import annotations
 

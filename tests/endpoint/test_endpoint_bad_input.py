@@ -1,4 +1,4 @@
-"""What clients do wrong, and what is left of it."""
+"""Mistakes of clients, and their effects on a trajectory."""
 
 from __future__ import annotations
 

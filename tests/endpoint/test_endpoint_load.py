@@ -1,4 +1,4 @@
-"""One client's long texts, half-sent bodies and closed connections, and what they do to others."""
+"""The effects of one client's long texts, half-sent bodies and closed connections on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks send, as they send it, and what they are answered."""
+"""Requests in the forms that frameworks send, and their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server by itself, before agents whose engine is a few lines."""
+"""The server alone, in front of agents whose engine is a few lines."""
 
 from __future__ import annotations
 

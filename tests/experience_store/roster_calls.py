@@ -1,4 +1,4 @@
-"""A store that may die at any call, beside the model of a job whose rosters change."""
+"""A store that may die at any call, together with the model of a job whose rosters change."""
 
 from __future__ import annotations
 

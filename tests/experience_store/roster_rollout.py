@@ -1,4 +1,4 @@
-"""Calls of the orchestrator, of rollout workers and of who rewards, to a store and its model."""
+"""Calls of the orchestrator, rollout workers and rewarders to a store and its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of rosters that change share."""
+"""Shared parts of the tests of changing rosters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark runs from end to end; what it measures is measured elsewhere."""
+"""The benchmark runs from end to end; its figures are measured elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries that go on in a later step, with all that they have."""
+"""Queries that continue in a later step, with all their data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: full micro-batches, waiting, leases, and who may hold what."""
+"""Claims: full micro-batches, waiting, leases, and holders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls cost, told in round trips instead of seconds: they must not grow with a step."""
+"""The costs of calls, in round trips instead of seconds, do not grow with a step."""
 
 from __future__ import annotations
 

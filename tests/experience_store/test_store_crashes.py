@@ -1,4 +1,4 @@
-"""The store dies at any Redis round trip; whoever comes next finds k or k+1, never half."""
+"""The store dies at any Redis round trip; the next caller finds k or k+1, never half."""
 
 from __future__ import annotations
 

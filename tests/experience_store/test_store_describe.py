@@ -1,4 +1,4 @@
-"""DescribeTables: what a job's tables hold, how far they lag, what came of everything so far."""
+"""DescribeTables: the contents of a job's tables, their lag, and the totals so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared connections: everybody gets the reply to what they asked, whatever happens to others."""
+"""Shared connections: every caller gets its own reply, whatever happens to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of samples against a model: whatever the order of calls, each is trained exactly once.
+"""The life of samples against a model: in any order of calls, each is trained exactly once.
 
 The model knows no Redis, no Lua and no clock. Leases "run out" by setting their expiry into the
 past.

@@ -1,4 +1,4 @@
-"""Replay: what was trained comes back in the next step, as often as the job allows."""
+"""Replay: trained samples return in the next step, as often as the job allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service refuses, and that it names the field at fault."""
+"""Requests that the service refuses, with the field at fault."""
 
 from __future__ import annotations
 

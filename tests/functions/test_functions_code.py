@@ -1,4 +1,4 @@
-"""What a coding agent does: files, programs with a time limit, tests with a report."""
+"""The tools of a coding agent: files, programs with a time limit, tests with a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decorated functions stay functions, and say of themselves what jobs and deployments need."""
+"""Decorated functions stay functions, and declare the data that jobs and deployments need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that are ready to use: what they score, and which arguments are refused."""
+"""Predefined rewards: their scores, and the arguments that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that jobs ship: versions of one package beside each other in a process."""
+"""Code that jobs ship: several versions of one package in a process."""
 
 from __future__ import annotations
 

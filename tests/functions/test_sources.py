@@ -1,4 +1,4 @@
-"""Which files a job ships, and what is refused."""
+"""The files that a job ships, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives at a gRPC port is answered with a typed status; the services live on."""
+"""Any input to a gRPC port gets a typed status, and the services survive it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever is asked of the REST interface, it does as its OpenAPI document says (schemathesis)."""
+"""Every request to the REST interface is answered according to its OpenAPI document
+(schemathesis)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a hub id that cannot be loaded."""
+"""Messages about a hub id that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a valid job says that is without effect is told, by its path; the rest is let be."""
+"""Settings of a valid job that have no effect are reported by path, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`algorithm`: what goes together, and what is refused with a remedy."""
+"""`algorithm`: valid combinations, and refusals with a remedy."""
 
 from __future__ import annotations
 

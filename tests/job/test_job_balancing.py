@@ -1,4 +1,4 @@
-"""The balancing section: what it means, and what cannot work."""
+"""The balancing section: its meaning, and invalid settings."""
 
 from __future__ import annotations
 

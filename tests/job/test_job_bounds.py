@@ -1,4 +1,4 @@
-"""Every number, list and mapping of the specification is bounded, and said so."""
+"""Every number, list and mapping of the specification has a bound, which errors name."""
 
 from __future__ import annotations
 

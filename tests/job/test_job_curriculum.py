@@ -1,4 +1,4 @@
-"""The section `curriculum`: its bounds, its success, what it cannot go with."""
+"""The section `curriculum`: its bounds, its measure of success, and invalid combinations."""
 
 from __future__ import annotations
 

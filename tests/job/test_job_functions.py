@@ -1,4 +1,4 @@
-"""Rewards and tools of a job: which code, and what the job says of its costs."""
+"""Rewards and tools of a job: their code, and the costs that the job sets."""
 
 from __future__ import annotations
 

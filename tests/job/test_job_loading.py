@@ -1,4 +1,4 @@
-"""Job files as people write them, and as nobody should."""
+"""Valid and invalid job files."""
 
 from __future__ import annotations
 

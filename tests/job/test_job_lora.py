@@ -1,4 +1,4 @@
-"""The section that asks for an adapter: what it means, and what does not go together."""
+"""The section `lora`: its meaning, and invalid combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose policies are small networks: what they have, and what they refuse."""
+"""Jobs whose policies are small networks: their sections, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`population` in a job: what it adds, and what it refuses."""
+"""`population` in a job: the policies that it adds, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`population` in a job of networks: whom their networks are made for, and what is refused."""
+"""`population` in a job of networks: the agents of their networks, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the section of a model can say."""
+"""The possible contents of a model's section."""
 
 from __future__ import annotations
 

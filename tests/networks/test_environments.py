@@ -1,4 +1,4 @@
-"""Vectorised environments are what they say: step by step what their originals compute."""
+"""Vectorised environments match their originals step by step."""
 
 from __future__ import annotations
 

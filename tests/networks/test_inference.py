@@ -1,4 +1,4 @@
-"""What actors compute in fewer passes is what learners compute."""
+"""Actors, which need fewer passes, compute the same values as learners."""
 
 from __future__ import annotations
 

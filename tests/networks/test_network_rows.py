@@ -1,4 +1,4 @@
-"""What learners compute on: every agent's own decisions, whatever the turns and the padding."""
+"""The rows of learners: every agent's own decisions, with any turns and padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with a population, and what tests ask of them."""
+"""Jobs with a population, and the queries of tests about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom readers of a state are sent to."""
+"""The sources to which readers of a state are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named evaluations: which queries they ask, what they report, which checkpoint is kept."""
+"""Named evaluations: their queries, their reports, and the checkpoint that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that die, streams that break, steps that cannot be used: the job goes on."""
+"""Workers that die, streams that break, unusable steps: the job continues."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Two hundred jobs, one after another: what is held of them, and what a list costs, stay flat."""
+"""Two hundred jobs, one after another: memory and the cost of lists stay constant."""
 
 from __future__ import annotations
 

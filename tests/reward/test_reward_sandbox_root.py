@@ -1,4 +1,4 @@
-"""What of the host's files a sandbox shows, wherever the service itself lies."""
+"""The host's files that a sandbox shows, independent of the service's location."""
 
 from __future__ import annotations
 

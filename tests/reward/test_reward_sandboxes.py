@@ -1,4 +1,4 @@
-"""Sandboxes that outlive a call: what stays, what ends, and that nobody else is harmed."""
+"""Sandboxes that outlive a call: what stays, what ends, and isolation from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses: passwords in them are shown nowhere, and those of the cluster need no proxy."""
+"""Addresses: their passwords are never shown, and the cluster's own need no proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors keep their meaning over the wire and say what to do."""
+"""Errors keep their meaning over the wire and name a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds training devices: capacity, age, work, locality, gangs."""
+"""Holders of training devices: capacity, age, work, locality, gangs."""
 
 from __future__ import annotations
 

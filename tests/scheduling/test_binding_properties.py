@@ -1,4 +1,5 @@
-"""Who holds training devices, over any picture: plans are sound, the best, and nobody starves."""
+"""Holders of training devices in any situation: plans are sound and optimal, and no policy
+starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit beside engines whose best is known."""
+"""The limit compared with engines whose optimum is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often training state becomes durable: what it costs bounds it, and nothing grows for ever."""
+"""How often training state becomes durable: bounded by its cost, and without unbounded growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic scheduling of actions: what fits, who waits, and how much each gets."""
+"""Elastic scheduling of actions: admission, waiting, and shares."""
 
 from __future__ import annotations
 

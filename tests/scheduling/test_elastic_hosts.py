@@ -1,4 +1,4 @@
-"""Elastic scheduling over several hosts: each action on one, nobody starves, nothing lies idle."""
+"""Elastic scheduling over several hosts: one host per action, no starvation, no idle cores."""
 
 from __future__ import annotations
 

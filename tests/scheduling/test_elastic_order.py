@@ -1,4 +1,5 @@
-"""What goes first: what has least left, as far as can be known, and nobody waits for ever."""
+"""The order of actions: shortest remaining time first, as far as it is known, without
+starvation."""
 
 from __future__ import annotations
 

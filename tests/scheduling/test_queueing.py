@@ -1,4 +1,4 @@
-"""Properties of the order in which waiting turns go on."""
+"""Properties of the order of waiting turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas: never more than the interface allows, and nobody waits for ever."""
+"""Quotas: never more than the interface allows, and no caller waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who joins and leaves a step that is held open."""
+"""Queries that join and leave a step that is held open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first among actions: whom more trajectories wait for, and nobody for ever."""
+"""The order of actions: more waiting trajectories first, and none waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a landing leaves for the next: flaky tests, when slow tests ran, and a clean tree."""
+"""Records of a landing for the next: flaky tests, times of slow tests, and a clean tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of a cluster: what it does by itself, and what the services' decisions do in it."""
+"""The twin of a cluster: its own behaviour, and the effects of the services' decisions in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transition tables: what every state machine of Troupe promises, for any path through it."""
+"""The transition tables: the guarantees of every state machine of Troupe, for any path."""
 
 from __future__ import annotations
 

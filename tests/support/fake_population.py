@@ -1,4 +1,4 @@
-"""The part of the orchestrator double that tells of a population."""
+"""The part of the orchestrator double that reports a population."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer worker without models: a real gRPC server that does as a script says."""
+"""A trainer worker without models: a real gRPC server that follows a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fake rollout and trainer workers share: a server, a heartbeat, and a death without a word.
+"""Shared parts of fake rollout and trainer workers: a server, a heartbeat, and a sudden death.
 
 They speak to a real experience store and a real orchestrator. What they generate and learn is
 made up; that every trajectory ends once and every sample is committed once is not.

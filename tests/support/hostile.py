@@ -1,4 +1,4 @@
-"""Values and exceptions of user code at its worst, for tests of what services make of them."""
+"""Extreme values and exceptions of user code, for tests of the services' handling."""
 
 from __future__ import annotations
 

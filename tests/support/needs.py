@@ -1,4 +1,4 @@
-"""What a machine may lack that some tests need."""
+"""Requirements of tests that a machine may not meet."""
 
 from __future__ import annotations
 

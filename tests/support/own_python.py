@@ -1,4 +1,4 @@
-"""Interpreters of environments with libraries that cannot be installed beside Troupe."""
+"""Interpreters of environments with libraries that cannot be installed together with Troupe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask of processes that they, or the services under test, have started."""
+"""Checks of processes that tests, or the services under test, have started."""
 
 from __future__ import annotations
 

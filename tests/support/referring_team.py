@@ -1,4 +1,4 @@
-"""A team whose samples keep by reference what training reads of them.
+"""A team whose samples keep data for training by reference.
 
 Imported by a rollout service, it has values of any size kept so: what the trainer reads of a sample
 is as long as its response, and a tiny model's are short.

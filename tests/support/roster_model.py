@@ -1,4 +1,4 @@
-"""What steps whose rosters change must do, without Redis, Lua, a clock or a crash."""
+"""The required behaviour of steps whose rosters change, without Redis, Lua, a clock or a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox on this machine shows below its private /tmp, before anybody writes there."""
+"""The files that a sandbox on this machine shows below its private /tmp, before any write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to say, with log-probs and versions like a real one."""
+"""An engine that gives the replies of a test, with log-probs and versions like a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny policy, its tokenizer, and rollouts of it: what trainer tests train on."""
+"""A tiny policy, its tokenizer, and rollouts of it, for trainer tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another host's states, and who gives them out."""
+"""Another host's states, and their servers."""
 
 from __future__ import annotations
 

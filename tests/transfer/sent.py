@@ -1,4 +1,4 @@
-"""A state of another host, and what of it is sent."""
+"""A state of another host, and the parts of it that are sent."""
 
 from __future__ import annotations
 

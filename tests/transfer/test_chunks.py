@@ -1,4 +1,4 @@
-"""Chunks of a state: what is verified as it comes."""
+"""Chunks of a state: verification on arrival."""
 
 from __future__ import annotations
 

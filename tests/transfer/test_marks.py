@@ -1,4 +1,4 @@
-"""What has come is seen while the rest still comes, and never more than that."""
+"""Arrived bytes are noticed while the rest still arrives, and never too many."""
 
 from __future__ import annotations
 

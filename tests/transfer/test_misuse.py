@@ -1,4 +1,4 @@
-"""What careless callers do: odd keys and tensors; directories that come and go."""
+"""Careless callers: odd keys and tensors; directories that appear and disappear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads through UCX that begin before anybody knows what is read. Needs the extra `ucx`."""
+"""Reads through UCX that begin before their contents are known. Needs the extra `ucx`."""
 
 from __future__ import annotations
 

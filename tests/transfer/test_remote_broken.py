@@ -1,4 +1,4 @@
-"""Fetches that break off half way: what has come stays for who goes on."""
+"""Fetches that break off half way: arrived chunks stay for the next attempt."""
 
 from __future__ import annotations
 

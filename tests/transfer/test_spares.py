@@ -1,4 +1,4 @@
-"""Files that are filled again, and what keeps them from it."""
+"""Files that are refilled, and conditions that prevent it."""
 
 from __future__ import annotations
 

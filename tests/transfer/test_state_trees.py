@@ -1,4 +1,4 @@
-"""Named tensors, and the pieces of large ones: what a state may be."""
+"""Named tensors, and the pieces of large ones: the possible contents of a state."""
 
 from __future__ import annotations
 

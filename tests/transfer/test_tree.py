@@ -1,4 +1,4 @@
-"""Who reads from whom."""
+"""The tree of readers and their sources."""
 
 from __future__ import annotations
 

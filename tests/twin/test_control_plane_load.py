@@ -1,4 +1,4 @@
-"""What `benchmarks.papers.twin.control` says of one orchestrator, one store and one Redis."""
+"""Results of `benchmarks.papers.twin.control` for one orchestrator, one store and one Redis."""
 
 from __future__ import annotations
 

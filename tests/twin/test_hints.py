@@ -1,4 +1,4 @@
-"""What a job's measured steps say about its split, beside what the twin says of other splits."""
+"""Hints of a job's measured steps about its split, compared with the twin's for other splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: splits that fit, what it recommends, and `troupe plan`."""
+"""The planner: splits that fit, its recommendation, and `troupe plan`."""
 
 from __future__ import annotations
 

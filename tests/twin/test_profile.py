@@ -1,4 +1,4 @@
-"""The profile of a job: what it measures, how large it gets, whose it is, what planners take."""
+"""The profile of a job: its measurements, its size, its owner, and its use by planners."""
 
 from __future__ import annotations
 

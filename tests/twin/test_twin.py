@@ -1,4 +1,4 @@
-"""The twin of a cluster: what its steps take, and that nothing is lost in them."""
+"""The twin of a cluster: the duration of its steps, and that nothing is lost in them."""
 
 from __future__ import annotations
 

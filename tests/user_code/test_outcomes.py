@@ -1,4 +1,4 @@
-"""Texts, numbers and JSON of whatever user code returned or raised."""
+"""Texts, numbers and JSON of any result or exception of user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts: tokenised beside the event loop, in the order of the calls, or refused."""
+"""Long texts: tokenised outside the event loop, in the order of the calls, or refused."""
 
 from __future__ import annotations
 

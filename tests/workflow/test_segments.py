@@ -1,4 +1,4 @@
-"""A long text read in segments between special tokens has the ids of the text read at once."""
+"""A long text read in segments between special tokens has the ids of the whole text."""
 
 import random
 from typing import Any

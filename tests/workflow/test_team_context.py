@@ -1,4 +1,4 @@
-"""What the rest of the team knew when a turn was asked for; which turns are one chain."""
+"""The team's knowledge when a turn was requested, and the turns of one chain."""
 
 from __future__ import annotations
 

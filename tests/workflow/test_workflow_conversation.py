@@ -1,4 +1,4 @@
-"""Token ids end to end: what a follow-up prompt consists of."""
+"""Token ids end to end: the parts of a follow-up prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of concurrent branches are numbered by the program, whoever is faster."""
+"""The program determines the numbers of turns in concurrent branches, not their speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a workflow is given besides its agents."""
+"""The arguments of a workflow other than its agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent thinks is apart from what it says, and comes back as the ids that it sampled."""
+"""An agent's thoughts are separate from its reply, and return as the sampled ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools in replies: reading them, and whatever else a model may write instead."""
+"""Tool calls in replies: parsing, and other text that a model may write instead."""
 
 from __future__ import annotations
 

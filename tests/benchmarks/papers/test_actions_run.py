@@ -1,4 +1,4 @@
-"""The benchmark of actions runs, and what it says of reservations is so."""
+"""The benchmark of actions runs, and its claims about reservations hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks.papers.psro` runs both sides and says what it found."""
+"""`benchmarks.papers.psro` runs both sides and reports its results."""
 
 from __future__ import annotations
 

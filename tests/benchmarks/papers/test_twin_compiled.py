@@ -1,4 +1,4 @@
-"""The twin compiled by mypyc does what its sources do, and says what is missing to build it."""
+"""The twin compiled by mypyc behaves like its sources, and reports missing build requirements."""
 
 from __future__ import annotations
 

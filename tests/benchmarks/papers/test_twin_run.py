@@ -1,4 +1,4 @@
-"""The benchmark of the twin: what it predicts of live runs, and its smoke run."""
+"""The benchmark of the twin: its predictions of live runs, and its smoke run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More policies than trainers' slots: everyone has its turn, whatever breaks meanwhile."""
+"""More policies than trainer slots: every policy gets its turn despite failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines and trainers of a colocated job take turns on the devices, whatever fails."""
+"""Engines and trainers of a colocated job take turns on the devices despite failures."""
 
 from __future__ import annotations
 

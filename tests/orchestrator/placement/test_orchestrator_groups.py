@@ -1,4 +1,4 @@
-"""Gangs over several trainer workers: who leads, who lends, and what happens when one is lost."""
+"""Gangs over several trainer workers: leaders, lenders, and the loss of a worker."""
 
 from __future__ import annotations
 

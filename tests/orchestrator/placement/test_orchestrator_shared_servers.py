@@ -1,4 +1,4 @@
-"""Who keeps which attached server, and what the others are told of it."""
+"""The keepers of attached servers, and the information that other workers get."""
 
 from __future__ import annotations
 

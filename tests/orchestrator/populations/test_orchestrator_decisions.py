@@ -1,4 +1,4 @@
-"""Whom learners meet next, by the algorithm of the job: functions of the state alone."""
+"""The next opponents of learners, by the job's algorithm: functions of the state alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of matches alone: how many may fail, who sits where, what lasts when one breaks off."""
+"""Rounds of matches alone: allowed failures, seating, and the results of an aborted round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of populations alone: whose turn a match is, and who is asked for a member's weights."""
+"""Parts of populations alone: the turn of each match, and the source of a member's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered of a population: in the order in which it was so, no longer than needed."""
+"""The remembered state of a population: in order, and no longer than needed."""
 
 from __future__ import annotations
 

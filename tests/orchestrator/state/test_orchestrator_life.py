@@ -1,4 +1,4 @@
-"""What users do to jobs: submit, watch, pause, resume, cancel."""
+"""Actions of users on jobs: submit, watch, pause, resume, cancel."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What tests of environments in processes of their own share."""
+"""Shared parts of tests of environments in separate processes."""
 
 from __future__ import annotations
 

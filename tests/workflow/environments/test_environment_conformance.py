@@ -1,4 +1,4 @@
-"""The conformance test finds what is broken, says so by name, and nothing else."""
+"""The conformance test finds each fault, and only that, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes between a game and its players is held to the interface."""
+"""Messages between a game and its players are checked against the interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workflows that play: who is asked what, what illegal answers lead to, who gets which reward."""
+"""Workflows that play: prompts, the effects of illegal answers, and rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` library: what of them needs no library."""
+"""Environments of the `verifiers` library: the parts that do not need the library."""
 
 from __future__ import annotations
 
