@@ -84,8 +84,8 @@ class AgentNetwork(nn.Module):
     def step(
         self, inputs: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute one step of every row: [N, I] and memory [1, N, H] (None at the start) -> outputs,
-        memory."""
+        """Compute one step of every row: [N, I] and memory [1, N, H] (None at the start) -> outputs
+        and memory."""
         hidden: torch.Tensor = self.body(inputs)
         if self.memory is not None:
             hidden, memory = self.memory(hidden.unsqueeze(1), memory)

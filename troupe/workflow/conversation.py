@@ -50,7 +50,7 @@ _REPLY_BEGINS = _REPLY[0]
 # Text placed between all special tokens to test a tokenizer.
 _TRIED_TEXT = "Troupe: 3 agents,\n\tcaf\u00e9 \u2192 \u4e2d\u6587  isn't it? "
 
-# The text that decoding shows for an incomplete character, and the tokens of the longest character.
+# The text of an incomplete character after decoding, and the tokens of the longest character.
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 4
 
@@ -128,8 +128,7 @@ class ChatTokenizer:
         tags: ThinkTags = THINK_TAGS,
     ) -> tuple[int, ...]:
         """Return the ids of the last message, the assistant's, as a reply to `first_ids` of the
-        others: its rendering by the template up to the end of the turn, or its content and the end
-        token.
+        others: as the template renders it up to the end of the turn, or its content and end token.
 
         Its thoughts come first, between `tags`, even if the template leaves them out; if the prompt
         ends inside a thought, the reply closes that thought. Raises `ChatTemplateError`.
@@ -187,8 +186,7 @@ class ChatTokenizer:
         most: int = 0,
         marks: Marks | None = None,
     ) -> TokenIds:
-        """Return the ids that follow the reply `messages[reply]`, up to the beginning of the next
-        reply.
+        """Return the ids that follow the reply `messages[reply]`, up to the next reply.
 
         `stop_id` is the token at which the reply stopped; the template's end of turn is not added
         again if it is this token. `most`, `marks` and errors are as in `first_ids`.
@@ -266,17 +264,16 @@ class ChatTokenizer:
         return self._decode(ids)
 
     def text_and_transcript(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Return the text of `ids` without special tokens, and the text with them; the same string
-        if there are none."""
+        """Return the text of `ids` without and with special tokens; without any, one string."""
         transcript = self._decode(ids)
         if self._backend is not None and self._specials.isdisjoint(ids):
             return transcript, transcript
         return self._decode(ids, skip_special_tokens=True), transcript
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token of a reply, special ones shown. A character made of several
-        tokens belongs to the last of them. Joined, the texts are the text of the reply, except for
-        additions of the tokenizer at the beginning."""
+        """Return the text of each token of a reply, special ones shown. A character of several
+        tokens belongs to the last. Joined, they are the reply (except for the tokenizer's additions
+        before it)."""
         found = [self._token_text(one) for one in ids]
         start = None
         for i, text in enumerate(found):
@@ -291,8 +288,7 @@ class ChatTokenizer:
         return found
 
     def _token_text(self, token: int) -> str:
-        """Return the text of a token inside a text, with the space that some tokenizers put before
-        it."""
+        """Return the text of a token inside a text, where some tokenizers add a space."""
         text = self._token_texts.get(token)
         if text is None:
             before = self._anchor
@@ -341,8 +337,8 @@ class ChatTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer behind the transformers tokenizer, whose checks take ten times as long
-        as tokenising a short text; None if there is none, or if it gives different ids."""
+        """The Rust tokenizer behind transformers' own, whose checks take ten times as long as a
+        short text; None if there is none, or if it gives different ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -365,8 +361,8 @@ class ChatTokenizer:
 
     @cached_property
     def _boundary(self) -> re.Pattern[str] | None:
-        """A pattern of the tokens before which a text may be cut: a tokenizer first splits the text
-        there, and then reads each part separately. None if neighbouring text matters."""
+        """Pattern of the tokens before which a text may be cut: a tokenizer splits it there first,
+        and reads each part separately. None if neighbouring text matters."""
         # Normalized tokens are searched for later, inside the parts.
         added = [t for t in self._backend.get_added_tokens_decoder().values() if not t.normalized]
         if not added or any(t.lstrip or t.rstrip or t.single_word for t in added):
@@ -393,8 +389,7 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Sequence[int]:
         if self._backend is None or len(text) < _LONG_SEGMENT or self._boundary is None:
             return self._encode_whole(text)
-        # Long segments are cached, so that text shared by a job's queries, such as a system prompt,
-        # is read once.
+        # Long segments are cached: text that queries share, such as a system prompt, is read once.
         cuts = [0, *(found.start() for found in self._boundary.finditer(text)), len(text)]
         parts: list[Sequence[int]] = []
         done = 0
@@ -513,8 +508,8 @@ def _shown_reply(
     message: AnyMessage, before: str, whole: str, opened: tuple[str, str] | None
 ) -> str:
     """Return a template's rendering of a reply and the text after it: `whole` without the prompt
-    `before`, which may have `opened` a thought that `whole` lacks; else the content. The opening
-    tag, which is part of the prompt, is left out."""
+    `before`, which may have `opened` a thought that `whole` lacks; else the content. Omit the
+    prompt's opening tag."""
     opening = opened[0] if opened else ""
     if whole.startswith(before):
         return whole[len(before) :]
@@ -568,8 +563,7 @@ class _KnownReply:
     """The conversation after this reply."""
 
     def matches(self, content: str, meanings: list[tuple[str, str]]) -> bool:
-        """Return whether an assistant message with this content and these calls repeats this
-        reply."""
+        """Return whether a message with this content and these calls repeats this reply."""
         if not meanings:
             return content in self.texts
         # Some clients drop the text next to calls; an altered call makes a different conversation.
@@ -638,8 +632,7 @@ class TextDraft(Draft):
     def __init__(
         self, tokenizer: ChatTokenizer, text: str, *, add_special_tokens: bool = True
     ) -> None:
-        """Create the draft. `add_special_tokens`: it begins with the tokens that the tokenizer adds
-        to a sequence."""
+        """`add_special_tokens`: begin with the tokens that the tokenizer adds to a sequence."""
         super().__init__(tokenizer)
         self._text = text
         self._encode = tokenizer.encode_first if add_special_tokens else tokenizer.encode
@@ -797,8 +790,7 @@ class ConversationMemory:
 
 
 def _forms(text: str) -> frozenset[str]:
-    """Return the forms in which clients may send `text` back: stripped, with and without its
-    thoughts."""
+    """Return the forms of `text` that clients send back: stripped, with and without thoughts."""
     return frozenset((text.strip(), text.rpartition(_THOUGHT)[2].strip()))
 
 

@@ -512,7 +512,7 @@ class _Forest:
         )
 
     def edges(self, cut: int | None, limit: int | None) -> list[int]:
-        """Return the beginnings of pieces of at most `cut` nodes and `limit` scored tokens begin, and T.
+        """Return the beginnings of pieces (at most `cut` nodes, `limit` scored tokens), and T.
 
         The first piece is the smallest: the last one is read by none, and costs no second pass.
         """
