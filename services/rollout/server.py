@@ -282,7 +282,7 @@ class RolloutService(rollout_grpc.RolloutServicer):
     async def Behave(
         self, request: rollout_pb.BehaveRequest, context: Any
     ) -> rollout_pb.BehaveResponse:
-        """Return the action probabilities of a policy in every information state of a job's game."""
+        """Return the action probabilities of a policy in every information state of a game."""
         job = self._jobs.get(request.job_id)
         return await job.program.behave(job.policy(request.policy), request)
 

@@ -1,8 +1,8 @@
 """Frozen versions of policies on disk: members of populations, which are kept while matches need
 them.
 
-`{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, with the published tensors beside
-it where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
+`{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, together with the published tensors
+where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
 committed checksum.
 """
 

@@ -38,7 +38,7 @@ class TrainerSettings(ServiceSettings):
     trainer_claim_wait_seconds: float = Field(default=2, gt=0)
     """How long one claim waits in the store before it is made again."""
     trainer_orphan_seconds: float = Field(default=120, gt=0)
-    """How long a step goes on although nobody watches it; then it is given up."""
+    """How long a step continues without a watcher; then it is given up."""
     trainer_forward_tokens: int = Field(default=0, ge=0)
     """Tokens of one forward pass, padding included; 0: what suits the device."""
     trainer_share_prefixes: bool = True

@@ -505,7 +505,7 @@ class TrainerWorker:
         async with bindings.lock(key):
             old, run = bindings.bound.get(key), self.steps.running(key)
             if old is not None and old.hosts.members != hosts.members:
-                old = None  # its ranks are on other hosts: bound anew, which ends them
+                old = None  # its ranks are on other hosts: binding again ends them
             busy = run is not None and run.version == version
             if busy and old is not None and _same(old, spec_json, version, checksum):
                 if not old.versions.dirty:
@@ -553,7 +553,7 @@ class TrainerWorker:
 
         Raises Aborted of kind "devices_held" while policies are bound here.
         """
-        # Bound here until its gang was formed anew elsewhere.
+        # Bound here until its gang was formed again elsewhere.
         if (key := (request.job_id, request.policy)) in self.bindings.bound:
             await self.release(key)
         if self.bindings.bound:

@@ -45,7 +45,7 @@ def _segments(sequences: torch.Tensor) -> torch.Tensor:
     return fresh.cumsum(0) - 1
 
 
-# Elements of one row block: 16 MiB of float32, small beside any model's activations.
+# Elements of one row block: 16 MiB of float32, small compared with any model's activations.
 _BLOCK_ELEMENTS = 4 << 20
 
 

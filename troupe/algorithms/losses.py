@@ -101,9 +101,9 @@ def grpo_loss_sum(
     A masked token has no KL and no entropy term either, does not count in its sequence's ratio
     under `gspo`, and has a gradient of exactly zero even if its log-probs are not finite. N counts
     it nevertheless, so that N does not depend on the weights. `truncated` scales the policy term
-    only. `old_logprobs`: those of the weights that the step began with, if the loss is relative to
-    them. `demonstrated`: bool, tokens that were given, not generated: their loss is
-    -A_t log pi(a_t), and nothing else; A_t is one, or comes from `preference_weights`.
+    only. `old_logprobs`: under the weights at the beginning of the step, if the loss is relative to
+    them. `demonstrated`: bool, tokens that were given, not generated: their loss is -A_t log
+    pi(a_t), and nothing else; A_t is one, or comes from `preference_weights`.
 
     Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: the
     other losses use rho_t already.

@@ -196,7 +196,7 @@ def _playable(
                 raise BrokenEnvironment(
                     f"the action mask of agent '{environment.agents[agent]}' of "
                     f"{name_of(environment)} {_after(step)} in copy {copy} allows no action, and "
-                    "its episode goes on",
+                    "its episode continues",
                     kind="no_legal_action",
                     field="legal",
                     remedy="Allow at least one action, or end the agent's episode.",

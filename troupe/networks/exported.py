@@ -102,7 +102,7 @@ class ExportedNetwork:
     def play(self, copies: int, **settings: Any) -> VectorEnvironment:
         """Return the job's environment in `copies` copies; `settings` override the job's.
 
-        Raises as `make_environment`.
+        Raises the errors of `make_environment`.
         """
         given = {**self.environment.get("args", {}), **settings}
         return make_environment(self.environment["source"], copies, **given)

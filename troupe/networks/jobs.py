@@ -50,7 +50,7 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
 
 @contextlib.contextmanager
 def environment_guard(job: JobSpec) -> Iterator[None]:
-    """Turn whatever an environment raises inside into InvalidArgument naming the job's field."""
+    """Turn any error of an environment inside into InvalidArgument that names the job's field."""
     section = job.environment
     assert section is not None, "a job of networks"
     try:
@@ -71,7 +71,7 @@ def environment_guard(job: JobSpec) -> Iterator[None]:
 
 
 def close_environment(environment: Any) -> None:
-    """Close an environment; whatever it raises is logged."""
+    """Close an environment, and log its errors."""
     try:
         environment.close()
     except BaseException as error:

@@ -61,7 +61,7 @@ class _PredictedReturns(TensorDictModuleBase):  # type: ignore[misc]
         super().__init__()
         self.in_keys, self.out_keys = ["seen", "who", "index"], ["state_value"]
         self.critic = critic
-        # In a list, so that it is no submodule: the loss owns and updates it.
+        # In a list, so that it is not registered as a submodule: the loss owns and updates it.
         self._norm = [norm]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -16,7 +16,7 @@ from troupe.rpc.errors import InvalidArgument
 @dataclass(frozen=True)
 class Rows:
     """E episodes of A agents with at most K decisions. Where agents take turns, steps in which an
-    agent did not act are no decisions of it: rewards of such steps count to its former decision."""
+    agent did not act are not its decisions: their rewards count towards its previous decision."""
 
     observations: Array
     """[E, A, K + 1, O]; after the last decision the agent's final observation."""

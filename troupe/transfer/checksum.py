@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 # Bytes that are hashed, sent, verified and sent again as one. Large against the cost of a request,
-# small against a state: what one reader has of it can go on to the next while more comes.
+# small against a state: a reader's parts can be forwarded to the next reader while more arrive.
 PIECE_BYTES: Final = 8 << 20
 _ESCAPED: Final = str.maketrans({"\\": "\\\\", "\0": "\\0", "\n": "\\n"})
 

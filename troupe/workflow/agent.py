@@ -244,7 +244,7 @@ class Agent:
             raise self._refusal(error) from error
 
     async def _tokenised(self, draft: PromptIds | Draft) -> PromptIds:
-        """Return the prompt, of a long draft as well. Raises as `_tokenised_if_short`."""
+        """Return the prompt, also of a long draft. Raises the errors of `_tokenised_if_short`."""
         if isinstance(draft, PromptIds):
             return draft
         try:

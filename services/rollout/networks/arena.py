@@ -102,7 +102,7 @@ class NetworkEngine(ServingEngine):
         )
 
     async def abort(self, request_id: str) -> None:
-        """Does nothing: there are no turns."""
+        """Do nothing: there are no turns."""
 
     async def check(self) -> common_pb.EngineState.ValueType:
         """Return the state; nothing can hang."""
@@ -129,7 +129,7 @@ class NetworkEngine(ServingEngine):
         raise AssertionError("`generate` takes no turns")
 
     def _fail_turns(self, error: Exception) -> None:
-        """Does nothing: there are no turns."""
+        """Do nothing: there are no turns."""
 
     async def _release(self, tags: frozenset[Memory]) -> None:
         self._held = {}
@@ -237,7 +237,7 @@ class ArenaTable:
         return actor.sample(seed, explore=how.explore, earnest=how.earnest)
 
     def close(self) -> None:
-        """Close the environment, whatever it raises."""
+        """Close the environment, and suppress its errors."""
         close_environment(self._environment)
 
 

@@ -184,7 +184,7 @@ class EngineKeeper:
                         await self.engine.wake()
                 except TimeoutError as error:
                     raise self._start_timed_out("wake") from error
-                except EngineDied as error:  # it is started anew
+                except EngineDied as error:  # it is restarted
                     log.warning("an engine died asleep", reason=error.message)
         await self.reach_target()
 

@@ -559,7 +559,7 @@ class GangLearner(PolicyLearner[Row]):
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model without weights, for checkpoints; made anew by every access."""
+        """The Hugging Face model without weights, for checkpoints; made at every access."""
         own = self._job.policies[self._policy]
         return outline_to_save(self._policy, own) if own.lora is None else self._adapted[0]
 

@@ -214,7 +214,7 @@ def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> Non
 
 
 def seeded(value: int, device: torch.device) -> Generators:
-    """Return generators seeded with `value`; those of the process stay as they are."""
+    """Return generators seeded with `value`; the generators of the process are unchanged."""
     before = capture(device)
     try:
         torch.manual_seed(value)

@@ -137,7 +137,8 @@ class PassBudget:
         ]
 
     def _halve(self, message: str) -> None:
-        """Go on with a smaller budget, the same on all ranks, or raise why that is no use."""
+        """Continue with a smaller budget, the same on all ranks, or raise the reason why that is
+        useless."""
         found = self._ranks.merged(self._planned)
         self._shortages, self._all_shortages = self._shortages + 1, self._all_shortages + 1
         before = min(self.tokens, found.pass_max)

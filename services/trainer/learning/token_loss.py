@@ -155,7 +155,7 @@ class TokenLoss:
                     **how,
                 )
             except FunctionFault as fault:
-                # The pass goes on, as other ranks take part in it; its gradient is discarded.
+                # The pass continues, since other ranks take part in it; its gradient is discarded.
                 self.fault = self.fault or fault
                 return logprobs.sum() * 0.0
 
@@ -166,7 +166,7 @@ class KeptTokens:
     """What a step computes of the tokens of a few rows, for people to look at: advantages, and
     ratios of the probability under the trained weights to the engine's.
 
-    The rows are those of the trajectories that `keeps_tokens` names. It is no part of the training
+    The rows are those of the trajectories that `keeps_tokens` names. It is not part of the training
     state: a step that was suspended keeps what was computed since, a rank of a gang nothing.
     """
 
