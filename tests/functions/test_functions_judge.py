@@ -168,7 +168,7 @@ def test_the_key_comes_from_the_environment_by_name(
     [
         ({"prompt": "$what"}, "known: .task"),
         ({"agent": "nobody"}, "agent 'nobody' has no reply"),
-        ({"lowest": 1.0, "highest": 1.0}, "are none"),
+        ({"lowest": 1.0, "highest": 1.0}, "is not a range of scores"),
         ({"base_url": "nowhere"}, "bad_url"),
         ({"base_url": "http://127.0.0.1:9/v1", "attempts": 1}, "unavailable"),
     ],

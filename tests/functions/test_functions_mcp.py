@@ -242,7 +242,7 @@ def test_a_result_that_is_not_as_the_tool_says_fails_the_call_and_keeps_the_serv
         ({"error": {"code": -32000, "message": "no such row"}}, "tool_failed", "no such row"),
         ({"error": {"code": -32001, "message": "late"}}, "tool_failed", "late"),
         ({"error": {"code": -32602, "message": "x is no int"}}, "bad_arguments", "x is no int"),
-        ({"error": {"code": -32602, "message": ""}}, "bad_arguments", "no reason"),
+        ({"error": {"code": -32602, "message": ""}}, "bad_arguments", "without giving a reason"),
         ({"error": {"code": 7, "message": "m", "data": {"a": 1}}}, "tool_failed", "m"),
         ({"result": {}}, "tool_failed", "not the result of a tool: content: Field required"),
         ({"result": {"content": [], "structuredContent": [1]}}, "tool_failed", "structuredContent"),
