@@ -99,7 +99,7 @@ async def test_without_determinism_the_trajectorys_time_is_the_bound(
         event = await running
         assert event.state == FAILED
         assert "deadline" in event.reason
-        reward.start()
+        await asyncio.to_thread(reward.start)
         assert (await house.run_one()).state == COMPLETED
 
 

@@ -70,7 +70,7 @@ async def test_without_the_setting_the_first_fault_is_the_end(house: House) -> N
 async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) -> None:
     """q0 blocks in a thread, q1 in a child process that ignores SIGTERM; q2 is as ever, and runs
     again and again meanwhile."""
-    await prepare(house, "some_get_stuck", trajectory_seconds=1.5, trajectory_retries=3)
+    await prepare(house, "some_get_stuck", trajectory_seconds=10, trajectory_retries=3)
     stuck = asyncio.create_task(house.run(training()))
     await until(lambda: len(worlds.STUCK) >= 4)
     # While they are stuck others go on, one after the other.
