@@ -48,6 +48,8 @@ class PassShortage:
     splits: bool = False
     # Whether a rank cannot take back what the passes added to its gradients.
     lost: bool = False
+    # Whether a pass is larger than any that a rank has computed so far.
+    unproven: bool = False
 
 
 class PassBudget:
@@ -70,19 +72,29 @@ class PassBudget:
         self._shortages = self._all_shortages = 0
         # Tokens of the largest pass whose gradient was computed.
         self._proven = 0
+        # Of the micro-batch that is computed: the parameters whose gradients are to be kept, unless
+        # that is decided already, and the gradients before it, for `_taken_back`.
+        self._undecided: Sequence[torch.nn.Parameter] | None = None
+        self._saved: list[torch.Tensor | None] | None = None
+        # Host memory for them, by the parameter's id; made once per step.
+        self._memory: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._planned = PassShortage()
 
     def planned(
         self, batches: Sequence[PackedBatch], *, cuts: bool = False
     ) -> Sequence[PackedBatch]:
-        """Note passes that are about to be computed; returns them. From several threads. `cuts`:
-        with a smaller budget a row would be computed in pieces."""
+        """Note passes that are about to be computed, all of a micro-batch before the first, and
+        keep the gradients if a pass is larger than any so far; return the passes. From several
+        threads. `cuts`: with a smaller budget a row would be computed in pieces."""
         with self._lock:
             for batch in batches:
                 self._planned.pass_max = max(self._planned.pass_max, batch.input_ids.numel())
                 cuttable = cuts and batch.input_ids.numel() > SMALLEST_PIECE
                 self._planned.splits |= len(batch.spans) > 1 or cuttable
+            parameters, self._undecided = self._undecided, None
+            if parameters is not None and self._any_unproven():
+                self._saved = self._copied(parameters)
         return batches
 
     def fitting(
@@ -101,7 +113,11 @@ class PassBudget:
         """
         while True:
             self._planned = PassShortage(row_max=max((len(row.ids) for row in rows), default=0))
-            saved = self._saved(rows, parameters)
+            self._undecided = self._saved = None
+            if all(p.grad is None for p in parameters):
+                self._saved = [None] * len(parameters)
+            elif self._device.type in COPIED:
+                self._undecided = parameters
             generators = capture(self._device)
             try:
                 found = compute()
@@ -119,22 +135,27 @@ class PassBudget:
             gc.collect()
             give_back_memory()
             restore(generators, self._device)
-            self._planned.lost = not _taken_back(parameters, saved)
+            self._planned.lost = not _taken_back(parameters, self._saved)
             self._halve(message)
 
-    def _saved(
-        self, rows: Sequence[Row], parameters: Sequence[torch.nn.Parameter]
-    ) -> list[torch.Tensor | None] | None:
-        """Return gradients as they are, for `_taken_back`; None: they are not kept."""
-        if all(p.grad is None for p in parameters):
-            return [None] * len(parameters)
-        longest = max((len(row.ids) for row in rows), default=0)
-        most = min(sum(len(row.ids) for row in rows), max(self.tokens, longest))
-        if self._device.type not in COPIED or most <= self._proven:
-            return None
-        return [
-            None if p.grad is None else local_part(p.grad).to("cpu", copy=True) for p in parameters
-        ]
+    def _any_unproven(self) -> bool:
+        """Return whether any rank plans a pass that is larger than all that it has computed: such a
+        one may run out of memory, and all ranks then take back what they have added."""
+        self._planned.unproven = self._planned.pass_max > self._proven
+        return self._ranks.merged(self._planned).unproven
+
+    def _copied(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        """Copy gradients to host memory."""
+        found: list[torch.Tensor | None] = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                found.append(None)
+                continue
+            gradient = local_part(parameter.grad)
+            if id(parameter) not in self._memory:
+                self._memory[id(parameter)] = torch.empty_like(gradient, device="cpu")
+            found.append(self._memory[id(parameter)].copy_(gradient))
+        return found
 
     def _halve(self, message: str) -> None:
         """Continue with a smaller budget, the same on all ranks, or raise the reason why that is
@@ -191,8 +212,9 @@ class PassBudget:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return what the step that ends has to say: nothing on a device that never ran out."""
+        """End the step; return what it has to say: nothing on a device that never ran out."""
         found, self._shortages = self._shortages, 0
+        self._memory.clear()
         if not self._all_shortages:
             return {}
         return {"train/out_of_memory": float(found), "train/forward_tokens": float(self.tokens)}

@@ -143,6 +143,35 @@ def test_earlier_micro_batches_stay_exactly(
     assert same(weights, others)
 
 
+def test_gradients_are_copied_only_before_a_pass_that_is_larger_than_any_so_far(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole micro-batches are larger than the budget of a pass, and their passes smaller."""
+    monkeypatch.setattr(pass_budget, "COPIED", {"cpu"})
+    copies: list[list[int]] = []
+    real = pass_budget.PassBudget._copied
+
+    def copied(budget: Any, parameters: Any) -> Any:
+        found = real(budget, parameters)
+        copies.append([one.data_ptr() for one in found if one is not None])
+        return found
+
+    monkeypatch.setattr(pass_budget.PassBudget, "_copied", copied)
+    learner = learner_of(tokenizer, 64)
+    short = [random_rows(learner.model, seed, SHAPE) for seed in range(6)]
+    for step in range(3):
+        for rows in short:
+            learner.accumulate(rows)
+        assert learner.apply(step + 1).applied
+    assert copies == [], "the first micro-batch of all has the largest pass"
+    growing = learner_of(tokenizer, 10_000)
+    for seed, groups in enumerate((1, 2, 4, 4, 1)):
+        growing.accumulate(random_rows(growing.model, seed, replace(SHAPE, groups=groups)))
+    assert len(copies) == 2
+    assert copies[0] == copies[1], "into the same memory"
+    assert copies[0]
+
+
 def test_a_step_begins_again_where_gradients_cannot_be_copied(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

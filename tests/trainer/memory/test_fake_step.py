@@ -37,7 +37,7 @@ WAITS = {
     "services/trainer/learning/learner.py:apply",
     "services/trainer/learning/optimizer.py:_full_norm",
     "services/trainer/learning/ranks.py:_settle",
-    "services/trainer/learning/pass_budget.py:<listcomp>",
+    "services/trainer/learning/pass_budget.py:_copied",
     "troupe/algorithms/expert_load.py:load_metrics",
     "troupe/algorithms/statistics.py:_routing_metrics",
     "troupe/algorithms/statistics.py:metrics",
