@@ -141,7 +141,7 @@ async def test_a_registered_kind_serves_calls_of_the_service(
         uploaded = await client.stub.UploadSource(request)
         fields = {"entrypoint": "rule:score", "source_sha256": uploaded.sha256}
         assert await client.run("score", {"x": 1}, **REMOTE, **fields) == 6
-        with pytest.raises(InvalidArgument, match="is no sandbox"):
+        with pytest.raises(InvalidArgument, match="is not a sandbox"):
             await client.register("score", sandbox="elsewhere", **fields)
         monkeypatch.setattr(SocketProvider, "port", 0)
         with pytest.raises(FailedPrecondition, match="no service of sandboxes"):
