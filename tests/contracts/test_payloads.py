@@ -18,7 +18,6 @@ from services.experience_store.requests import check_payloads
 from services.experience_store.samples import FastRowReader
 from services.rollout.engines.errors import BadTurn
 from services.rollout.engines.factory import engine_class_of
-from services.rollout.engines.requests import SamplingParams
 from tests.support.experience import make_sample
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.training import make_spec
@@ -35,6 +34,7 @@ from troupe.prefixes import PrefixIndex, restore, share
 from troupe.rpc import DataLoss, InvalidArgument
 from troupe.tensors import from_proto, ids_to_proto
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ConversationMemory
 from troupe.workflow.errors import InvalidMessagesError
 from troupe.workflow.languages import Language, role_of
@@ -67,7 +67,7 @@ def test_an_image_is_refused_by_an_agent_whose_engines_take_none(part: object) -
         with pytest.raises(InvalidMessagesError) as caught:
             parse_messages(messages, None, reader)
         assert caught.value.field == "messages[0].content[1]"
-        assert "agents see no images" in (caught.value.remedy or "")
+        assert "agents cannot see images" in (caught.value.remedy or "")
 
 
 @pytest.mark.parametrize("part", [PART, PICTURE])
@@ -120,7 +120,7 @@ async def test_an_engine_refuses_kinds_that_it_does_not_take(tmp_path: Path) -> 
     prompt = TokenIds.of([5, 5, 5])
     prompt.payloads = (PlacedPayload(PICTURE, 0, 3),)
     with pytest.raises(BadTurn) as caught:
-        await engine.generate("one", prompt, SamplingParams(), deadline_seconds=60)
+        await engine.generate("one", prompt, Sampling(), deadline_seconds=60)
     assert (caught.value.field, caught.value.value) == ("prompt_ids.payloads", "image")
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.trajectories.records import LargeColumns, samples_of
 from services.trainer.claims import Values, last_refs
@@ -102,8 +102,7 @@ class EngineBackend:
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
-        params = SamplingParams.of(sampling)
-        return await self._engine.generate(new_id(), prompt_ids, params, deadline_seconds=60)
+        return await self._engine.generate(new_id(), prompt_ids, sampling, deadline_seconds=60)
 
 
 @pytest.fixture
