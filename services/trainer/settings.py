@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
 from services.trainer.gang.allocation import allocation
+
+# Variables of every process that may be in an NCCL group with an inference server, unless they are
+# set: SGLang's processes set them so, the ranks of a group must agree, and NCCL reads them once.
+NCCL_VARIABLES: Final = {"NCCL_CUMEM_ENABLE": "0"}
 
 
 def _gang_nodes() -> int:

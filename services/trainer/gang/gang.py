@@ -35,7 +35,7 @@ from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.sending import Conversation
-from services.trainer.settings import TrainerSettings
+from services.trainer.settings import NCCL_VARIABLES, TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.contracts import kinds
 from troupe.devices import find_devices
@@ -580,6 +580,7 @@ def launch(
     }
     options = [f"--{name}={value}" for name, value in arguments.items()]
     environment = {
+        **NCCL_VARIABLES,
         **os.environ,
         **terms.environment(),
         "TROUPE_PARENT_PID": str(os.getpid()),
