@@ -313,14 +313,18 @@ class StepAudit:
             self._add_table(policy, step, roster, tables[name])
 
     def report(
-        self, versions: Mapping[str, Sequence[store_pb.PolicyVersion]]
+        self,
+        versions: Mapping[str, Sequence[store_pb.PolicyVersion]],
+        begun: Mapping[str, int],
     ) -> store_pb.AuditTablesResponse:
-        """Return the audit. `versions`: all versions of each policy, oldest first."""
+        """Return the audit. `versions`: all versions of each policy, oldest first, read after the
+        log. `begun`: the steps that each policy had done when the log was read first."""
         for name, policy in self._policies.items():
             audit = policy.audit
             audit.version = next(reversed(policy.committed.values()), -1)
             audit.lost = max(0, audit.appended - audit.trained - audit.dropped - audit.live)
-            for fault in check_versions(name, policy.committed, versions[name], live=self.live):
+            done = begun.get(name, 0)
+            for fault in check_versions(name, policy.committed, versions[name], done):
                 self._say(fault)
             self._report.policies.append(audit)
         if self._hidden:
@@ -502,14 +506,13 @@ def check_versions(
     policy: str,
     committed: Mapping[int, int],
     versions: Sequence[store_pb.PolicyVersion],
-    *,
-    live: bool,
+    begun: int,
 ) -> list[str]:
     """Describe the faults in a policy's `versions` (oldest first).
 
     A version follows from the previous one by one step, whose commit names it, or has the first
-    one's content without a step (a restart). `committed`: the version of each step's commit; with
-    `live`, later steps may be committed too.
+    one's content without a step (a restart). `committed`: the version of each step's commit.
+    `begun`: steps that are certainly among them; later ones may have been committed meanwhile.
     """
     found: list[str] = []
     for before, one in pairwise(versions):
@@ -535,7 +538,7 @@ def check_versions(
     found += (
         f"{policy}: step {step} has a version, but is not committed"
         for step in sorted(recorded - committed.keys())
-        if not live or step < max(committed, default=0)
+        if step < max(begun, max(committed, default=0))
     )
     return found
 

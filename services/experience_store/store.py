@@ -233,9 +233,11 @@ class LogAuditor:
         """
         table = await self.tables(job)
         for look in range(_LOOKS):
+            newest = await self._versions.newest(job)
+            begun = {one.weights.policy: one.step for one in newest}
             audit = await self._add_up(table)
             versions = {p: await self._versions.all(job, p) for p in table.policies}
-            report = audit.report(versions)
+            report = audit.report(versions, begun)
             if not report.violations or not audit.live or look == _LOOKS - 1:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.log import pack, unpack
+from services.experience_store.log import check_versions, pack, unpack
 from services.experience_store.records import JobTableKeys, PolicyKeys, SampleRecord
 from services.experience_store.store import Store
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
@@ -422,3 +422,22 @@ async def test_audit_and_log_over_the_wire(client: Client) -> None:
     request.policy = "nobody"
     with pytest.raises(NotFound):
         _ = [step async for step in client.stub.ReadLog(request)]
+
+
+@pytest.mark.parametrize(("begun", "said"), [(1, []), (2, ["step 1 has a version, but is not"])])
+def test_a_step_that_is_committed_while_the_log_is_read_is_no_fault(
+    begun: int, said: list[str]
+) -> None:
+    """The list of versions is read after the log: only versions that were there before it must
+    have their commits in it."""
+
+    def version(number: int) -> store_pb.PolicyVersion:
+        return store_pb.PolicyVersion(
+            weights=common_pb.WeightsRef(policy="p", version=number, checksum=str(number)),
+            step=number,
+            outcome=store_pb.STEP_OUTCOME_APPLIED,
+        )
+
+    found = check_versions("p", {0: 1}, [version(n) for n in range(3)], begun)
+    assert len(found) == len(said)
+    assert all(part in one for part, one in zip(said, found, strict=True))

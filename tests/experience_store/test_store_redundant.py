@@ -213,6 +213,6 @@ def test_the_audit_tells_a_group_that_is_too_large() -> None:
     ):
         audit = StepAudit([], 1)
         audit.add(0, StepMembership(0, fields, endings), {})
-        violations = list(audit.report({}).violations)
+        violations = list(audit.report({}, {}).violations)
         assert len(violations) == len(said)
         assert all(part in one for part, one in zip(said, violations, strict=True))

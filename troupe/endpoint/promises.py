@@ -64,13 +64,14 @@ class Promises:
             lines.append("Reply by calling at least one of the tools.")
         if self.one_call:
             lines.append("Call at most one tool in a reply.")
+        # Models are trained on these texts: changed words are another prompt.
         if self.has_schema:
             lines.append(
-                "Your answer must be one JSON value that matches this JSON schema, and nothing "
+                "What you answer must be one JSON value that matches this JSON schema, and nothing "
                 f"else:\n{json.dumps(self.schema)}"
             )
         elif self.object_only:
-            lines.append("Your answer must be one JSON object, and nothing else.")
+            lines.append("What you answer must be one JSON object, and nothing else.")
         return "\n".join(lines)
 
     def unmet(self, reply: Reply) -> list[dict[str, str]]:

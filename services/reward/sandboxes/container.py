@@ -6,6 +6,7 @@ The engine may be on another machine without our files, so the code to run is se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +124,12 @@ class ContainerProvider(SandboxProvider):
             *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
             *(profile.image, "-I", "-S", "-c", BOOT),
         ]
-        process = await LocalProcess.start(command, None, attested=False)
+        try:
+            process = await LocalProcess.start(command, None, attested=False)
+        except asyncio.CancelledError:  # the engine may have made it already
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.shield(_engine("rm", "--force", engines_name))
+            raise
         return ContainerSandbox(engines_name, profile, process)
 
     @classmethod

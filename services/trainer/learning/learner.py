@@ -327,6 +327,7 @@ class Accumulation:
             self._critic.discard()
         self.advantages.discard()
         self._passes.kept.take()
+        self._passes.budget.forget()
         self.sums = StepSums()
 
     # Suspension.

@@ -130,6 +130,7 @@ class PassBudget:
             else:
                 if parameters:
                     self._proven = max(self._proven, self._planned.pass_max)
+                self._saved = None
                 return found
             # Here the error is gone, and with it the tensors that its frames held.
             gc.collect()
@@ -211,10 +212,15 @@ class PassBudget:
             "`sampling.max_tokens`).",
         )
 
+    def forget(self) -> None:
+        """Free the copies of gradients: the step is over, or was given up."""
+        self._memory.clear()
+        self._saved = self._undecided = None
+
     def metrics(self) -> dict[str, float]:
         """End the step; return what it has to say: nothing on a device that never ran out."""
         found, self._shortages = self._shortages, 0
-        self._memory.clear()
+        self.forget()
         if not self._all_shortages:
             return {}
         return {"train/out_of_memory": float(found), "train/forward_tokens": float(self.tokens)}

@@ -170,6 +170,11 @@ def test_gradients_are_copied_only_before_a_pass_that_is_larger_than_any_so_far(
     assert len(copies) == 2
     assert copies[0] == copies[1], "into the same memory"
     assert copies[0]
+    budget = growing._passes.budget
+    assert budget._memory
+    growing.discard()
+    assert not budget._memory, "a step that is given up keeps no copy"
+    assert budget._saved is None
 
 
 def test_a_step_begins_again_where_gradients_cannot_be_copied(

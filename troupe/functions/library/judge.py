@@ -117,7 +117,7 @@ def _request(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: f
         if not isinstance(content, str):
             raise TypeError(f"its content is a {type(content).__name__}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        message = f"{url} returned an answer that is not a completion:  {text[:_SHOWN]}"
+        message = f"{url} returned an answer that is not a completion: {text[:_SHOWN]}"
         raise ChatError("bad_reply", message, passes=True) from error
     return content
 
