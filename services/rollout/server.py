@@ -455,7 +455,6 @@ def _import() -> None:
     except Exception as error:  # the engine that needs them reports it
         log.warning("libraries cannot be imported", error=str(error))
     finally:
-        if (
-            not gc.isenabled()
-        ):  # disabled by `__main__`, since collections take a fifth of the import time
+        # Disabled by `__main__`, since collections take a fifth of the import time.
+        if not gc.isenabled():
             collect_seldom()
