@@ -137,7 +137,7 @@ class Record:
 
 
 def relevance(test: str, changed: Iterable[str]) -> int:
-    """Return how many names of folders and files a test's path shares with that of a changed file;
+    """Return how many names of folders and files a test's path shares with a changed file's path;
     a test that was changed itself comes before all others."""
     own = set(PurePosixPath(test).parts[1:-1])
     paths = [PurePosixPath(path) for path in changed]

@@ -82,7 +82,7 @@ async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[flo
             job = embedded(directory, plan.in_flight)
             async with served.prepared(address, directory, job) as stub:
                 await served.run(stub, process, 900_000, plan.in_flight)  # warm
-                # Numbers of five digits as those of `directly`: prompts of one length.
+                # Numbers of five digits, as in `directly`: prompts of one length.
                 run = await served.run(stub, process, 10_000 + 1000 * number, plan.trajectories)
                 through.append(run.tokens / run.seconds)
         if number + 1 < plan.repeats:

@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 
 def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
-    """Return the gRPC server options: those of a channel, and how often clients may ping."""
+    """Return the gRPC server options: the channel's options, and how often clients may ping."""
     return [
         *channel_options(settings.max_message_mib),
         # With SO_REUSEPORT two servers would share one port, and each would get half of the calls.

@@ -12,19 +12,8 @@ from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 POLICIES = ("checker", "solver")
 
 
-async def paused(cluster: Cluster) -> str:
-    """A job of two steps, paused after the first."""
-    cluster.rollouts[0].script.seconds = 0.1
-    job_id = await cluster.submit(job_yaml())
-    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
-    await cluster.pause(job_id)
-    job = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
-    assert job.step == 1
-    return job_id
-
-
 async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
-    job_id = await paused(cluster)
+    job_id = await cluster.submit_paused()
     changed = job_yaml(pipeline__steps=4, pipeline__alpha=3, limits__turn_seconds=7)
     job = await cluster.resume(job_id, changed)
     assert job.total_steps == 4
@@ -51,7 +40,7 @@ async def test_settings_without_effect_are_noted_once_at_submit(cluster: Cluster
 
 
 async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> None:
-    job_id = await paused(cluster)
+    job_id = await cluster.submit_paused()
     with pytest.raises(FailedPrecondition) as refused:
         await cluster.resume(job_id, job_yaml(seed=7, pipeline__group_size=3, pipeline__steps=4))
     error = refused.value

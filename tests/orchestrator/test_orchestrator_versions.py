@@ -30,17 +30,6 @@ async def versions(cluster: Cluster, job_id: str, policy: str) -> list[tuple[int
     return [(one.step, one.weights.version) for one in found]
 
 
-async def paused(cluster: Cluster) -> str:
-    """A job of two steps, paused after the first."""
-    cluster.rollouts[0].script.seconds = 0.1
-    job_id = await cluster.submit(job_yaml())
-    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
-    await cluster.pause(job_id)
-    job = await cluster.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
-    assert job.step == 1
-    return job_id
-
-
 async def forget_in_store(cluster: Cluster, pattern: str) -> None:
     """Delete keys of the store, as if its Redis had lost them."""
     async with redis.asyncio.from_url(cluster.settings.redis_url) as client:
@@ -82,7 +71,7 @@ async def test_a_commit_that_the_orchestrator_dies_before_adopting_is_found_in_t
 
 
 async def test_a_job_whose_versions_the_store_has_lost_fails_and_says_so(cluster: Cluster) -> None:
-    job_id = await paused(cluster)
+    job_id = await cluster.submit_paused()
     await cluster.stop_store()
     await forget_in_store(cluster, f"troupe:{{{job_id}*")
     await cluster.start_store()
@@ -100,7 +89,7 @@ async def test_a_job_whose_versions_the_store_has_lost_fails_and_says_so(cluster
 
 
 async def test_a_list_of_jobs_shows_versions_while_the_store_is_away(cluster: Cluster) -> None:
-    job_id = await paused(cluster)
+    job_id = await cluster.submit_paused()
     await cluster.stop_store()
     found = (await cluster.api.ListJobs(orchestrator_pb.ListJobsRequest())).jobs
     assert {one.job_id: dict(one.versions) for one in found} == {job_id: dict.fromkeys(POLICIES, 1)}

@@ -176,6 +176,16 @@ class Cluster:
         request = orchestrator_pb.PauseJobRequest(request_id=new_id("pause"), job_id=job_id)
         return (await self.api.PauseJob(request)).job
 
+    async def submit_paused(self) -> str:
+        """Submit a job of two steps and pause it after the first; its id."""
+        self.rollouts[0].script.seconds = 0.1
+        job_id = await self.submit(job_yaml())
+        await self.until(job_id, lambda job: "trajectories" in job.activity)
+        await self.pause(job_id)
+        job = await self.wait(job_id, (common_pb.JOB_STATE_PAUSED,))
+        assert job.step == 1
+        return job_id
+
     async def resume(self, job_id: str, spec: str = "") -> orchestrator_pb.Job:
         """Resume."""
         request = orchestrator_pb.ResumeJobRequest(

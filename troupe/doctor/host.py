@@ -60,12 +60,12 @@ def devices(environment: Mapping[str, str] = os.environ, root: Path = Path("/"))
         return [note("devices", "none: engines and trainers compute on the CPU")]
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        cuda = _cuda_release()
     except pynvml.NVMLError as error:
         return [problem("driver", f"does not answer: {error}", "Check `nvidia-smi`.")]
     finally:
         pynvml.nvmlShutdown()
-    findings = [good("driver", f"{version}, for CUDA up to {_cuda(cuda)}")]
+    findings = [good("driver", f"{version}, for CUDA up to {cuda[0]}.{cuda[1]}")]
     found = find_devices(environment)
     if not found:
         visible = environment.get(VISIBLE)
@@ -100,16 +100,16 @@ def driver_cuda() -> tuple[int, int] | None:
     except pynvml.NVMLError:
         return None
     try:
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        return _cuda_release()
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _cuda_release() -> tuple[int, int]:
+    number = int(pynvml.nvmlSystemGetCudaDriverVersion())
     return number // 1000, number % 1000 // 10
-
-
-def _cuda(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _listed(found: Iterable[Device]) -> str:

@@ -62,7 +62,7 @@ class ContainerSandbox(DetachedSandbox):
     """One container. Its engine freezes it, and gives it cores."""
 
     def __init__(self, name: str, profile: SandboxProfile, process: LocalProcess) -> None:
-        """`process`: the engine's client, whose streams are those of the first program."""
+        """`process`: the engine's client, which carries the first program's streams."""
         super().__init__(profile)
         self._name, self._process = name, process
         self._frozen = False

@@ -226,7 +226,7 @@ async def _start_process(*command: str, **options: Any) -> asyncio.subprocess.Pr
 
 
 class LocalSandbox(Sandbox):
-    """One process of this host with its descendants, in bubblewrap if the profile says so.
+    """Process of this host with its descendants, in bubblewrap if the profile says so.
 
     It is frozen where control groups can do that. Elsewhere nothing but the supervisor is left
     between calls, and it waits for the next one.

@@ -88,7 +88,7 @@ class Sandbox(ABC):
         has run yet."""
 
     async def grant(self, lease: CoreLease) -> None:  # noqa: B027 - optional
-        """Let the next call use these cores, besides those of calls that run."""
+        """Let the next call use these cores. Running calls keep theirs."""
 
     async def withdraw(self, lease: CoreLease) -> None:  # noqa: B027 - optional
         """Take the cores of a call that has ended."""

@@ -63,7 +63,7 @@ def make_engine(
     an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
     an engine with an attached server takes the URL of that number. `trace_dir`: where a simulated
     engine writes when it was busy. `deterministic`: a turn is a function of (weights, prompt,
-    seed), or the engine does not start. `devices`: those of the worker, which its engines share
+    seed), or the engine does not start. `devices`: the worker's, which its engines share
     out. `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`:
     turns of a mixture of experts say which experts their tokens were sent to. Raises
     FailedPrecondition of kind "package_missing", or "no_routed_experts" for a kind that cannot say

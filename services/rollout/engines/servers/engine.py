@@ -56,8 +56,8 @@ class ServerEngine(ServingEngine):
 
     `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
     a turn is a function of (weights, prompt, seed); an attached one must have been. `devices`:
-    those of the worker, for a launched server. `routed_experts`: turns of a mixture of experts say
-    which experts their tokens were sent to; an attached server must have been started for it.
+    the worker's, for a launched server. `routed_experts`: turns of a mixture of experts say which
+    experts their tokens were sent to; an attached server must have been started for it.
     """
 
     server_class: ClassVar[type[InferenceServer]]

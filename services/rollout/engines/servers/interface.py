@@ -31,11 +31,11 @@ in requests, by value or by handles of shared memory. `ipc`: by handles of the t
 memory. `broadcast`: in a process group with the trainer."""
 
 RunningTurns = Literal["requeue", "abort", "keep"]
-"""What a pause does with running turns. `requeue`: they go back to the server's queue, without
+"""Fate of running turns in a pause. `requeue`: they go back to the server's queue, without
 their cache. `abort`: they end. `keep`: they stay where they are, with their cache."""
 
 LaunchFeature = Literal["deterministic", "routed_experts", "memory"]
-"""What a server must be started for."""
+"""Features that a server has only if it was started for them."""
 
 
 @dataclass(frozen=True)
@@ -388,4 +388,4 @@ class InferenceServer(ABC):
 
 
 SERVER_ERRORS: Final = (ServerGone, BrokenReply, Refused)
-"""What the methods of `InferenceServer` raise."""
+"""Errors that the methods of `InferenceServer` raise."""

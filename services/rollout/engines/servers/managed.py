@@ -10,8 +10,8 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
-import httpx
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
@@ -64,7 +64,7 @@ class _ForeignServer(Exception):
 
 
 class ManagedServer:
-    """One server and its properties. Attributes without underscore are set after `up`."""
+    """Launched or attached server of an engine. Attributes without underscore are set by `up`."""
 
     api: InferenceServer
     updater: Updater
@@ -292,7 +292,7 @@ class ManagedServer:
         with contextlib.suppress(*SERVER_ERRORS):
             name = await self.api.served_name()
             if name is not None and name != self._name:
-                port = httpx.URL(self.api.url).port
+                port = urlsplit(self.api.url).port
                 raise _ForeignServer(f"port {port} is held by another server, '{name}'")
 
     @property

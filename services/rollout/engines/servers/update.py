@@ -120,7 +120,7 @@ class Updater:
 
     @property
     def _turns(self) -> RunningTurns:
-        """What the pause does with running turns."""
+        """Fate of running turns in the pause."""
         if self._keep_cache:
             return "keep"
         return "requeue" if self._keep else "abort"

@@ -1,4 +1,4 @@
-"""What an SGLang server says: its features, its load report, its replies."""
+"""Parsers of an SGLang server's features, load report and replies."""
 
 from __future__ import annotations
 

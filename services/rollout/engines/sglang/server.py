@@ -68,7 +68,7 @@ _PAUSES: Final[Mapping[RunningTurns, str]] = {
 
 
 class SglangServer(HttpServer):
-    """One SGLang server."""
+    """HTTP client and command line of an SGLang server."""
 
     product: ClassVar[str] = "SGLang"
     oldest: ClassVar[str] = "0.4.6"
