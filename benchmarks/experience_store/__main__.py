@@ -13,6 +13,8 @@ Redis has given back. Ratios are medians of those of the rounds. The last line i
   the best number of concurrent writers. Rewards come late, trajectory by trajectory. Both go
   through `troupe.experience.ExperienceWriter`, as rollout's endings do: what is written while calls
   are in flight travels together.
+- `rows_per_second_4k`, `raw_rows_per_second_4k`: both sides of that ratio, in rows. Raw Redis is
+  redis-py with hiredis, as in the store.
 - `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis), a call per trajectory,
   over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
 - `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row; `echo` and
@@ -105,6 +107,7 @@ class Cell:
     store_mbs: float
     raw_mbs: float
     rows_per_second: float
+    raw_rows_per_second: float
     p50_ms: dict[str, float]
     p99_ms: dict[str, float]
 
@@ -161,6 +164,7 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
         size / taken / 1e6,
         size / ideal / 1e6,
         shape.rows / taken,
+        shape.rows / ideal,
         {name: quantile(calls, 0.5) * 1e3 for name, calls in timings.calls.items()},
         {name: quantile(calls, 0.99) * 1e3 for name, calls in timings.calls.items()},
     )
@@ -230,6 +234,8 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
     best = max((cell for cell in cells if cell.tokens == 4096), key=lambda cell: cell.ratio)
     return {
         "raw_ratio_4k": round(best.ratio, 3),
+        "rows_per_second_4k": round(best.rows_per_second),
+        "raw_rows_per_second_4k": round(best.raw_rows_per_second),
         "grpc_echo_ratio_4k": round(best.echo_ratio, 3),
         "cpu_us_per_row_4k": best.cpu_us,
         "ready_p99_ms": round(quantile(ready, 0.99) * 1e3, 2),

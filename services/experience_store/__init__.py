@@ -2,7 +2,7 @@
 
 - `server`: the gRPC servicer, and the validation and translation of its requests (`requests`).
 - `store`: wires the parts below; watchers of tables, the sweeper, audit, high-water mark.
-- `database`: the Lua scripts (`lua/`) and their calls; `pipelining`: its connections to Redis.
+- `database`: the Lua scripts (`lua/`) and their calls.
 - `tables`: which policies of a job have a table, and the columns that a sample needs.
 - `steps`: admits and amends steps, reports their counts, completes what a crash left half done.
 - `trajectories`: ends a trajectory once, with its rows in all tables or in none.

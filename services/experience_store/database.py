@@ -9,7 +9,6 @@ from importlib.resources import files
 from typing import Any, Final
 
 from services.chassis.redis import Command, RedisClient
-from services.experience_store.pipelining import PipelinedConnections
 from services.experience_store.records import lua_transitions
 from troupe.rpc import RetryPolicy
 
@@ -94,16 +93,6 @@ class Database(RedisClient):
             timeout=timeout,
             patience=timeout,
         )
-        self._connections: PipelinedConnections | None = None
-        if not self.clustered:
-            pool = self._redis.connection_pool
-            self._connections = PipelinedConnections(pool.make_connection, timeout)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._connections is not None:
-            await self._connections.close()
-        await super().close()
 
     async def run(self, script: str, base: str, *args: str | bytes | int) -> list[Any]:
         """Run one script and return its reply."""
@@ -129,15 +118,3 @@ class Database(RedisClient):
         scripts = [self.script_command(call.script, [call.base], call.args) for call in calls]
         replies = await self.call_each([*before, *scripts])
         return [list(reply) for reply in replies[len(before) :]]
-
-    async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
-        if self._connections is None:
-            return await super()._exchange(commands)
-        replies = await self._connections.send(commands)
-        return [self._shaped(*pair) for pair in zip(commands, replies, strict=True)]
-
-    def _shaped(self, command: Command, reply: Any) -> Any:
-        """Return the reply in redis-py's form for this command, such as a dictionary for
-        HGETALL."""
-        shape = self._redis.response_callbacks.get(command[0])
-        return reply if shape is None or isinstance(reply, Exception) else shape(reply)

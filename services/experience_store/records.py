@@ -238,6 +238,17 @@ class StagedRow(NamedTuple):
     @staticmethod
     def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
         """Return the row of `sample`; `payload`: its serialization, where that is known."""
+        if payload is None:
+            payload = sample.SerializeToString()
+        names = store_pb.Sample(
+            sample_id=sample.sample_id,
+            policy=sample.policy,
+            query_id=sample.query_id,
+            trajectory_id=sample.trajectory_id,
+            agent=sample.agent,
+            turn=sample.turn,
+            group_id=sample.group_id,
+        ).SerializeToString()
         versions = sample.versions
         columns = sample.columns
         stem = sample.stem if sample.HasField("stem") else None
@@ -245,7 +256,7 @@ class StagedRow(NamedTuple):
         return StagedRow(
             sample.sample_id,
             sample.policy,
-            sample.SerializeToString() if payload is None else payload,
+            payload,
             shared + sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
             sample.turn,
             sample.agent,
@@ -255,6 +266,8 @@ class StagedRow(NamedTuple):
             str(min(span.version for span in versions)) if versions else "",
             None if stem is None else stem.turn,
             shared,
+            # Other writers may serialize the fields in another order.
+            len(names) if payload[: len(names)] == names else 0,
         )
 
     def record(self, required: Collection[str], stem: str = "") -> str:

@@ -1,9 +1,4 @@
-"""Samples after their append: late columns, payloads, listing, and rows kept in memory for claims.
-
-`FastRowReader` reads the fields of an ordinary row at fixed places of its serialized bytes. Parsing
-every message would cost a third more CPU per row (4096 tokens, `benchmarks.experience_store`).
-Unusual rows are parsed.
-"""
+"""Samples after their append: late columns, payloads, listing; rows kept in memory for claims."""
 
 from __future__ import annotations
 
@@ -11,24 +6,19 @@ import asyncio
 import base64
 import binascii
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from google.protobuf.message import DecodeError
-
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
-from services.experience_store.records import STATE_OF, Payload, PolicyKeys, SampleRecord, StagedRow
-from services.experience_store.requests import ROW_BYTES, Fill
+from services.experience_store.records import STATE_OF, Payload, PolicyKeys, SampleRecord
+from services.experience_store.requests import Fill
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
-from troupe import tensors
 from troupe.prefixes import restored
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
-from troupe.rpc.protobuf_wire import repeated, tag, varint
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -125,209 +115,6 @@ def _size(row: memoryview) -> int:
     message = row.obj
     assert isinstance(message, bytes)
     return len(message)
-
-
-_Sample = store_pb.Sample
-
-# Maximum bytes of all names of a row, with their tags.
-_NAMES_BYTES: Final = 512
-# Fields that may follow the tokens of an ordinary row, and their maximum bytes.
-_BEHIND: Final = frozenset(
-    {
-        "versions",
-        "reward",
-        "finish_reason",
-        "temperature",
-        "chain",
-        "own_reward",
-        "earned",
-        "final_reward",
-        "demonstration",
-        "preference",
-        "stem",
-    }
-)
-_BEHIND_BYTES: Final = 256
-# The largest length that is encoded in one byte.
-_ONE_BYTE: Final = 0x7F
-
-_SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
-    tag(number)[0]
-    for number in (
-        _Sample.SAMPLE_ID_FIELD_NUMBER,
-        _Sample.POLICY_FIELD_NUMBER,
-        _Sample.AGENT_FIELD_NUMBER,
-        _Sample.GROUP_ID_FIELD_NUMBER,
-        _Sample.PROMPT_IDS_FIELD_NUMBER,
-        _Sample.RESPONSE_IDS_FIELD_NUMBER,
-        _Sample.LOGPROBS_FIELD_NUMBER,
-    )
-)
-_TURN: Final = _Sample.TURN_FIELD_NUMBER << 3
-_CHECKSUM: Final = common_pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
-_CHECKSUM_BYTES: Final = 9
-# Bytes of a tensor's tag, size and dtype, at most; its other framing follows from these.
-_SIZE_BYTES: Final = 8
-# Bytes before its elements, at most.
-_LONGEST_BEGIN: Final = 16
-
-
-class FastRowReader:
-    """A reader of the ordinary rows of one ending, without parsing (see above)."""
-
-    def __init__(self, query: str, trajectory: str) -> None:
-        self._query = query.encode()
-        self._trajectory = trajectory.encode()
-        # The same bytes in every row of the ending.
-        self._ids = b"".join(
-            (
-                *repeated(_Sample.QUERY_ID_FIELD_NUMBER, [self._query]),
-                *repeated(_Sample.TRAJECTORY_ID_FIELD_NUMBER, [self._trajectory]),
-            )
-        )
-
-    def read(self, payload: Payload) -> StagedRow | None:
-        """Return the row in `payload`; None if it is invalid or in any way unusual."""
-        try:
-            return self._read(memoryview(payload))
-        except (IndexError, UnicodeDecodeError, DecodeError):
-            return None
-
-    def _read(self, payload: memoryview) -> StagedRow | None:
-        names = bytes(payload[:_NAMES_BYTES])
-        if len(payload) > ROW_BYTES:
-            return None
-        sample, at = _name(names, 0, _SAMPLE)
-        policy, at = _name(names, at, _POLICY)
-        if not names.startswith(self._ids, at):
-            return None
-        agent, at = _name(names, at + len(self._ids), _AGENT)
-        turn = 0
-        if names[at] == _TURN:
-            turn, at = names[at + 1], at + 2
-            if turn > _ONE_BYTE:
-                if names[at] > _ONE_BYTE:
-                    return None
-                turn, at = turn & _ONE_BYTE | names[at] << 7, at + 1
-        group, at = _name(names, at, _GROUP)
-        behind_names = at
-        if sample != b"%b_%d_%b" % (self._query, turn, self._trajectory):
-            return None
-        prompt, at = _vector(payload, at, _PROMPT, tensors.ID_DTYPES)
-        response, at = _vector(payload, at, _RESPONSE, tensors.ID_DTYPES)
-        logprobs, at = _vector(payload, at, _LOGPROBS, (common_pb.DTYPE_FLOAT32,))
-        if logprobs != response or len(payload) - at > _BEHIND_BYTES:
-            return None
-        behind = _behind(bytes(payload[at:]))
-        who, role = agent.decode("ascii"), group.decode("ascii")
-        if behind is None or not (who.isprintable() and role.isprintable()):
-            return None
-        version, reward, parent, shared = behind
-        return StagedRow(
-            sample.decode("ascii"),
-            policy.decode("ascii"),
-            payload,
-            shared + prompt + response,
-            turn,
-            who,
-            role,
-            reward,
-            (),
-            version,
-            parent,
-            shared,
-            behind_names,
-        )
-
-
-def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
-    """Return the non-empty name at `at`, and where it ends. Raises `IndexError` for anything
-    else."""
-    size = names[at + 1]
-    end = at + 2 + size
-    if names[at] != field or not 0 < size <= _ONE_BYTE or end >= len(names):
-        raise IndexError
-    return names[at + 2 : end], end
-
-
-def _vector(
-    payload: memoryview, at: int, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
-) -> tuple[int, int]:
-    """Return the number of elements of the vector of one of `dtypes` at `at`, and where it ends.
-    Raises `IndexError` for anything else.
-    """
-    elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtypes)
-    end = at + size
-    if (
-        end > len(payload)
-        or bytes(payload[at : at + len(begin)]) != begin
-        or payload[end - _CHECKSUM_BYTES] != _CHECKSUM
-    ):
-        raise IndexError
-    return elements, end
-
-
-@functools.lru_cache(maxsize=4096)
-def _begin(
-    text: bytes, field: int, dtypes: tuple[common_pb.Dtype.ValueType, ...]
-) -> tuple[int, bytes, int]:
-    """Return, for a vector in field `field` that begins with `text`, the number of its elements,
-    the bytes before them, and its whole length. Raises `IndexError` unless a vector of one of
-    `dtypes` begins with these bytes.
-    """
-    size, start = 0, 1
-    while True:
-        byte = text[start]
-        size |= (byte & _ONE_BYTE) << 7 * (start - 1)
-        start += 1
-        if byte <= _ONE_BYTE:
-            break
-    # Bytes of one element, by the dtype.
-    width = next((tensors.ITEM_BYTES[one] for one in dtypes if one == text[start + 1]), 0)
-    if not width:
-        raise IndexError
-    # The size grows with the number of elements: the one that fits is found by counting up.
-    elements = max(1, (size - _LONGEST_BEGIN - _CHECKSUM_BYTES) // width)
-    while True:
-        shape = varint(elements)
-        begin = b"".join(
-            (
-                varint(common_pb.Tensor.DTYPE_FIELD_NUMBER << 3),
-                text[start + 1 : start + 2],
-                *repeated(common_pb.Tensor.SHAPE_FIELD_NUMBER, [shape]),
-                tag(common_pb.Tensor.DATA_FIELD_NUMBER),
-                varint(width * elements),
-            )
-        )
-        found = len(begin) + width * elements + _CHECKSUM_BYTES
-        if found == size:
-            return elements, bytes((field,)) + varint(size) + begin, start + size
-        if found > size:
-            raise IndexError
-        elements += 1
-
-
-@functools.lru_cache(maxsize=4096)
-def _behind(text: bytes) -> tuple[str, float | None, int | None, int] | None:
-    """Return the oldest version, reward, and turn and tokens of the stem, from the last fields of a
-    sample.
-
-    None where there are other fields. Cached: rows of one job end in few different ways. Raises
-    `DecodeError`.
-    """
-    sample = _Sample.FromString(text)
-    reward = sample.reward if sample.HasField("reward") else None
-    versions = [span.version for span in sample.versions]
-    if (
-        not {field.name for field, _ in sample.ListFields()} <= _BEHIND
-        or (reward is not None and not math.isfinite(reward))
-        or min(versions, default=0) < 0
-    ):
-        return None
-    parent, shared = (
-        (sample.stem.turn, sample.stem.tokens) if sample.HasField("stem") else (None, 0)
-    )
-    return (str(min(versions)) if versions else ""), reward, parent, shared
 
 
 # Keeps a page well under the message limit (64 MiB by default), however long its rows.

@@ -366,3 +366,85 @@ async def test_a_client_that_waits_for_room_goes_on_when_there_is_some(
         await asyncio.wait_for(writing, PATIENCE)
         assert plain.get("key") == b"1"
     await client.close()
+
+
+# Many callers at once share the connections.
+
+
+async def echo(client: RedisClient, number: int) -> None:
+    size = 100_000 if number % 7 == 0 else 1
+    texts = [f"{number}-{part}".encode() * size for part in range(1 + number % 3)]
+    assert await client.call_each([("ECHO", text) for text in texts]) == texts
+
+
+async def test_every_caller_gets_its_own_replies_though_others_are_cancelled(
+    server: RedisServer,
+) -> None:
+    client = client_of(server.url, timeout=PATIENCE)
+    try:
+        calls = [asyncio.create_task(echo(client, number)) for number in range(200)]
+        for turn in range(50):
+            await asyncio.sleep(0)
+            calls[turn * 3].cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        cancelled = [number for number, result in enumerate(results) if result is not None]
+        assert all(isinstance(results[number], asyncio.CancelledError) for number in cancelled)
+        assert cancelled
+        assert set(cancelled) <= set(range(0, 150, 3))
+        await echo(client, 1)
+    finally:
+        await client.close()
+
+
+async def test_an_error_reply_belongs_to_one_command_of_a_pipeline(server: RedisServer) -> None:
+    client = client_of(server.url)
+    try:
+        await client.call("RPUSH", "list", "1")
+        commands = [("ECHO", "a"), ("GET", "list"), ("ECHO", "b")]
+        first, error, last = await client.call_each(commands, keep_mistyped=True)
+        assert (first, last) == (b"a", b"b")
+        assert isinstance(error, Exception)
+        with pytest.raises(TroupeError, match="WRONGTYPE"):
+            await client.call_each(commands)
+    finally:
+        await client.close()
+
+
+async def test_all_callers_learn_that_redis_died_and_the_client_reconnects(
+    server: RedisServer,
+) -> None:
+    client = client_of(server.url, timeout=PATIENCE)
+    try:
+        await echo(client, 1)
+        server.pause()
+        calls = [asyncio.create_task(echo(client, number)) for number in range(20)]
+        await asyncio.sleep(0.1)
+        server.kill()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, Unavailable) for result in results)
+        server.start()
+        await asyncio.gather(*(echo(client, number) for number in range(20)))
+    finally:
+        await client.close()
+
+
+async def test_a_call_without_an_answer_times_out_and_its_late_reply_reaches_nobody(
+    server: RedisServer,
+) -> None:
+    client = client_of(server.url, timeout=0.3)
+    try:
+        await echo(client, 1)
+        server.pause()
+        with pytest.raises(Unavailable):
+            await client.call("ECHO", "lost")
+        server.resume()
+
+        async def answered() -> bool:
+            try:
+                return bool(await client.call("ECHO", "found") == b"found")
+            except Unavailable:  # a busy machine: 0.3 s are short
+                return False
+
+        await until(answered)
+    finally:
+        await client.close()

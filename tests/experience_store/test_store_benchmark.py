@@ -17,6 +17,8 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     assert {name: results.pop(name) for name in machine()} == machine()
     assert set(results) == {
         "raw_ratio_4k",
+        "rows_per_second_4k",
+        "raw_rows_per_second_4k",
         "grpc_echo_ratio_4k",
         "cpu_us_per_row_4k",
         "ready_p99_ms",

@@ -204,7 +204,8 @@ async def test_another_program_at_the_address_is_no_redis() -> None:
         with pytest.raises(TroupeError) as error:
             await asyncio.wait_for(store.start(), PATIENCE)
         assert f"127.0.0.1:{port}" in str(error.value)
-        assert "HTTP" in str(error.value)
+        assert "is not Redis" in str(error.value)
+        assert "another program" in error.value.remedy
         await store.stop()
 
 

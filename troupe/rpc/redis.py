@@ -170,6 +170,14 @@ def failure(error: Exception, address: str, *, clustered: bool) -> TroupeError:
         return _refused(address, text, "Name a database below its setting `databases` in the URL.")
     if text.lower().startswith("unknown command"):
         return _refused(address, text, "Use a Redis in which no command is renamed or removed.")
+    if isinstance(error, exceptions.InvalidResponse):
+        return FailedPrecondition(
+            f"What answers at {address} is not Redis: {text}",
+            kind="redis_refuses",
+            field="redis_url",
+            value=address,
+            remedy="Correct the URL (TROUPE_REDIS_URL, --redis-url): another program has the port.",
+        )
     return Internal(f"Redis at {address}: {text}", kind="redis_error")
 
 

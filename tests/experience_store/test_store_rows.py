@@ -1,4 +1,4 @@
-"""A row that is read where it lies is the row that protobuf's parser gives."""
+"""Rows of an ending: checked, stored without the names that identify them, and restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.experience_store.records import SampleRecord, StagedRow
-from services.experience_store.samples import FastRowReader
 from services.experience_store.server import WriteBatch, check_append
 from tests.support.experience import make_sample
 from troupe import tensors
@@ -75,71 +74,74 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
     return sample
 
 
-def assert_same(row: StagedRow | None, sample: store_pb.Sample, payload: bytes) -> None:
-    """The row is the parser's; what Redis holds of it, with what its record says, is the sample."""
-    assert row is not None
-    assert row._replace(names=0) == StagedRow.of(sample, payload)
+def completed(query: str) -> store_pb.AppendTrajectoryRequest:
+    return store_pb.AppendTrajectoryRequest(
+        query_id=query, trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
+    )
+
+
+def assert_restorable(row: StagedRow, sample: store_pb.Sample, *, accepted: bool = True) -> None:
+    """What Redis holds of the row, together with what its record says, is the sample."""
     first, last = row.record(()).split("\t")[:8], row.record(()).split("\t")[8:]
     record = SampleRecord(*first, sample.query_id, sample.trajectory_id, *last)
-    assert int(record.size) == len(row.stored) < len(payload)
+    assert int(record.size) == len(row.stored)
     named = record.named(row.sample, row.policy)
-    assert store_pb.Sample.FromString(named.SerializeToString() + bytes(row.stored)) == sample
-    stored = store_pb.Sample.FromString(bytes(row.stored))
-    assert not any((stored.sample_id, stored.policy, stored.agent, stored.group_id))
-    assert key_of(record.named_ancestor(row.sample, row.policy)) == key_of(sample)
-
-
-@given(samples())
-def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
-    payload = sample.SerializeToString()
-    row = FastRowReader(sample.query_id, "t").read(payload)
-    request = store_pb.AppendTrajectoryRequest(
-        query_id=sample.query_id, trajectory_id="t", state=common_pb.TRAJECTORY_STATE_COMPLETED
+    assert (
+        store_pb.Sample.FromString(
+            named.SerializeToString() + bytes(row.stored)
+        ).SerializeToString()
+        == sample.SerializeToString()
     )
-    if row is not None:
-        assert_same(row, sample, payload)
-        # In another order it is for the parser, which finds nothing wrong with it either.
-        turned = (
-            sample.SerializeToString().removeprefix(
-                store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
-            )
-            + store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
-        )
-        assert FastRowReader(sample.query_id, "t").read(turned) is None
-        assert check_append(request, [turned]) == [StagedRow.of(sample, turned)]
+    if accepted:
+        assert key_of(record.named_ancestor(row.sample, row.policy)) == key_of(sample)
 
 
-def test_usual_rows_are_plain() -> None:
+@given(samples(), st.booleans())
+def test_a_row_is_stored_without_its_names_and_restored_from_its_record(
+    sample: store_pb.Sample, reordered: bool
+) -> None:
+    payload = sample.SerializeToString()
+    if reordered:  # as another writer may serialize it
+        first = store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
+        payload = payload.removeprefix(first) + first
+    row = StagedRow.of(sample, payload)
+    assert_restorable(row, sample, accepted=False)
+    if not reordered:
+        stored = store_pb.Sample.FromString(bytes(row.stored))
+        assert not any((stored.sample_id, stored.policy, stored.agent, stored.group_id))
+    try:
+        accepted = check_append(completed(sample.query_id), [payload])
+    except InvalidArgument:
+        return
+    assert accepted == [row]
+    assert_restorable(row, sample)
+
+
+def test_a_usual_row_is_accepted_whatever_its_length_and_ids() -> None:
     for turn in (0, 1, 127, 128, 16_383):
         for tokens in (4, 40, 400, 40_000):
             for reward, bound in itertools.product((None, 0.5), (2**16, 2**24, 2**31)):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
                 sample.prompt_ids.CopyFrom(_ids(tokens // 2, bound))
                 payload = sample.SerializeToString()
-                assert_same(FastRowReader("q", "t").read(payload), sample, payload)
+                (row,) = check_append(completed("q"), [payload])
+                assert_restorable(row, sample)
+                assert row.names
 
 
 @given(samples(), st.data())
-def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -> None:
-    """Cut, or with a byte changed: never read as another row than the parser would."""
+def test_a_broken_row_is_refused_or_read_as_what_its_bytes_say(
+    sample: store_pb.Sample, data: st.DataObject
+) -> None:
     payload = bytearray(sample.SerializeToString())
     place = data.draw(st.integers(0, len(payload) - 1))
     payload[place] ^= data.draw(st.integers(1, 255))
     broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
-    row = FastRowReader(sample.query_id, "t").read(broken)
-    if row is not None:
-        assert_same(row, store_pb.Sample.FromString(broken), broken)
-
-
-def test_what_is_cut_off_is_never_read() -> None:
-    """A row without versions and reward ends with a tensor's checksum."""
-    sample = make_sample("q", 0, "t", tokens=4)
-    for name in ("versions", "reward", "finish_reason", "temperature", "chain", "own_reward"):
-        sample.ClearField(name)
-    payload = sample.SerializeToString()
-    plain = FastRowReader("q", "t")
-    assert_same(plain.read(payload), sample, payload)
-    assert not any(plain.read(payload[:end]) for end in range(len(payload)))
+    try:
+        (row,) = check_append(completed(sample.query_id), [broken])
+    except InvalidArgument:
+        return
+    assert_restorable(row, store_pb.Sample.FromString(broken))
 
 
 def test_a_batch_is_cut_where_its_parts_end() -> None:
