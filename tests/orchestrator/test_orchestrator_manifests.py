@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.jobs.runner import spec_hash, write_manifest
+from services.orchestrator.jobs.checkpoints import spec_hash, write_manifest
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import weights_of
 from troupe.job import parse_job

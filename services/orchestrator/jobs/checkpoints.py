@@ -1,31 +1,39 @@
-"""Checkpoints on disk: listing, copying from trainers, and export as a stream.
+"""Checkpoints on disk: listing, copying from trainers, export as a stream, and manifests.
 
 A checkpoint is a directory `{data_dir}/{job}/checkpoints/{policy}/v{version}`, written atomically.
+A manifest lists the checkpoints of all policies that belong together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from services.chassis.folders import files_below, read_folder, write_folder
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
 from troupe.checkpoints.retention import BEST, none_such, prune, remove, versions_of_all
+from troupe.disks import replace_file
+from troupe.job import JobSpec
 from troupe.rpc import Aborted, ResourceExhausted
+from troupe.v1 import common_pb2 as common_pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1 import trainer_pb2 as trainer_pb
 
 # Manifest of the best checkpoint, with the metric and its value.
 _BEST_FILE: Final = "best.json"
+_MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
 async def copy_to_job_directory(
@@ -158,3 +166,77 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def manifest(
+    spec: JobSpec,
+    directory: Path,
+    step: int,
+    last: store_pb.GetStepResponse,
+    weights: Mapping[str, common_pb.WeightsRef],
+    saved: Mapping[str, trainer_pb.SaveCheckpointResponse],
+) -> dict[str, Any]:
+    """Return the manifest of the checkpoints after `step` steps, as JSON.
+
+    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
+    the store has it, `weights` the newest committed ones, `saved` the checkpoint of every trained
+    policy. The same arguments give the same bytes.
+    """
+    commits = {commit.policy: commit for commit in last.commits}
+    return {
+        "step": step,
+        "spec_hash": spec_hash(spec),
+        # The seed and a query's index determine all randomness of rollout.
+        "seed": spec.seed,
+        # First item of the training split not taken by any step.
+        "cursor": last.cursor,
+        "policies": {
+            policy: {
+                "version": weights[policy].version,
+                "checksum": weights[policy].checksum,
+                "path": _relative_to(directory, saved[policy].path),
+                "frontier": _frontier(commits[policy]),
+            }
+            for policy in sorted(saved)
+        },
+    }
+
+
+def _relative_to(directory: Path, path: str) -> str:
+    """Return the path, relative to the directory if it is inside."""
+    with suppress(ValueError):
+        return str(Path(path).relative_to(directory))
+    return path
+
+
+def _frontier(commit: store_pb.StepCommit) -> dict[str, Any]:
+    """Return the store's counts of trained samples up to a policy's commit."""
+    digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
+    return {
+        "committed_step": commit.step,
+        "outcome": store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
+        "samples": commit.num_samples,
+        "samples_digest": digest,
+    }
+
+
+def spec_hash(spec: JobSpec) -> str:
+    """Return a hash of the specification with its defaults filled in: hex blake2b-128."""
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Path:
+    """Write a manifest into a job's `directory` atomically and keep the newest `keep` of them.
+
+    Raises `OSError`.
+    """
+    folder = directory / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"manifest-step{content['step']}.json"
+    replace_file(path, json.dumps(content, indent=2) + "\n", sync=True)
+    named = ((_MANIFEST_NAME.fullmatch(one.name), one) for one in folder.iterdir())
+    there = {int(match[1]): one for match, one in named if match}
+    for old in sorted(there)[:-keep]:
+        there[old].unlink(missing_ok=True)
+    return path

@@ -2,21 +2,14 @@
 pauses.
 
 All durable state is in Redis and in the experience store, so another runner can replace one that
-dies and continue from there. `JobRunner` handles the job's life cycle, `JobProgress` its steps,
-evaluations and checkpoints. The manifest lists the checkpoints that belong together.
+dies and continue from there. `progress.JobProgress` runs the steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import re
-import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -30,14 +23,11 @@ from services.orchestrator.errors import (
     run_all,
     run_with_background,
 )
-from services.orchestrator.functions import mean_seconds
-from services.orchestrator.jobs.checkpoints import best_value, keep_best
+from services.orchestrator.jobs.progress import JobProgress
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
-from services.orchestrator.pipeline.evaluation import EvaluationRunner
-from services.orchestrator.pipeline.metrics import JobTotals
 from services.orchestrator.pipeline.split_watch import SplitWatch
-from services.orchestrator.pipeline.steps import StepContext, StepWindow
+from services.orchestrator.pipeline.steps import StepContext
 from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
@@ -47,18 +37,13 @@ from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import NO_STATE
 from troupe.contracts import kinds
-from troupe.disks import replace_file
-from troupe.job import JobSpec
 from troupe.job.compatibility import advice
-from troupe.job.spec import evaluation_prefix
 from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
-from troupe.twin.hints import split_hint
 from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
-from troupe.v1 import trainer_pb2 as trainer_pb
 
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
@@ -67,10 +52,7 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 # Interval at which a runner checks whether another one has taken the job over.
 _EPOCH_SECONDS: Final = 1.0
-# Seconds between reports of a checkpoint's progress.
-_PROGRESS_SECONDS: Final = 1.0
 _BOTH: Final = (orchestrator_pb.WORKER_KIND_TRAINER, orchestrator_pb.WORKER_KIND_ROLLOUT)
-_MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
 class _PauseRequested(Exception):
@@ -417,335 +399,3 @@ class JobRunner:
         if self._was_up and limit > seconds:
             seconds, field = limit, "limits.step_seconds"
         return Deadline(what, seconds, field, self._job.show)
-
-
-class JobProgress:
-    """Steps, evaluations and checkpoints of a job with bound policies and ready engines."""
-
-    def __init__(
-        self,
-        context: StepContext,
-        record: JobRecord,
-        sinks: Sinks,
-        past: Iterable[orchestrator_pb.MetricsLogged] = (),
-    ) -> None:
-        """`past`: metrics logged before this runner started."""
-        self._context = context
-        self._job = context.job
-        self._record = record
-        self._sinks = sinks
-        self._population = context.population
-        self._totals = JobTotals(self._job.spec, past)
-        self._window = StepWindow(context, record.step, self._finish)
-        # Evaluations that are due and run concurrently with the next steps.
-        self._beside: tuple[str, ...] = ()
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps are done, or a population is complete (`population.stop`)."""
-        complete = self._population is not None and self._population.stopped
-        return complete or self._record.step >= self._job.spec.pipeline.steps
-
-    async def advance(self) -> None:
-        """Run the steps before the next evaluation or checkpoint; after `close`, only the open
-        ones."""
-        if self.finished:
-            return
-        steps = run_all(self._evaluate_beside(), self._window.run(self._next_due()))
-        if self._population is None:
-            await steps
-        else:
-            await run_with_background(steps, self._population.watch())
-
-    async def _evaluate_beside(self) -> None:
-        """Run the evaluations that `catch_up` left, concurrently with the next steps' rollouts."""
-        if due := self._beside:
-            with self._context.hold.during(len(due)):
-                self._beside = ()
-                await self._evaluate(due)
-
-    def close(self) -> None:
-        """Stop opening steps."""
-        self._window.close()
-
-    async def _finish(self, step: int, values: dict[str, float]) -> None:
-        if self._population is not None:
-            values |= self._population.metrics()
-        self._totals.add(values)
-        values |= self._totals.metrics()
-        store = self._job.shared.store
-        await store.finish_step(self._job.job_id, self._job.epoch, step, values)
-        profile = self._context.profile
-        profile.end_step(values)
-        profile.device_classes = self._context.engines.device_classes
-        profile.tools |= await mean_seconds(self._job.shared.reward, self._job.job_id)
-        await store.keep_profile(self._job.job_id, profile)
-        await self._hint(values)
-        self._record = replace(self._record, step=step + 1)
-        await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=step + 1, values=values))
-
-    async def _hint(self, values: Mapping[str, float]) -> None:
-        """Tell the user once about each change that would shorten the steps."""
-        if not (hint := split_hint(values)):
-            return
-        change = hint.partition(": ")[2].partition(" would")[0]
-        self._job.complaints[change] += 1
-        if self._job.complaints[change] == 1:
-            await self._job.info(hint)
-
-    async def shortfall(self) -> TroupeError | None:
-        """Return why the finished job has not learned anything; None if it has.
-
-        Warns about individual policies for which no step had a signal.
-        """
-        found = self._totals.shortfall()
-        if found is None and (silent := self._totals.silent):
-            steps = self._record.step
-            await self._job.warn(f"0 of {steps} steps had a signal for {', '.join(silent)}")
-        return found
-
-    def _next_due(self) -> int:
-        """Return the step count at which an evaluation or checkpoints are due next, or the last
-        step count."""
-        spec, step = self._job.spec, self._record.step
-        evaluations = [one.every for one in spec.evaluation_sets.values()]
-        every = [one for one in (spec.checkpoint.every, *evaluations) if one > 0]
-        due = [(step // one + 1) * one for one in every]
-        if self._population is not None:
-            due.append(self._population.next_due(step))
-        return min([spec.pipeline.steps, *due])
-
-    async def catch_up(self) -> None:
-        """Write the checkpoints and run the evaluation that are due after this step. In mode
-        `async`, `advance` runs evaluations, except the last one.
-
-        Raises the error of the last checkpoint if it could not be written, since the training
-        result would be lost. A resumed job tries again.
-        """
-        spec, step = self._job.spec, self._record.step
-        if self._population is not None:
-            began = self._record.started_at or self._record.created_at
-            await self._population.catch_up(
-                step, finished=self.finished, seconds=time.time() - began
-            )
-        # Checkpoints first, so that a failing evaluation does not cost one.
-        if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
-            await self._checkpoint()
-        due = [
-            name for name, one in spec.evaluation_sets.items() if step == 0 or self._due(one.every)
-        ]
-        if due and self._record.evaluated != step:
-            if spec.pipeline.mode == "async" and not self.finished:
-                # Trainers will have continued by the time the evaluation tells whether these
-                # weights are the best.
-                if spec.checkpoint.best and step > 0 and self._record.checkpointed != step:
-                    await self._checkpoint()
-                self._beside = tuple(due)
-            else:
-                await self._evaluate(due)
-        if self.finished and (problem := self._record.checkpoint_problem) is not None:
-            raise TroupeError.from_problem(problem)
-
-    def _due(self, every: int) -> bool:
-        return self.finished or (every > 0 and self._record.step % every == 0)
-
-    async def _evaluate(self, names: Iterable[str]) -> None:
-        step = self._record.step
-        values: dict[str, float] = {}
-        scores: dict[str, float] = {}
-        newest = await self._job.shared.weight_versions.newest(self._job.job_id)
-        versions = {policy: float(one.weights.version) for policy, one in newest.items()}
-        for one in names:
-            items = self._context.engines.evaluation_items.get(one)
-            runner = EvaluationRunner(self._job, self._context.dispatch, step, one, items)
-            found, compared = await runner.run()
-            # The evaluated versions, since scores are compared over versions.
-            prefix = evaluation_prefix(one)
-            values |= found | {f"{prefix}version/{p}": version for p, version in versions.items()}
-            scores |= compared
-        await self._keep_best(values, versions)
-        record = self._record
-        name = "before" if record.step == 0 else "after" if self.finished else None
-        fields = {} if name is None else {name: json.dumps(scores)}
-        await self._job.shared.store.log_evaluation(
-            record.job_id, self._job.epoch, record.evaluated, record.step, values, fields
-        )
-        self._record = replace(record, evaluated=record.step)
-        await self._write_to_sinks(orchestrator_pb.MetricsLogged(step=record.step, values=values))
-
-    async def _keep_best(self, values: Mapping[str, float], versions: Mapping[str, float]) -> None:
-        """Keep the checkpoint of this step if it evaluated better than all before it.
-
-        `versions`: evaluated versions by policy.
-        """
-        job, step, best = self._job, self._record.step, self._job.spec.checkpoint.best
-        if best is None or step == 0:
-            return
-        value = values.get(best.metric)
-        if value is None:
-            same = [one for one in values if one.split("/")[:-1] == best.metric.split("/")[:-1]]
-            if same:
-                await job.warn(
-                    f"checkpoint.best.metric: this evaluation has no `{best.metric}`; it has "
-                    + ", ".join(sorted(same))
-                )
-            return
-        known = await asyncio.to_thread(best_value, job.directory, best.metric)
-        if known is not None and (value <= known if best.mode == "max" else value >= known):
-            return
-        if self._record.checkpointed != step:
-            await self._checkpoint()
-        try:
-            kept = await asyncio.to_thread(
-                keep_best, job.directory, step, versions, best.metric, value
-            )
-        except OSError as error:
-            await job.error(f"the best checkpoint, after step {step}, could not be kept: {error}")
-            return
-        if not kept:
-            await job.warn(
-                f"the evaluation after step {step} was repeated with newer weights than the "
-                "checkpoint after that step, so it does not count for the best checkpoint"
-            )
-        else:
-            await job.info(
-                f"the checkpoint after step {step} is the best: {best.metric} = {value:g}"
-            )
-
-    async def _checkpoint(self) -> None:
-        """Save every trained policy. A failure is logged and recorded; `catch_up` raises it only
-        after the last step."""
-        job, step = self._job, self._record.step
-        job.show(f"saving checkpoints after step {step}", step=step)
-        policies = job.spec.trained_policies
-        seconds = job.spec.limits.step_seconds
-        deadline = Deadline("saving checkpoints", seconds, "limits.step_seconds", job.show)
-        async with self._context.turns.of_trainers(deadline):
-            results = await self._save(policies)
-        problem: common_pb.Problem | None = None
-        saved: dict[str, trainer_pb.SaveCheckpointResponse] = {}
-        for policy, result in zip(policies, results, strict=True):
-            what = f"checkpoint of {policy} after step {step}"
-            if isinstance(result, TroupeError):
-                problem = result.to_problem()
-                problem.message = f"no {what}: {result.message}"
-                await job.error(f"no {what}: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                saved[policy] = result
-                await job.info(f"{what}: {result.path}")
-        if len(saved) == len(policies):
-            await self._write_manifest(saved)
-        await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
-        self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
-
-    async def _save(self, policies: Sequence[str]) -> Sequence[Any]:
-        """Return the checkpoints or errors of the policies, and show their progress meanwhile."""
-        job, step = self._job, self._record.step
-        trainers = [self._context.trainers.policies[policy] for policy in policies]
-        tasks = [asyncio.create_task(one.save_checkpoint()) for one in trainers]
-        try:
-            while (await asyncio.wait(tasks, timeout=_PROGRESS_SECONDS))[1]:
-                written, total = map(
-                    sum, zip(*(one.checkpoint_progress for one in trainers), strict=True)
-                )
-                text = f"saving checkpoints after step {step}"
-                job.show(text, step=step, done=written, total=total)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _write_manifest(self, saved: Mapping[str, trainer_pb.SaveCheckpointResponse]) -> None:
-        """Write the manifest. No step is open, so versions do not move meanwhile."""
-        job, step = self._job, self._record.step
-        request = store_pb.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
-        last = await job.shared.experience.GetStep(request)
-        newest = await job.shared.weight_versions.newest(job.job_id)
-        weights = {policy: newest[policy].weights for policy in saved}
-        content = manifest(job.spec, job.directory, step, last, weights, saved)
-        try:
-            await asyncio.to_thread(
-                write_manifest, job.directory, content, job.spec.checkpoint.keep
-            )
-        except OSError as error:
-            await job.error(f"no manifest of the checkpoints after step {step}: {error.strerror}")
-
-    async def _write_to_sinks(self, row: orchestrator_pb.MetricsLogged) -> None:
-        for trouble in await self._sinks.write(row):
-            await self._job.warn(f"metrics not copied: {trouble}")
-
-
-def manifest(
-    spec: JobSpec,
-    directory: Path,
-    step: int,
-    last: store_pb.GetStepResponse,
-    weights: Mapping[str, common_pb.WeightsRef],
-    saved: Mapping[str, trainer_pb.SaveCheckpointResponse],
-) -> dict[str, Any]:
-    """Return the manifest of the checkpoints after `step` steps, as JSON.
-
-    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
-    the store has it, `weights` the newest committed ones, `saved` the checkpoint of every trained
-    policy. The same arguments give the same bytes.
-    """
-    commits = {commit.policy: commit for commit in last.commits}
-    return {
-        "step": step,
-        "spec_hash": spec_hash(spec),
-        # The seed and a query's index determine all randomness of rollout.
-        "seed": spec.seed,
-        # First item of the training split not taken by any step.
-        "cursor": last.cursor,
-        "policies": {
-            policy: {
-                "version": weights[policy].version,
-                "checksum": weights[policy].checksum,
-                "path": _relative_to(directory, saved[policy].path),
-                "frontier": _frontier(commits[policy]),
-            }
-            for policy in sorted(saved)
-        },
-    }
-
-
-def _relative_to(directory: Path, path: str) -> str:
-    """Return the path, relative to the directory if it is inside."""
-    with suppress(ValueError):
-        return str(Path(path).relative_to(directory))
-    return path
-
-
-def _frontier(commit: store_pb.StepCommit) -> dict[str, Any]:
-    """Return the store's counts of trained samples up to a policy's commit."""
-    digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
-    return {
-        "committed_step": commit.step,
-        "outcome": store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
-        "samples": commit.num_samples,
-        "samples_digest": digest,
-    }
-
-
-def spec_hash(spec: JobSpec) -> str:
-    """Return a hash of the specification with its defaults filled in: hex blake2b-128."""
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Path:
-    """Write a manifest into a job's `directory` atomically and keep the newest `keep` of them.
-
-    Raises `OSError`.
-    """
-    folder = directory / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"manifest-step{content['step']}.json"
-    replace_file(path, json.dumps(content, indent=2) + "\n", sync=True)
-    named = ((_MANIFEST_NAME.fullmatch(one.name), one) for one in folder.iterdir())
-    there = {int(match[1]): one for match, one in named if match}
-    for old in sorted(there)[:-keep]:
-        there[old].unlink(missing_ok=True)
-    return path
