@@ -118,11 +118,11 @@ def test_two_step_pays_what_the_paper_says() -> None:
 
 
 def test_an_unusable_environment_is_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidArgument, match="no vectorised environment of this name"):
+    with pytest.raises(InvalidArgument, match="no vectorised environment has this name"):
         make_environment("simple_sprea", 1)
     with pytest.raises(InvalidArgument, match="does not take these settings"):
         make_environment("two_step", 1, speed=3)
-    with pytest.raises(InvalidArgument, match="no VectorEnvironment"):
+    with pytest.raises(InvalidArgument, match="not a VectorEnvironment"):
         make_environment("builtins:dict", 1)
     with pytest.raises(InvalidArgument, match="one table per agent"):
         make_environment("matrix", 1, payoffs=[[1, 2], [3, 4]])

@@ -86,7 +86,7 @@ def test_a_folder_without_an_exported_network_is_refused(tmp_path: Path) -> None
         ExportedNetwork.read(folder)
     assert "pydantic" not in str(later.value)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(InvalidArgument, match="no network"):
+    with pytest.raises(InvalidArgument, match="not a network"):
         ExportedNetwork.read(folder)
 
 

@@ -94,16 +94,16 @@ def test_fragments_of_other_spaces_are_refused() -> None:
         check([], SPACES, good.agents)
     with pytest.raises(InvalidArgument, match="the policy plays agent_9"):
         check([good], SPACES, ("agent_9",))
-    with pytest.raises(InvalidArgument, match=r"O is 1, the environment's 4"):
+    with pytest.raises(InvalidArgument, match=r"O is 1, but the environment's is 4"):
         check([good], Spaces(4, 1, 3, 6), good.agents)
-    with pytest.raises(InvalidArgument, match="no episode has more than 2"):
+    with pytest.raises(InvalidArgument, match="but episodes have at most 2"):
         check([good], Spaces(1, 1, 3, 2), good.agents)
     with pytest.raises(InvalidArgument, match="actions beyond 0 to 1"):
         check([fragment(1, [6] * 3)], Spaces(1, 1, 2, 6), good.agents)
-    with pytest.raises(InvalidArgument, match="none of these spaces"):
+    with pytest.raises(InvalidArgument, match="does not fit these spaces"):
         check([good], Spaces(1, 1, 3, 6, continuous=True), good.agents)
     rewards = good["rewards"].copy()
     rewards[0, 0, 0] = np.nan
     broken = Fragment("p", 0, good.agents, {**good.arrays, "rewards": rewards})
-    with pytest.raises(InvalidArgument, match="no numbers"):
+    with pytest.raises(InvalidArgument, match="not finite"):
         check([broken], SPACES, good.agents)

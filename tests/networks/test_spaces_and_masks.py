@@ -215,10 +215,10 @@ def test_results_that_mean_the_same_are_played_alike(twists: Any) -> None:
         ({"reset": lambda given: given[0]}, "reset", "returns a dict, not a tuple of 2"),
         ({"step": lambda given: given[:4]}, "step", "returns a tuple of 4, not a tuple of 5"),
         ({"reset": lambda given: None}, "reset", "returns a NoneType"),
-        ({"reset": replaced(0, b=None)}, "observations", "of agent 'b' after reset in copy 0"),
-        ({"step": replaced(0, a=None)}, "observations", "of agent 'a' after step 1 in copy 0"),
-        ({"step": replaced(1, a="one")}, "rewards", "a reward after step 1 in copy 0 is no number"),
-        ({"step": replaced(1, a=np.ones(2))}, "rewards", "no number: array([1., 1.])"),
+        ({"reset": replaced(0, b=None)}, "observations", "no observation after reset in copy 0"),
+        ({"step": replaced(0, a=None)}, "observations", "no observation after step 1 in copy 0"),
+        ({"step": replaced(1, a="one")}, "rewards", "a reward after step 1 in copy 0 is not a num"),
+        ({"step": replaced(1, a=np.ones(2))}, "rewards", "not a number: array([1., 1.])"),
     ],
 )
 def test_a_result_that_cannot_be_played_is_named(twists: Any, field: str, said: str) -> None:
@@ -295,7 +295,7 @@ def test_a_mask_that_is_not_one_number_for_each_action_is_refused(mask: Any) -> 
         played(environment)
     assert refused.value.field == "action_mask"
     where = f"of agent 'agent' of {HERE}:Solo-v0 after step 1 in copy 0"
-    assert f"mask {where} is no vector of 3" in refused.value.message
+    assert f"mask {where} is not a vector of 3" in refused.value.message
 
 
 class Loose:

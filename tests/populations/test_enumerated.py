@@ -75,9 +75,9 @@ def test_a_mixture_of_members_is_the_mean_of_whole_games() -> None:
     versus = [agent_values(game.form, [one, members[0]])[0] for one in members]
     expected = float(np.dot(shares, versus))
     assert agent_values(game.form, [mixture, members[0]])[0] == pytest.approx(expected)
-    with pytest.raises(ValueError, match="no mixture"):
+    with pytest.raises(ValueError, match="cannot be mixed"):
         mixed(members, [1.0])
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="cannot be computed"):
         agent_nash_conv(game.form, [members[0], members[1], members[2]])
 
 
@@ -138,9 +138,9 @@ def test_invalid_probabilities_are_refused() -> None:
 
 def test_text_that_shows_the_others_cards_is_found() -> None:
     environment = OpenSpiel("kuhn_poker", describe=lambda state, player: str(state.history()))
-    with pytest.raises(ValueError, match="two things in the one information state"):
+    with pytest.raises(ValueError, match="two different texts in the information state"):
         Enumeration.of(environment, workflow.rules)
-    with pytest.raises(ValueError, match="played at once"):
+    with pytest.raises(ValueError, match="move simultaneously"):
         Enumeration.of(OpenSpiel("matrix_rps"), workflow.rules)
 
 

@@ -131,7 +131,7 @@ def test_payoffs_of_the_pools_are_those_of_the_game() -> None:
 def test_games_that_have_no_sequence_form() -> None:
     with pytest.raises(ValueError, match="turn_based_simultaneous_game"):
         SequenceForm.of("matrix_rps")
-    with pytest.raises(ValueError, match="no game of the name 'kuhnpoker'"):
+    with pytest.raises(ValueError, match="no game named 'kuhnpoker'"):
         SequenceForm.of("kuhnpoker")
     rps = SequenceForm.of("turn_based_simultaneous_game(game=matrix_rps())")
     *_, last = ExactPsro(rps).run(10)

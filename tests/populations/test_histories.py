@@ -60,7 +60,7 @@ def test_tables_and_plans(histories: Histories) -> None:
         assert histories.plan(player, histories.uniform(player)) == pytest.approx(
             histories.form.uniform(player)
         )
-        with pytest.raises(ValueError, match="at set 0 is no distribution"):
+        with pytest.raises(ValueError, match="at set 0 is not a distribution"):
             histories.plan(player, np.zeros(legal.shape))
 
 
@@ -132,10 +132,10 @@ def test_a_seed_is_an_episode() -> None:
 
 def test_bad_input() -> None:
     tree = Histories.of("leduc_poker")
-    with pytest.raises(InvalidArgument, match="seats of a game of 2 players"):
+    with pytest.raises(InvalidArgument, match="a game of 2 players"):
         GameCopies(1, tree, (2,))
     env = GameCopies(4, tree)
-    with pytest.raises(InvalidArgument, match="no distribution over 1 members"):
+    with pytest.raises(InvalidArgument, match="not a distribution over 1 members"):
         env.against(1, [tree.uniform(1)], [0.5])
     env.reset(0)
     with pytest.raises(InvalidArgument, match="illegal move in copy 0"):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.populations import PayoffTable, Precision, matches_due, seats
-from troupe.populations.payoffs import turn_beside
+from troupe.populations.payoffs import episode_of_match
 
 
 def test_means_and_variances_are_those_of_the_matches() -> None:
@@ -29,7 +29,7 @@ def test_means_and_variances_are_those_of_the_matches() -> None:
     # Student's, with 49 degrees of freedom. Whoever is alone in a table is as others are.
     width = pytest.approx(2.0095752 * played.std(0, ddof=1).max() / math.sqrt(50))
     assert cell.half_width() == cell.half_width(table.pooled) == width
-    with pytest.raises(ValueError, match=r"\(0, 0\) have not met"):
+    with pytest.raises(ValueError, match=r"\(0, 0\) have not played"):
         table.tensor()
     table.settle((0, 0), [1, -1])
     assert table.tensor()[:, 0, 0].tolist() == [1, -1]
@@ -77,7 +77,7 @@ def test_pools_grow_and_keep_what_is_known() -> None:
     table.record((0, 0), [1, -1])
     table.grow([2, 1])
     assert set(table.all()) - set(table.cells) == {(1, 0)}
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="cannot shrink"):
         table.grow([1, 1])
     with pytest.raises(ValueError, match="one pool"):
         PayoffTable([1, 1], symmetric=True).grow([2, 1])
@@ -177,7 +177,7 @@ def test_all_seatings_occur_equally_often(
     kept: Counter[tuple[int, ...]] = Counter()
     changed: Counter[tuple[int, ...]] = Counter()
     for match in range(period):
-        place = seats(players, turn_beside(players, match))
+        place = seats(players, episode_of_match(players, match))
         own = seats(players, match)
         kept[place] += 1
         changed[tuple(own[one] for one in place)] += 1
@@ -185,5 +185,5 @@ def test_all_seatings_occur_equally_often(
         assert len(met) == math.factorial(players)
         assert len(set(met.values())) == 1
     # Everybody has sat everywhere long before.
-    first = [seats(players, turn_beside(players, match)) for match in range(players**2)]
+    first = [seats(players, episode_of_match(players, match)) for match in range(players**2)]
     assert all({one[player] for one in first} == set(range(players)) for player in range(players))

@@ -60,7 +60,7 @@ def test_an_enumerated_network_does_what_it_does_in_play(learning: PPOSpec) -> N
 
 def test_a_network_with_a_memory_has_no_table() -> None:
     tree, spec = Histories.of("kuhn_poker"), NetworkSpec(kind="rnn")
-    with pytest.raises(ValueError, match="take kind: mlp"):
+    with pytest.raises(ValueError, match="use kind: mlp"):
         enumerated(spec, GameCopies(1, tree).spaces, {}, tree, 0)
 
 

@@ -59,5 +59,5 @@ def test_a_player_that_wins_more_is_rated_higher() -> None:
 
 
 def test_payoffs_of_somebody_else_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 members and 1 payoffs"):
+    with pytest.raises(ValueError, match="2 members have 1 payoffs"):
         rated({}, ["a", "b"], [1.0])

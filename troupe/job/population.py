@@ -96,7 +96,7 @@ class StopSpec(Section):
 
     nash_conv: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """NashConv of the meta-strategy over all members is at most this: the sum of the agents' gains
-    by best responses (half of it is exploitability). Needs `population.game`."""
+    from best responses (half of it is exploitability). Needs `population.game`."""
     improvement: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """The payoff gain of new members is at most this, in every pool, in `patience` consecutive
     iterations."""

@@ -49,12 +49,12 @@ class ActingNetwork(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether the learned policy is stochastic (PPO), so that it samples also when it does not
-        explore; otherwise randomness only explores."""
+        """Whether the learned policy is stochastic (PPO), so that it samples even without
+        exploration; in other policies randomness only serves exploration."""
         return self.paradigm in ("ppo", "mappo")
 
     def begin(self, copies: int, who: Sequence[int] | None = None) -> None:
-        """Begin episodes in `copies` copies. `who`: numbers of the agents that act, the A of `act`
+        """Begin episodes in `copies` copies. `who`: indices of the agents that act, axis A of `act`
         from now on; None: all."""
         chosen = list(range(self.agents) if who is None else who)
         self._memory = [None] * (1 if len(self.policy.members) == 1 else len(chosen))
@@ -75,8 +75,8 @@ class ActingNetwork(nn.Module):
         """Return actions of the next step of all copies, after `begin`.
 
         `observations` [B, A, O]; `legal` [B, A, n], None: all actions are legal; `acting` [B, A]:
-        whose turn it is, the memory of other agents does not change. Random numbers are drawn from
-        `generator`.
+        the agents whose turn it is; the memory of other agents does not change. Random numbers are
+        drawn from `generator`.
         """
         out = self._out(observations, legal, acting)
         if self.spaces.continuous:
@@ -87,7 +87,7 @@ class ActingNetwork(nn.Module):
 
     def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
         """Return probabilities of the discrete actions of the next step without exploration [B, A,
-        n]; of a policy that does not sample (`draws`) the best action has all of it."""
+        n]. If the policy does not sample (`draws`), the best action has probability 1."""
         out = self._out(observations, legal, None)
         if self.draws:
             return out.double().softmax(-1)
@@ -152,7 +152,7 @@ class ActingNetwork(nn.Module):
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load published weights. Raises InvalidArgument naming a tensor that is missing, unknown
-        or of another shape; then nothing has changed."""
+        or of another shape; nothing has changed then."""
         check_tensors(self.state_dict(), weights, "weights", "network")
         self.load_state_dict(dict(weights))
 
@@ -163,10 +163,10 @@ def check_tensors(
     """Raise InvalidArgument naming a tensor that is missing, unknown or of another shape."""
     for name in sorted(own.keys() | given.keys()):
         if name not in own or name not in given:
-            problem = "is missing" if name in own else f"is none of this {owner}'s"
+            problem = "is missing" if name in own else f"is not a tensor of this {owner}"
             raise InvalidArgument(problem, field=field, value=name)
         expected, found = list(own[name].shape), list(given[name].shape)
         if found != expected:
             raise InvalidArgument(
-                f"has shape {found}, this {owner}'s {expected}", field=field, value=name
+                f"has shape {found}, but this {owner}'s has {expected}", field=field, value=name
             )

@@ -59,7 +59,7 @@ class Actor:
         played = sorted(agent for seat in seats.values() for agent in seat.agents)
         if played != sorted(environment.agents):
             raise InvalidArgument(
-                "every agent of the environment is played by exactly one policy",
+                "every agent of the environment must be played by exactly one policy",
                 field="agents",
                 value=", ".join(played),
                 remedy=f"The agents are {', '.join(environment.agents)}.",
@@ -87,7 +87,7 @@ class Actor:
     ) -> PlayedCopies:
         """Play one whole episode of every copy.
 
-        `explore=False`: always the likeliest or best action, for evaluation. `earnest`: policies
+        `explore=False`: always the most likely or best action, for evaluation. `earnest`: policies
         that do not explore and sample only if they are stochastic (`ActingNetwork.draws`). Raises
         NotFound for a policy without weights, BrokenEnvironment for values that cannot be played.
         """
@@ -152,8 +152,8 @@ def _after(step: int) -> str:
 def _check_shapes(
     environment: VectorEnvironment, observed: Observed, stepped: Stepped | None, step: int
 ) -> None:
-    """Raise BrokenEnvironment for an array whose shape contradicts the environment's spaces: NumPy
-    might broadcast it."""
+    """Raise BrokenEnvironment for an array whose shape contradicts the environment's spaces, since
+    NumPy might broadcast it."""
     copies, agents, spaces = environment.copies, len(environment.agents), environment.spaces
     expected: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         "observations": (observed.observations, [(copies, agents, spaces.observation)]),
@@ -179,9 +179,9 @@ def _check_shapes(
 def _playable(
     environment: VectorEnvironment, observed: Observed, before: Any, alive: Any, step: int
 ) -> Observed:
-    """Return `observed` without undefined values: agents that had ended before (`before` [B, A]:
-    those that had not) see zeros, and agents that need not act (`alive`: those that go on) may take
-    any action. Raises BrokenEnvironment if an agent that must act has no legal action."""
+    """Return `observed` without undefined values: agents that had ended before the step (false in
+    `before` [B, A]) observe zeros, and agents that need not act (false in `alive`) may take any
+    action. Raises BrokenEnvironment if an agent that must act has no legal action."""
     seen, legal, acting = observed.observations, observed.legal, observed.acting
     if not before.all():
         seen = np.where(before[..., None], seen, np.float32(0))
@@ -206,7 +206,7 @@ def _playable(
 
 
 def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> None:
-    """Raise BrokenEnvironment for values of a step (0: the reset) that are not finite, of agents
+    """Raise BrokenEnvironment for values that are not finite in a step (0: the reset) of agents
     that had not ended (`alive` [B, A]): they would turn all weights into NaN."""
     given = {"observations": observed.observations, "state": observed.state, "rewards": rewards}
     for name, values in given.items():
@@ -265,7 +265,7 @@ class _Player:
         self.network.begin(copies, self._who)
         steps, agents = spaces.steps, len(self.agents)
         drawn = (spaces.actions,) if spaces.continuous else ()
-        # New arrays: those of the former episodes belong to its fragments.
+        # New arrays: the arrays of earlier episodes belong to their fragments.
         self._arrays = {
             "observations": np.empty((steps + 1, copies, agents, spaces.observation), np.float32),
             "state": np.empty((steps + 1, copies, spaces.state), np.float32),
@@ -284,8 +284,8 @@ class _Player:
             flags[step] = observed.legal[:, self._at]
 
     def _flags(self, name: str, steps: int, given: Any) -> Any:
-        """Return the recorded array `name`, made when the environment first gives one: until then
-        all is true."""
+        """Return the recorded array `name`. It is created, all true, when the environment first
+        returns such an array."""
         if name not in self._arrays:
             shape = (steps, len(given), len(self.agents), *given.shape[2:])
             self._arrays[name] = np.ones(shape, np.bool_)

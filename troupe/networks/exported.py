@@ -1,4 +1,4 @@
-"""`ExportedNetwork`: loads what `troupe export` writes of a network, and plays it."""
+"""`ExportedNetwork`: loads and plays a network that `troupe export` has written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExportedNetwork:
             described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             if described.get("model_type") != MODEL_TYPE:
                 raise InvalidArgument(
-                    f"holds a {described.get('model_type')}, no network",
+                    f"holds a {described.get('model_type')}, not a network",
                     field="folder",
                     value=str(directory),
                     remedy="Language models are loaded with transformers.",
@@ -73,7 +73,7 @@ class ExportedNetwork:
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in ("network", *first["loc"]))
-                problem = "describes no network of this release"
+                problem = "does not describe a network of this release"
                 reason = f"{where}: {first['msg']}"
             raise InvalidArgument(
                 f"{problem}: {reason}",
@@ -84,7 +84,7 @@ class ExportedNetwork:
         for name in sorted(tensors):
             if name.partition(".")[0] not in _PARTS:
                 raise InvalidArgument(
-                    "is none of this network's",
+                    "is not a tensor of this network",
                     field="weights",
                     value=name,
                     remedy="`troupe export` writes config.json and model.safetensors.",

@@ -26,8 +26,8 @@ SHAPES: Final[dict[str, str]] = {
     "lengths": "B A",  # steps until the agent's episode ended
     "terminated": "B A",  # otherwise truncated
 }
-# A further column of a store's sample where its policy played only some of the agents that its
-# network was made for: the numbers of those that it played [A].
+# A further column of a stored sample if its policy played only some of its network's agents: the
+# indices of the agents that it played [A].
 SEATS: Final = "seats"
 REQUIRED: Final = frozenset(SHAPES) - {"legal", "acting"}
 
@@ -66,7 +66,7 @@ class Fragment:
                 size = found - 1 if letter == "T+1" else found
                 if sizes.setdefault(letter.removesuffix("+1"), size) != size:
                     raise InvalidArgument(
-                        f"{letter} is {found} here, which other arrays contradict",
+                        f"{letter} is {found} here, but differs in other arrays",
                         field=f"fragment.{name}",
                         value=list(array.shape),
                     )

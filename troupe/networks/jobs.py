@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment:
     """Return the environment of a job of networks; `copies` overrides the job's. Blocking.
 
-    Raises InvalidArgument naming the job's field at fault: an environment that cannot be imported
-    or made, whatever it raises, and agents that are not the job's."""
+    Raises InvalidArgument naming the job's field at fault: for an environment that cannot be
+    imported or made, whichever error it raises, and for agents that differ from the job's."""
     section = job.environment
     assert section is not None, "a job of networks"
     code = shipped.opened(job.code.sha256) if job.code else None
@@ -66,7 +66,7 @@ def environment_guard(job: JobSpec) -> Iterator[None]:
             kind="environment_raised",
             field=_SOURCE,
             value=section.source,
-            remedy="Look at `environment.args`, and at what it needs on this machine.",
+            remedy="Check `environment.args`, and the environment's requirements on this machine.",
         ) from error
 
 
@@ -103,13 +103,13 @@ def make_learner(
     `seed` determines its initial weights and all its random numbers. Raises InvalidArgument for a
     paradigm that cannot train on these spaces.
     """
-    # TorchRL, which rollout workers do without.
+    # These import TorchRL, which rollout workers do not need.
     from troupe.networks.maddpg import DeterministicLearner
     from troupe.networks.ppo import PPOLearner
     from troupe.networks.qlearning import QLearner
 
     if not agents:
-        raise InvalidArgument("a policy plays at least one agent", field="agents")
+        raise InvalidArgument("a policy must play at least one agent", field="agents")
     played, learning = tuple(agents), spec.learning
     made: NetworkTrainer
     with torch.random.fork_rng(devices=[]):

@@ -75,7 +75,7 @@ class Replay:
 
 @dataclass
 class LearnerTensors:
-    """All that a learner consists of.
+    """The parts of a learner that make up its state.
 
     Names of tensors: `weights.MODULE.*`, `target.NAME.*`, `optimizer.NAME.PARAMETER.*`,
     `random.NAME`, `buffer.*`, `count.NAME`. The weights of a MODULE include its buffers."""
@@ -129,7 +129,7 @@ class LearnerTensors:
             )
 
     def _fixed(self) -> Tensors:
-        """Return all tensors but those of the buffer; their names and shapes are constant."""
+        """Return all tensors except the buffer's; their names and shapes are constant."""
         found: Tensors = {}
         for key, module in self.modules.items():
             found |= {f"weights.{key}.{name}": value for name, value in module.state_dict().items()}
@@ -174,7 +174,7 @@ class NetworkTrainer(ABC):
 
     def state(self) -> Tensors:
         """Return the whole state as flat tensors (names: `LearnerTensors`), copied only where
-        unavoidable. Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
+        unavoidable. Names, dtypes and shapes are constant, except for `buffer.*`, which grows."""
         return self._tensors.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:

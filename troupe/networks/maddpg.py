@@ -27,12 +27,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Actions(TensorDictModuleBase):  # type: ignore[misc]
-    """What agents do [M, A, D] in differentiable form: discrete actions one-hot, drawn with the
+    """Agents' actions [M, A, D] in differentiable form: discrete actions one-hot, drawn with the
     given `noise` [M, A, n] (straight-through Gumbel-softmax, Jang et al. 2017)."""
 
     def __init__(self, acting: ActingNetwork, temperature: float) -> None:
         super().__init__()
-        # The loss hands on nothing that is not named here; `legal` may be missing.
+        # The loss passes on only what is named here; `legal` may be missing.
         self.in_keys = ["observations", "noise", "legal"]
         self.out_keys = ["logits", "action"]
         self.acting = acting
@@ -56,8 +56,8 @@ class _Actions(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class _Critic(TensorDictModuleBase):  # type: ignore[misc]
-    """Values [M, A, 1] of the joint action: agent i's critic sees the state, what i sees, and what
-    all do."""
+    """Values [M, A, 1] of the joint action: agent i's critic sees the state, agent i's observation
+    and all actions."""
 
     def __init__(self, critic: Networks) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class _Critic(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class DeterministicLearner(NetworkTrainer):
-    """A `NetworkTrainer` from a replay buffer of joint transitions.
+    """A `NetworkTrainer` with a replay buffer of joint transitions.
 
-    As in TorchRL's multi-agent tutorial, an actor's gradient is that of its critic under the
-    present actions of all agents (Lowe et al. take the others' from the buffer).
+    As in TorchRL's multi-agent tutorial, an actor's gradient is its critic's gradient at the
+    current actions of all agents (Lowe et al. take the other agents' actions from the buffer).
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class DeterministicLearner(NetworkTrainer):
         check(fragments, self._spaces, self._agents)
         if any("acting" in fragment.arrays for fragment in fragments):
             raise InvalidArgument(
-                "learns from joint actions; here agents take turns",
+                "learns from joint actions, but here agents take turns",
                 field="network.learning.paradigm",
                 value=self._learning.paradigm,
-                remedy="Take dqn or ppo.",
+                remedy="Use dqn or ppo.",
             )
         for fragment in fragments:
             transitions = _transitions(fragment, self._spaces)
@@ -192,8 +192,8 @@ class DeterministicLearner(NetworkTrainer):
 
 
 def _transitions(fragment: Fragment, spaces: Spaces) -> Tensors:
-    """Return all joint transitions of a fragment's episodes [M, ...]. An agent that has left the
-    episode gets rewards of zero, and its return does not go on."""
+    """Return all joint transitions of a fragment's episodes [M, ...]. For an agent that has left
+    the episode, rewards are zero and no value is bootstrapped."""
     own, lengths = fragment.valid(), fragment["lengths"]
     valid = own.any(axis=2)
     time = np.arange(len(own) + 1)[:, None, None]

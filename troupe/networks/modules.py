@@ -13,18 +13,18 @@ from troupe.job.network import NetworkSpec
 
 
 class Tanh(nn.Module):
-    """`nn.Tanh`; without gradients by NumPy, which takes an eighth of the time of torch's on a CPU
-    and is equal to the last bit but one."""
+    """`nn.Tanh`; without gradients by NumPy, which takes an eighth of torch's time on a CPU and
+    differs at most in the last bit."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
+        """Return the hyperbolic tangent of inputs of any shape."""
         if torch.is_grad_enabled() or inputs.device.type != "cpu" or inputs.requires_grad:
             return torch.tanh(inputs)
         return torch.from_numpy(np.tanh(inputs.numpy()))
 
 
 def draw(logits: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample an action of each distribution [..., n]; actions and log-probs, both [...].
+    """Sample an action from each distribution [..., n]; return actions and log-probs, both [...].
 
     By inverse transform sampling, one random number per row. An action of probability zero is never
     drawn.
@@ -42,7 +42,7 @@ def draw(logits: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor
 
 
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest action of each distribution [..., n], and its log-prob; both [...]."""
+    """Return the most likely action of each distribution [..., n], and its log-prob; both [...]."""
     log_probs = logits.log_softmax(-1)
     actions = logits.argmax(-1, keepdim=True)
     return actions.squeeze(-1), log_probs.gather(-1, actions).squeeze(-1)
@@ -73,8 +73,8 @@ class AgentNetwork(nn.Module):
         self.head = nn.Linear(spec.memory if self.memory else width, outputs)
 
     def forward(self, sequences: torch.Tensor) -> torch.Tensor:
-        """[N, L, I] -> [N, L, outputs], rows are episodes from their beginning; without a GRU any
-        [..., I]."""
+        """Map [N, L, I] to [N, L, outputs]; rows are episodes from their beginning. Without a GRU:
+        any [..., I]."""
         hidden: torch.Tensor = self.body(sequences)
         if self.memory is not None:
             hidden, _ = self.memory(hidden)
@@ -132,8 +132,8 @@ class Networks(nn.Module):
         memory: list[torch.Tensor | None],
         who: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Compute one step of all copies [B, A, I] -> [B, A, outputs], and the memories. `who`:
-        which of its agents the A are; None: all of them."""
+        """Compute one step of all copies [B, A, I] -> [B, A, outputs], and the memories. `who`: the
+        indices of the A agents; None: all of them."""
         if len(self.members) == 1:
             out, memory[0] = self.members[0].step(inputs.flatten(0, 1), memory[0])  # type: ignore[operator]
             return out.view(*inputs.shape[:2], self.outputs), memory
@@ -145,13 +145,13 @@ class Networks(nn.Module):
 
 
 def identity_width(spec: NetworkSpec, agents: int) -> int:
-    """Width of the one-hot agent id that is appended to observations; 0: none."""
+    """Return the width of the one-hot agent id that is appended to observations; 0: none."""
     return agents if spec.parameters == "shared" and agents > 1 else 0
 
 
 def initialize(module: nn.Module, gain: float) -> None:
-    """Orthogonal weights, those of heads with `gain`, and zero biases (Saxe et al. 2014; as in
-    PPO's and MAPPO's implementations)."""
+    """Set orthogonal weights, scaled by `gain` in heads, and zero biases (Saxe et al. 2014; as in
+    the implementations of PPO and MAPPO)."""
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2:
             nn.init.zeros_(parameter)

@@ -30,7 +30,8 @@ from troupe.networks.vector import Spaces
 
 Tensors = dict[str, torch.Tensor]
 
-# Decay of the running statistics of returns: they follow a policy within some hundred gradients.
+# Decay of the running statistics of returns: they follow a policy within a few hundred gradient
+# steps.
 _RETURNS_MEMORY = 0.99
 
 
@@ -92,8 +93,7 @@ class _TeamLoss(_BoundedRatio, MAPPOLoss):  # type: ignore[misc]
 
 
 class PPOLearner(NetworkTrainer):
-    """A `NetworkTrainer` by clipped policy gradients on the fragments of one
-    update."""
+    """A `NetworkTrainer` with clipped policy gradients on the fragments of one update."""
 
     def __init__(
         self, spec: NetworkSpec, learning: PPOSpec, spaces: Spaces, agents: tuple[str, ...]
@@ -244,5 +244,5 @@ class PPOLearner(NetworkTrainer):
 
 
 def _merged(array: Any) -> torch.Tensor:
-    """[E, A, ...] as a tensor [E * A, ...]."""
+    """Return an array [E, A, ...] as a tensor [E * A, ...]."""
     return torch.from_numpy(np.ascontiguousarray(array)).flatten(0, 1)

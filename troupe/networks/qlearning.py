@@ -46,8 +46,8 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class QLearner(NetworkTrainer):
-    """A `NetworkTrainer` from a replay buffer of whole episodes. The reward of a
-    team is the mean of its agents'."""
+    """A `NetworkTrainer` with a replay buffer of whole episodes. A team's reward is the mean of its
+    agents' rewards."""
 
     def __init__(
         self, spec: NetworkSpec, learning: QLearningSpec, spaces: Spaces, agents: tuple[str, ...]
@@ -56,10 +56,10 @@ class QLearner(NetworkTrainer):
         InvalidArgument for continuous actions."""
         if spaces.continuous:
             raise InvalidArgument(
-                "learns values of discrete actions; these are continuous",
+                "learns values of discrete actions, but these are continuous",
                 field="network.learning.paradigm",
                 value=learning.paradigm,
-                remedy="Take ppo, mappo or maddpg.",
+                remedy="Use ppo, mappo or maddpg.",
             )
         self._learning, self._spaces, self._agents = learning, spaces, agents
         self._acting = ActingNetwork(spec, spaces, len(agents))
@@ -101,10 +101,10 @@ class QLearner(NetworkTrainer):
         check(fragments, self._spaces, self._agents, some=not self._team)
         if self._team and any("acting" in fragment.arrays for fragment in fragments):
             raise InvalidArgument(
-                "mixes values of agents that act at once; here they take turns",
+                "mixes values of agents that act simultaneously, but here they take turns",
                 field="network.learning.paradigm",
                 value=self._learning.paradigm,
-                remedy="Take dqn or ppo.",
+                remedy="Use dqn or ppo.",
             )
         rows = rows_of(fragments, self._agents)
         counts, learning = self._tensors.counts, self._learning
@@ -162,7 +162,8 @@ class QLearner(NetworkTrainer):
         )
 
     def _stored(self, rows: Rows) -> Tensors:
-        """Episodes padded to the longest possible, so that all in the buffer have one shape."""
+        """Return episodes padded to the longest possible, so that all in the buffer have one
+        shape."""
         steps = self._spaces.steps
 
         def padded(array: Array, length: int) -> torch.Tensor:
@@ -189,7 +190,7 @@ class QLearner(NetworkTrainer):
     def _step(self) -> tuple[float, float]:
         """Do one gradient step, and return the loss and the gradient's norm."""
         batch = self._batch(self._replay.sample())
-        if not len(batch["index"]):  # episodes in which none of the agents had a turn
+        if not len(batch["index"]):  # no agent had a turn in these episodes
             return 0.0, 0.0
         loss = self._loss(batch)["loss"]
         for optimizer in self._tensors.optimizers.values():

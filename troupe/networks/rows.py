@@ -56,14 +56,15 @@ def check(
         present = tuple(one for one in agents if not some or one in fragment.agents)
         if fragment.agents != present or not present:
             raise InvalidArgument(
-                f"are of {', '.join(fragment.agents)}, the policy plays {', '.join(agents)}",
+                f"are of {', '.join(fragment.agents)}, but the policy plays {', '.join(agents)}",
                 field="fragments",
             )
         for name in ("observations", "state", "legal"):
             letter = SHAPES[name].split()[-1]
             if name in fragment.arrays and fragment[name].shape[-1] != sizes[letter]:
                 raise InvalidArgument(
-                    f"{letter} is {fragment[name].shape[-1]}, the environment's {sizes[letter]}",
+                    f"{letter} is {fragment[name].shape[-1]}, but the environment's is "
+                    f"{sizes[letter]}",
                     field=f"fragments.{name}",
                 )
         drawn = fragment["actions"]
@@ -71,12 +72,12 @@ def check(
             spaces.continuous and drawn.shape[-1] != spaces.actions
         ):
             raise InvalidArgument(
-                f"have shape {list(drawn.shape)}, which is none of these spaces'",
+                f"have shape {list(drawn.shape)}, which does not fit these spaces",
                 field="fragments.actions",
             )
         if len(drawn) > spaces.steps:
             raise InvalidArgument(
-                f"has {len(drawn)} steps, no episode has more than {spaces.steps}",
+                f"has {len(drawn)} steps, but episodes have at most {spaces.steps}",
                 field="fragments.actions",
             )
         if (
@@ -88,7 +89,7 @@ def check(
             )
         for name in ("rewards", "log_probs"):
             if not np.isfinite(fragment[name][fragment.valid()]).all():
-                raise InvalidArgument("has values that are no numbers", field=f"fragments.{name}")
+                raise InvalidArgument("has values that are not finite", field=f"fragments.{name}")
 
 
 def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows:

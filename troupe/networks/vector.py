@@ -52,8 +52,8 @@ class Observed(NamedTuple):
     legal: Bools | None = None
     """[B, A, n]: legal actions, at least one for every agent that acts; None: all are legal."""
     acting: Bools | None = None
-    """[B, A]: agents whose action counts in this step: those whose turn it is, and that have
-    joined the episode. None: all."""
+    """[B, A]: agents whose actions count in this step, because they have joined the episode and it
+    is their turn. None: all."""
 
 
 class Stepped(NamedTuple):
@@ -111,7 +111,7 @@ def name_of(environment: VectorEnvironment) -> str:
 
 
 class BrokenEnvironment(FailedPrecondition):
-    """An environment returned something that cannot be played. `field` names the array: one of
+    """An environment returned values that cannot be played. `field` names the array: one of
     `Observed` or `Stepped`, or `action_mask`.
 
     Kinds: `not_finite`, `no_legal_action`, and `broken_environment` for wrong shapes and types."""
@@ -137,14 +137,14 @@ def make_environment(name: str, /, copies: int, **settings: Any) -> VectorEnviro
     `module:attribute`, called with `copies` and the settings, which may have any names.
 
     Raises InvalidArgument for an unknown name, for settings that it does not take and for a result
-    that is no `VectorEnvironment`; EntrypointError for a failing import.
+    that is not a `VectorEnvironment`; EntrypointError for a failing import.
     """
     if name not in BUILT_IN and ":" not in name:
         raise InvalidArgument(
-            "no vectorised environment of this name",
+            "no vectorised environment has this name",
             field="environment",
             value=name,
-            remedy=f"Take one of {', '.join(BUILT_IN)}, or give 'module:attribute'.",
+            remedy=f"Use one of {', '.join(BUILT_IN)}, or give 'module:attribute'.",
         )
     if copies < 1:
         raise InvalidArgument("at least one copy is needed", field="copies", value=copies)
@@ -156,11 +156,11 @@ def make_environment(name: str, /, copies: int, **settings: Any) -> VectorEnviro
             f"{name} does not take these settings: {error}",
             field="environment.args",
             value=settings,
-            remedy="Its class lists what it takes.",
+            remedy="Its class lists its settings.",
         ) from error
     if not isinstance(made, VectorEnvironment):
         raise InvalidArgument(
-            f"gives a {type(made).__name__}, which is no VectorEnvironment",
+            f"returns a {type(made).__name__}, which is not a VectorEnvironment",
             field="environment",
             value=name,
             remedy="troupe.networks.vector has the protocol.",
@@ -168,7 +168,7 @@ def make_environment(name: str, /, copies: int, **settings: Any) -> VectorEnviro
     steps = made.spaces.steps
     if not isinstance(steps, int) or steps < 1:
         raise InvalidArgument(
-            "the longest episode has a whole number of steps, at least one",
+            "the longest episode must have a whole number of steps, at least one",
             field="environment.steps",
             value=steps,
         )

@@ -69,8 +69,8 @@ class Enumeration:
 
         `rule`: the job's rule for illegal moves. With `history: all` the conversation contains
         earlier answers as the moves' names. Raises ValueError if an information state has two
-        prompts (the text reveals hidden information) or there are more than `MAX_HISTORIES`, and as
-        `SequenceForm.of`.
+        prompts (the text reveals hidden information) or there are more than `MAX_HISTORIES`, and
+        the errors of `SequenceForm.of`.
         """
         rule = rule or rules.illegal or environment.properties.illegal
         return cls.of_questions(environment, questions(environment, rules), rule, rules.resamples)
@@ -129,7 +129,7 @@ class Enumeration:
 
 
 def questions(environment: OpenSpiel, rules: PlayRules) -> tuple[Question, ...]:
-    """List the prompts of all information states. Raises ValueError as `Enumeration.of`."""
+    """List the prompts of all information states. Raises the errors of `Enumeration.of`."""
     game = environment.game
     load_sequential(game)
     asked: dict[tuple[int, str], Question] = {}
@@ -166,7 +166,7 @@ def _collect(
     known = asked.setdefault((player, name), question)
     if known != question:
         raise ValueError(
-            f"player {player} is told two things in the one information state {name!r}: "
+            f"player {player} sees two different texts in the information state {name!r}: "
             f"{known.messages[-1]['content']!r} and {text!r}"
         )
     for label, action in question.moves.items():

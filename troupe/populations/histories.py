@@ -40,17 +40,18 @@ class Histories:
     tensors: tuple[Floats, ...]
     """By player, each set's information state as OpenSpiel gives it [m, d]."""
     longest: int
-    """The players' moves in the longest game."""
+    """Number of the players' moves in the longest game."""
 
     @classmethod
     def of(cls, game: Any) -> Histories:
         """Read an OpenSpiel game, given by name or loaded.
 
-        Raises as `SequenceForm.of`, and ValueError for a game without information state tensors.
+        Raises the errors of `SequenceForm.of`, and ValueError for a game without information state
+        tensors.
         """
         loaded = load_sequential(game)
         if not loaded.get_type().provides_information_state_tensor:
-            raise ValueError(f"{game} has no information states as tensors: no network can see it")
+            raise ValueError(f"{game} has no information state tensors, which networks observe")
         return _HistoryReading(loaded, SequenceForm.of(loaded)).histories()
 
     @property
@@ -77,16 +78,16 @@ class Histories:
     def plan(self, player: int, table: Array) -> Array:
         """Return the plan [s] of a policy: probabilities of actions by set [m, A].
 
-        Raises ValueError for a row that is no distribution over legal actions.
+        Raises ValueError for a row that is not a distribution over legal actions.
         """
         legal = self.legal[player]
         if table.shape != legal.shape:
-            raise ValueError(f"probabilities of {table.shape}, not {legal.shape}")
+            raise ValueError(f"probabilities have the shape {table.shape}, not {legal.shape}")
         wrong = ~np.isclose((table * legal).sum(axis=1), 1.0, atol=1e-5) | (table < 0).any(axis=1)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise ValueError(
-                f"{table[at].tolist()} at set {at} is no distribution over its actions"
+                f"{table[at].tolist()} at set {at} is not a distribution over its actions"
             )
         return self.form.plan(player, [row[may] for row, may in zip(table, legal, strict=True)])
 
@@ -101,7 +102,7 @@ class Histories:
 
 
 def cumulated(shares: Array, width: int) -> Floats:
-    """Cumulative probabilities of rows [r, A] as [r, width], for drawing by comparison.
+    """Return cumulative probabilities of rows [r, A] as [r, width], for drawing by comparison.
 
     Entries from the last possible action on are 2, which no uniform draw reaches.
     """

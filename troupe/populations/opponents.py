@@ -26,7 +26,7 @@ _WEIGHTINGS: Final = {
 
 
 def pfsp(win_rates: object, *, weighting: Weighting = "hard") -> Array:
-    """PFSP probabilities [k] of opponents, given the learner's win rates [k] against them.
+    """Return PFSP probabilities [k] of opponents, given the learner's win rates [k] against them.
 
     Proportional to f(x) = (1 - x)^2 ("hard": opponents that it loses to), x (1 - x) ("variance":
     its equals) or 1 - x ("linear") (Vinyals et al. 2019, methods, "PFSP"); uniform if all are 0.
@@ -35,7 +35,7 @@ def pfsp(win_rates: object, *, weighting: Weighting = "hard") -> Array:
     """
     wins = np.asarray(win_rates, dtype=np.float64)
     if wins.ndim != 1 or not len(wins) or not ((wins >= 0) & (wins <= 1)).all():
-        raise ValueError(f"win rates are between 0 and 1, one for each opponent, not {win_rates}")
+        raise ValueError(f"win rates must be between 0 and 1, one per opponent, not {win_rates}")
     if weighting not in _WEIGHTINGS:
         raise ValueError(f"there is no weighting {weighting!r}; use one of {list(_WEIGHTINGS)}")
     weights: Array = _WEIGHTINGS[weighting](wins)
@@ -52,7 +52,9 @@ def past_selves(versions: int, *, delta: float = 0.0) -> Array:
     version alone (naive self-play), 1 all versions (fictitious self-play). Raises ValueError.
     """
     if versions < 1 or not 0.0 <= delta <= 1.0:
-        raise ValueError(f"delta is in [0, 1] and somebody there to meet, not {delta}, {versions}")
+        raise ValueError(
+            f"delta must be in [0, 1] and versions at least 1, not {delta} and {versions}"
+        )
     oldest = min(versions - 1, math.floor((1.0 - delta) * versions))
     found = np.zeros(versions)
     found[oldest:] = 1.0 / (versions - oldest)
@@ -82,9 +84,9 @@ class LeagueRules:
     exploiter_hopeless: float = 0.2
     """Below this win rate against the main agents a main exploiter also plays their past."""
     freeze_at: float = 0.7
-    """A learner is frozen at this win rate against all of its opponents,"""
+    """Win rate against every opponent at which a learner is frozen."""
     freeze_after: int = 2_000_000_000
-    """or after so many environment steps."""
+    """Environment steps after which a learner is frozen in any case."""
 
 
 def league_opponents(
@@ -93,7 +95,7 @@ def league_opponents(
     wins: Mapping[tuple[str, str], float],
     rules: LeagueRules | None = None,
 ) -> dict[str, float]:
-    """Return the probability of each member to be the next opponent of `learner`, by name.
+    """Return, by name, the probability that each member is the next opponent of `learner`.
 
     `wins[a, b]`: a's win rate against b, in [0, 1]; pairs without matches count as even. Raises
     ValueError if there is no opponent.
@@ -158,7 +160,7 @@ def _mixed(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, floa
     there = [(weight, shares) for weight, shares in parts if shares and weight > 0]
     total = sum(weight for weight, _ in there)
     if not total:
-        raise ValueError("there is nobody to play against; put a member into the league first")
+        raise ValueError("there is no opponent; add a member to the league first")
     found: dict[str, float] = {}
     for weight, shares in there:
         for name, share in shares.items():

@@ -38,12 +38,12 @@ def rated(
     """Return the updated ratings of a match's members, ranked by payoff.
 
     Uses the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two members or
-    more; a match of a member against itself changes nothing. A member on several seats counts as
+    more; a match of a member against itself changes nothing. A member in several seats counts as
     one, with the mean payoff. Members not in `ratings` get the initial rating. Bitwise
     deterministic. Raises ValueError if the lengths differ.
     """
     if len(members) != len(payoffs):
-        raise ValueError(f"{len(members)} members and {len(payoffs)} payoffs")
+        raise ValueError(f"{len(members)} members have {len(payoffs)} payoffs")
     got: dict[str, list[float]] = {}
     for name, payoff in zip(members, payoffs, strict=True):
         got.setdefault(name, []).append(payoff)
@@ -163,7 +163,7 @@ class PayoffTable:
         if len(sizes) != self.players or any(
             new < old for new, old in zip(sizes, self.sizes, strict=False)
         ):
-            raise ValueError(f"pools only grow: from {self.sizes} to {list(sizes)}")
+            raise ValueError(f"pools cannot shrink: from {self.sizes} to {list(sizes)}")
         if self.symmetric and len(set(sizes)) > 1:
             raise ValueError(f"a symmetric game has one pool, not pools of {list(sizes)}")
         self.sizes = list(sizes)
@@ -173,16 +173,16 @@ class PayoffTable:
         self._cell(members).add(self._canonical(members, payoffs))
 
     def record_all(self, members: Members, payoffs: Array) -> None:
-        """Count many matches of the same members, payoffs [m, n]. Raises as `record`."""
+        """Count many matches of the same members, payoffs [m, n]. Raises the errors of `record`."""
         given = np.asarray(payoffs, dtype=np.float64)
         if given.ndim != 2 or given.shape[1] != self.players or not np.isfinite(given).all():
-            raise ValueError(f"matches give {self.players} finite payoffs each")
+            raise ValueError(f"every match must have {self.players} finite payoffs")
         if self.symmetric:
             given = _shared(self.key(members), given[:, list(_order(members))])
         self._cell(members).add_all(given)
 
     def settle(self, members: Members, payoffs: Sequence[float]) -> None:
-        """Set a cell's exact expected payoffs. Raises ValueError as `record`."""
+        """Set a cell's exact expected payoffs. Raises the errors of `record`."""
         cell = self._cell(members)
         cell.mean, cell.exact = self._canonical(members, payoffs), True
 
@@ -215,7 +215,7 @@ class PayoffTable:
             members = tuple(one[k] for one, k in zip(chosen, at, strict=True))
             cell = self.cells.get(self.key(members))
             if cell is None:
-                raise ValueError(f"the members {members} have not met")
+                raise ValueError(f"the members {members} have not played each other")
             found[(slice(None), *at)] = self._played(members, cell.mean)
         return found
 
@@ -251,7 +251,7 @@ class PayoffTable:
         """Return payoffs in the order of the cell's players."""
         given = np.asarray(payoffs, dtype=np.float64)
         if given.shape != (self.players,) or not np.isfinite(given).all():
-            raise ValueError(f"a match gives {self.players} finite payoffs, not {payoffs}")
+            raise ValueError(f"a match must have {self.players} finite payoffs, not {payoffs}")
         if not self.symmetric:
             return given
         return _shared(self.key(members), given[list(_order(members))])
@@ -276,7 +276,7 @@ def _shared(members: Members, payoffs: Array) -> Array:
 
 
 def _order(members: Members) -> tuple[int, ...]:
-    """Return seats in the order of the members on them."""
+    """Return seats in the order of the members in them."""
     return tuple(sorted(range(len(members)), key=lambda seat: (members[seat], seat)))
 
 
@@ -285,23 +285,23 @@ class Precision:
     """The required precision of payoffs, from which numbers of matches follow.
 
     In a symmetric table numbers of matches are rounded up to multiples of the number of players, so
-    that each member plays on every seat.
+    that each member plays in every seat.
     """
 
     least: int = 8
-    """Fewest matches of a cell; at least 2, for a variance."""
+    """Minimum matches per cell; at least 2, for a variance."""
     most: int = 256
-    """Most matches of a cell, however uncertain it is."""
+    """Maximum matches per cell, however uncertain it is."""
     half_width: float = math.inf
-    """Wanted half width of each cell's 95 % confidence interval (`PayoffEntry.half_width`);
+    """Required half width of each cell's 95 % confidence interval (`PayoffEntry.half_width`);
     infinite: `least` matches are enough."""
 
 
 def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members, int]]:
     """Return the cells that need matches, with their numbers of matches; least certain cells first.
 
-    Cells that were never played come first of all. An uncertain cell gets as many matches as its
-    variance implies, but at most as many as it has, since the variance is itself an estimate.
+    Cells that were never played come first. An uncertain cell gets as many matches as its variance
+    implies, but at most as many as it has, since the variance is itself an estimate.
     """
     pooled = table.pooled
     found = []
@@ -327,7 +327,7 @@ def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members,
 def seats(players: int, episode: int) -> tuple[int, ...]:
     """Return the seating of an episode: `seats[i]` is the seat of player i.
 
-    In `players` consecutive episodes each player sits on every seat once. The cyclic order of the
+    In `players` consecutive episodes each player takes every seat once. The cyclic order of the
     players changes after that, until all `players!` arrangements have occurred.
     """
     turn, shift = divmod(episode, players)
@@ -338,7 +338,7 @@ def seats(players: int, episode: int) -> tuple[int, ...]:
     return tuple((place + shift) % players for place in order)
 
 
-def turn_beside(players: int, match: int) -> int:
+def episode_of_match(players: int, match: int) -> int:
     """Return the episode number to pass to `seats` for a match of a game that may change seats
     itself.
 

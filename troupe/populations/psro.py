@@ -35,7 +35,7 @@ Opponents = tuple[Array, Array]
 Workers = Callable[[Callable[["Training"], "Trained"], Iterable["Training"]], Iterable["Trained"]]
 # The name of the only policy of an actor.
 _POLICY: Final = "answer"
-# Games that `SampledGame` plays in one call of `play`.
+# Games per call of `play` by `SampledGame`.
 _GAMES_AT_ONCE: Final = 1 << 16
 
 
@@ -83,7 +83,7 @@ class MetaGame:
         )
 
     def grow(self, answers: Sequence[Array]) -> bool:
-        """Add a plan to each player's pool unless it has it; returns whether any was added."""
+        """Add a plan to each player's pool unless the pool has it; return whether any was added."""
         new = [
             not any(np.array_equal(answer, one) for one in pool)
             for answer, pool in zip(answers, self.pools, strict=True)
@@ -154,7 +154,7 @@ def play(
     members: Indices,
     random: np.random.Generator,
 ) -> Array:
-    """Play g games to their end; returns their payoffs [g, n].
+    """Play g games to their end, and return their payoffs [g, n].
 
     `tables`: by player, the policies of its members [k, m, A]; `members`: [g, n], the indices of
     the members that play each game.
@@ -254,7 +254,7 @@ class Oracle:
     """The network and its learning paradigm; `kind: mlp`, since an information state contains all
     that its player has seen."""
     copies: int = 512
-    """Games that are played at once: the episodes of one update."""
+    """Games played at once: the episodes of one update."""
     updates: int = 60
     """Updates of the learner before its network becomes a member."""
 
@@ -272,9 +272,9 @@ class Training:
     first: int
     """The number of the first update."""
     updates: int
-    """How many updates."""
+    """Number of updates."""
     state: Tensors | None = None
-    """The learner's state after the part before; None: a new learner, initialized by `seed`."""
+    """The learner's state after the previous part; None: a new learner, initialized by `seed`."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,8 @@ class Trained:
 def train(task: Training) -> Trained:
     """Run a training task. Deterministic on one kind of machine with one torch thread.
 
-    Raises InvalidArgument for a paradigm that cannot learn this game, ValueError as `enumerated`.
+    Raises InvalidArgument for a paradigm that cannot learn this game, and the ValueErrors of
+    `enumerated`.
     """
     histories, oracle = histories_of(task.game), task.oracle
     environment = GameCopies(oracle.copies, histories, (task.player,))
@@ -325,7 +326,7 @@ def enumerated(
     Raises ValueError for a recurrent network, InvalidArgument for weights of another network.
     """
     if network.kind != "mlp":
-        raise ValueError("a network with a memory has no action by information set; take kind: mlp")
+        raise ValueError("a recurrent network has no action per information set; use kind: mlp")
     acting = ActingNetwork(network, spaces, 1)
     acting.take(weights)
     observations = torch.from_numpy(histories.tensors[player])[:, None]
@@ -373,7 +374,7 @@ class LearnedPsro:
         """
         self.oracle = oracle or Oracle()
         if levels < 1 or (stretch is not None and stretch < 1):
-            raise ValueError(f"levels and stretch are at least 1, not {levels} and {stretch}")
+            raise ValueError(f"levels and stretch must be at least 1, not {levels} and {stretch}")
         self.game, self.histories = game, histories_of(game)
         self.meta_game = (
             MetaGame(self.histories.form)

@@ -17,7 +17,7 @@ Mixture = Mapping[str, float]
 def share_slots(
     mixtures: Sequence[Mixture], slots: int, seed: Sequence[int]
 ) -> tuple[list[str], list[dict[str, float]]]:
-    """Choose the members to load into `slots` slots; returns them and the mixtures over them.
+    """Choose the members to load into `slots` slots, and return them and the mixtures over them.
 
     If all members of the mixtures fit, the mixtures do not change. Otherwise `slots` members are
     drawn from the mean of the mixtures by systematic resampling (Kitagawa 1996), so that over many
@@ -25,7 +25,7 @@ def share_slots(
     mixture.
     """
     if any(not mixture for mixture in mixtures):
-        raise ValueError("a mixture of nobody")
+        raise ValueError("an empty mixture")
     names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
     names = [name for name in names if any(mixture.get(name, 0.0) > 0 for mixture in mixtures)]
     if len(names) <= slots:
@@ -58,11 +58,11 @@ def match_waves(
 ) -> list[tuple[dict[Name, list[int]], list[Members]]]:
     """Schedule matches in waves that play every cell with few loads of members.
 
-    Returns, per wave, the members to load in each pool and the cells to play. `pool_of[i]`: the
-    pool of player i; `slots`: how many members of a pool are served at once. Greedy: a wave starts
-    with the first remaining cell, then loads the member that makes most further cells playable, of
-    equal ones that of the earliest cell. A wave costs its members times all members, not the
-    cells. Raises ValueError for a cell that does not fit.
+    Return, per wave, the members to load in each pool and the cells to play. `pool_of[i]`: the pool
+    of player i; `slots`: how many members of a pool are served at once. Greedy: a wave starts with
+    the first remaining cell, then repeatedly loads the member that makes the most further cells
+    playable; ties go to the member of the earliest cell. The time per wave grows with its members
+    times all members, not with the cells. Raises ValueError for a cell that does not fit.
     """
     unplayed = _UnplayedCells(cells, pool_of)
     waves: list[tuple[dict[Name, list[int]], list[Members]]] = []
@@ -100,7 +100,8 @@ class _UnplayedCells(Generic[Name]):
         self._played = bytearray(len(cells))
         self._first = 0
         self._missing = [len(members) for members in self.members_of]
-        # Scores with nothing loaded, and of the present wave: those of members it may still load.
+        # Scores with nothing loaded, and scores in the present wave of members that it may still
+        # load.
         self._empty = {
             one: sum(1000 if self._missing[at] == 1 else 1 for at in inside)
             for one, inside in self._cells_of.items()
@@ -125,7 +126,7 @@ class _UnplayedCells(Generic[Name]):
         )
 
     def load(self, members: Sequence[tuple[Name, int]]) -> list[int]:
-        """Load members into the wave; returns the cells that lack nothing any more."""
+        """Load members into the wave, and return the cells that have become complete."""
         whole = []
         for one in members:
             del self._scores[one]
@@ -141,7 +142,7 @@ class _UnplayedCells(Generic[Name]):
         return whole
 
     def end_wave(self, loaded: Sequence[tuple[Name, int]], played: Sequence[int]) -> None:
-        """Take out the cells that the wave plays, and unload its members."""
+        """Remove the cells that the wave plays, and unload its members."""
         for at in played:
             self._played[at] = 1
             for one in self.members_of[at]:
@@ -153,7 +154,7 @@ class _UnplayedCells(Generic[Name]):
         self._scores = dict(self._empty)
 
     def _place(self, one: tuple[Name, int]) -> tuple[int, int]:
-        """Return the member's first cell and its place there."""
+        """Return the member's first cell and its position in it."""
         at = self._cells_of[one][0]
         return at, self.members_of[at].index(one)
 

@@ -40,8 +40,8 @@ def stationary(payoffs: Array, alpha: float | None = None) -> Array:
         from open_spiel.python.egt import alpharank
     except ImportError as error:
         raise ImportError(
-            f"alpha-rank is OpenSpiel's ({error}): `pip install 'troupe-rl[alpha-rank]'` where the "
-            "orchestrator runs, or choose another solver"
+            f"alpha-rank needs OpenSpiel ({error}): run `pip install 'troupe-rl[alpha-rank]'` on "
+            "the orchestrator's host, or choose another solver"
         ) from error
     tables = list(payoffs / (float(np.ptp(payoffs)) or 1.0))
     if alpha is None:

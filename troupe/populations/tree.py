@@ -166,7 +166,7 @@ class SequenceForm:
         return plan, float(plan @ exact)
 
     def nash_conv(self, plans: Sequence[Array]) -> float:
-        """NashConv: the sum of the players' gains by best responses; 0 at a Nash equilibrium."""
+        """NashConv: the sum of the players' gains from best responses; 0 at a Nash equilibrium."""
         now = self.values(plans)
         best = [self.best_response(player, plans)[1] for player in range(self.players)]
         return float(np.sum(best) - now.sum())
@@ -180,16 +180,15 @@ def load_sequential(game: Any) -> Any:
     try:
         import pyspiel
     except ImportError as error:
-        raise ImportError(
-            "exact games are OpenSpiel's: `pip install 'troupe-rl[games]'`"
-        ) from error
+        raise ImportError("exact games need OpenSpiel: `pip install 'troupe-rl[games]'`") from error
     # Checked first: for an unknown name OpenSpiel would print the names of all games.
     if isinstance(game, str) and game.partition("(")[0] not in pyspiel.registered_names():
-        raise ValueError(f"OpenSpiel has no game of the name '{game}'")
+        raise ValueError(f"OpenSpiel has no game named '{game}'")
     loaded = pyspiel.load_game(game) if isinstance(game, str) else game
     if loaded.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
         raise ValueError(
-            f"{game} is played at once; load it through turn_based_simultaneous_game(game=...)"
+            f"in {game} players move simultaneously; load it through "
+            "turn_based_simultaneous_game(game=...)"
         )
     return loaded
 
@@ -253,7 +252,7 @@ class _Walk:
         actions = tuple(state.legal_actions(player))
         known = sets.setdefault(name, (len(sets), at[player], depth[player], actions))
         if known[1] != at[player] or known[3] != actions:
-            raise ValueError(f"player {player} forgets what it did before {name!r}")
+            raise ValueError(f"player {player} forgets its own moves before {name!r}")
         before = at[player]
         depth[player] += 1
         for action in actions:
@@ -272,7 +271,7 @@ def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
     """Return the plans of an agent that plays one of `members` per episode, drawn by `shares`."""
     total = float(np.sum(shares))
     if len(members) != len(shares) or not members or total <= 0:
-        raise ValueError(f"{len(members)} members and the shares {list(shares)} make no mixture")
+        raise ValueError(f"{len(members)} members cannot be mixed by the shares {list(shares)}")
     seats = range(len(members[0]))
     parts = list(zip(members, shares, strict=True))
     return [sum(share / total * plans[seat] for plans, share in parts) for seat in seats]  # type: ignore[misc]
@@ -293,7 +292,7 @@ def agent_values(
 def agent_nash_conv(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> float:
-    """NashConv: the sum of the agents' gains by best responses; 0 at a Nash equilibrium.
+    """NashConv: the sum of the agents' gains from best responses; 0 at a Nash equilibrium.
 
     With two agents it is twice the exploitability. Raises ValueError for more than two different
     agents that change seats: a best response would depend on the other agents' seats.
@@ -301,7 +300,7 @@ def agent_nash_conv(
     alike = all(plans is agents[0] for plans in agents)
     seatings = seatings or list(permutations(range(len(agents))))
     if len(agents) > 2 and len(seatings) > 1 and not alike:
-        raise ValueError("best responses to several agents that change seats are not known")
+        raise ValueError("best responses to several agents that change seats cannot be computed")
     seatings = seatings[:1] if alike else seatings
     return float(
         np.mean(

@@ -22,5 +22,5 @@ async def on_demand(module: str) -> Any:
             f"a population needs {error.name}",
             kind="populations_missing",
             field="population",
-            remedy="`pip install 'troupe-rl[populations]'` where the orchestrator runs.",
+            remedy="`pip install 'troupe-rl[populations]'` on the orchestrator's host.",
         ) from error

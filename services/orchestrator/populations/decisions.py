@@ -1,8 +1,9 @@
 """The decisions of `population.algorithm`: opponents of each learner, settled members, restarts.
 
 A *learner* is a policy in training, a *member* one of its frozen versions in a pool. A new member
-is a *candidate* until it is *settled*, that is counted in the meta-strategy. All functions are pure
-functions of specification and state, so a runner that takes a job over makes the same decisions.
+is a *candidate* until it is *settled*, that is, counted in the meta-strategy. All functions are
+pure functions of the specification and the state, so that a runner that takes over a job makes the
+same decisions.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixtu
 
 
 def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
-    """Return the meta-strategy over all settled members, and the gains of the newest of them."""
+    """Return the meta-strategy over all settled members, and the newest members' gains."""
     _, pools = sections(spec)
     settled = {pool.name: state.places(pool.name, SETTLED) for pool in pools.pools}
     if not measured(spec):

@@ -92,7 +92,7 @@ class ExactPayoffs:
             await asyncio.to_thread(self._settle_cells, game)
 
     async def nash_conv(self, mixtures: dict[str, Mixture]) -> float:
-        """Return the nashConv of the `mixtures` of members by pool: the sum of gains by best
+        """Return the NashConv of the `mixtures` of members by pool: the sum of the gains from best
         responses."""
         assert self._game is not None, "after `settle`"
         game = self._game
@@ -222,7 +222,7 @@ class MoveProbabilities:
         agents = list(self._pools.agents)
         seatings = [[agents.index(one) for one in seating.agents] for seating in reply.seatings]
         if any(sorted(one) != list(range(len(agents))) for one in seatings):
-            raise self.impossible("a player sits on several seats")
+            raise self.impossible("a player takes several seats")
         asked = tuple(
             Question(
                 one.player,

@@ -1,7 +1,8 @@
 """The population loop of one job: iterations of training, freezing members, matches, decisions.
 
-Every decision is durable before the next one begins, so a runner that takes the job over continues
-without repeating anything. Members are frozen, and opponents drawn, while no step is open.
+Every decision is durable before the next one begins, so that a runner that takes over the job
+continues without repeating anything. Members are frozen, and opponents drawn, while no step is
+open.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from services.orchestrator.state.job_store import Superseded
 from services.orchestrator.state.records import timestamp
 from troupe.job import JobSpec
 from troupe.populations import Precision, matches_due, seats
-from troupe.populations.payoffs import Members, PayoffTable, rated, turn_beside
+from troupe.populations.payoffs import Members, PayoffTable, episode_of_match, rated
 from troupe.populations.slots import match_waves, visible_cells
 from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.scheduling import admission
@@ -417,10 +418,10 @@ class Matches:
             await self._waves(left, len(plan))
         if gone := [name for name in names if name not in self._ended]:
             raise ResourceExhausted(
-                f"{len(gone)} matches were aborted {_ATTEMPTS} times, the first is {gone[0]}",
+                f"{len(gone)} matches were aborted {_ATTEMPTS} times; the first is {gone[0]}",
                 kind="matches_aborted",
                 field="population.matches",
-                remedy="Look into the rollout workers' logs for the cause, then resume the job.",
+                remedy="Find the cause in the rollout workers' logs, then resume the job.",
             )
         failed = sum(one.state == common_pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
         if failed < len(plan):
@@ -462,7 +463,7 @@ class Matches:
 
         def on_end(event: rollout_pb.TrajectoryEvent) -> None:
             if event.state == common_pb.TRAJECTORY_STATE_ABORTED:
-                return  # aborted by the worker, not by the game: it is played again
+                return  # aborted by the worker, not by the game: it will be repeated
             match = self._match(event, members[event.trajectory_id])
             new[event.trajectory_id] = self._ended[event.trajectory_id] = match
             recent.add(event)
@@ -551,7 +552,7 @@ class Matches:
                         kind="match_without_payoff",
                         field="workflow",
                         value=self._job.spec.workflow,
-                        remedy="Return a reward for every player; it is what a match pays.",
+                        remedy="Return a reward for every player: it is the match's payoff.",
                     )
                 payoffs[agent] = event.rewards[agent]
         return orchestrator_pb.Match(
@@ -589,7 +590,7 @@ class Matches:
             return list(agents)
         # Workflows may change agents' seats from query to query, networks never do.
         fixed = self._job.spec.environment is not None
-        turn = one.number if fixed else turn_beside(len(agents), one.number)
+        turn = one.number if fixed else episode_of_match(len(agents), one.number)
         return [agents[place] for place in seats(len(agents), turn)]
 
     def _count_wins(self, members: dict[str, str], match: orchestrator_pb.Match) -> None:

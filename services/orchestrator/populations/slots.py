@@ -116,7 +116,7 @@ class Slots:
 
     @property
     def training_floors(self) -> dict[str, int]:
-        """The minimum versions that training needs of the match slots: any version will do."""
+        """Return the minimum versions of match slots for training, which accepts any version."""
         return {slot: 0 for pool in self._pools.pools for slot in pool.evaluation_slots}
 
     async def cast(self, step: int, deadline: Deadline) -> None:
@@ -193,7 +193,7 @@ class Slots:
     def _place(
         self, wanted: Mapping[str, list[str]], slots: Mapping[str, tuple[str, ...]]
     ) -> dict[str, str]:
-        """Assign the `wanted` members to slots; returns, by slot, the member to load.
+        """Assign the `wanted` members to slots, and return, by slot, the member to load.
 
         Members that are already loaded keep their slots.
         """
@@ -351,7 +351,7 @@ async def unpublish_members(job: JobContext) -> None:
     """Unpublish all members of a job that has ended or is paused; their files stay.
 
     Workers that do not answer in time keep them. Raises `Superseded` if another orchestrator has
-    taken the job over, since that may have published members, too.
+    taken the job over, since it may also have published members.
     """
     state = await job.shared.populations.load(job.job_id)
     if state is None:

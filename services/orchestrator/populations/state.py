@@ -43,7 +43,8 @@ class PopulationStore:
     def __init__(self, redis: RedisAccess, jobs: JobStore) -> None:
         self._redis = redis
         self._jobs = jobs
-        # Lock: matches and steps write concurrently, and an older state must not overwrite a newer.
+        # Lock: matches and steps write concurrently, and an older state must not overwrite a newer
+        # one.
         self._writing = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, job_id: str) -> PopulationState | None:
@@ -130,7 +131,7 @@ class PopulationStore:
     async def page(
         self, job_id: str, size: int, token: str, member_id: str = ""
     ) -> tuple[list[orchestrator_pb.Match], str]:
-        """Return up to `size` matches, newest first, after the match `token`; the next token.
+        """Return up to `size` matches, newest first, after the match `token`, and the next token.
 
         Raises InvalidArgument for a token of another list.
         """
@@ -192,7 +193,7 @@ def no_population(job_id: str) -> NotFound:
 
 
 def live(policy: str) -> str:
-    """Return the name of a live learner in a mixture, as opposed to a frozen version of it."""
+    """Return the name of a live learner in a mixture, as opposed to one of its frozen versions."""
     return f"{_LIVE}{policy}"
 
 
@@ -214,7 +215,7 @@ class FrozenMember:
     """Optimizer steps that its learner had done."""
     iteration: int
     parent: str
-    """The member from which its learner went on."""
+    """The member from which its learner continued."""
     state: str
     num_bytes: int
     frozen_at: float
@@ -233,7 +234,7 @@ class Solution:
     gains: dict[str, float]
     """By pool: how much more the newest members get than the previous mixture."""
     nash_conv: float | None = None
-    """Sum of the agents' gains by best responses in the whole game, if that can be enumerated."""
+    """Sum of the agents' gains from best responses in the whole game, if it can be enumerated."""
 
 
 @dataclass
@@ -282,7 +283,7 @@ class PopulationState:
     """By slot: its member, and the slot's version, which counts the loads."""
     casting: Casting | None = None
     settled_at: dict[str, int] = field(default_factory=dict)
-    """By learner: the iteration in which a member of it was settled last."""
+    """By learner: the iteration in which one of its members was last settled."""
     restarting: dict[str, int] = field(default_factory=dict)
     """By learner due for a restart from its first weights: the version before the restart."""
     began_with: dict[str, int] = field(default_factory=dict)

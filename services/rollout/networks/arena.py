@@ -135,7 +135,7 @@ class NetworkEngine(ServingEngine):
         self._held = {}
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
-        """Does nothing: an update loads weights."""
+        """Do nothing: an update loads weights."""
 
     async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         assert self._model is not None, "`start` has built it"
@@ -219,7 +219,7 @@ class ArenaTable:
         stop: threading.Event,
     ) -> PlayedCopies:
         """Play one episode of every copy. Raises `EpisodesCancelled` between two steps once `stop`
-        is set, and whatever the environment raises."""
+        is set, and any error of the environment."""
         self._environment.stop = stop
         actor, loaded = self._actors.pop(seating, None), self._loaded.pop(seating, {})
         if actor is None:
@@ -251,10 +251,10 @@ def _seats(job: JobSpec, agents: tuple[str, ...], seating: Seating) -> dict[str,
 
 
 class Arena:
-    """The environments of one job on this worker, one per episode that is played at once."""
+    """The environments of one job on this worker, one for each episode played at once."""
 
     def __init__(self, job: JobSpec, first: VectorEnvironment, places: int) -> None:
-        """`places`: how many environments play at once, each in a thread of its own."""
+        """`places`: the number of environments that play at once, each in its own thread."""
         assert job.environment is not None, "a job of networks"
         self._job, self._source = job, job.environment.source
         self.agents, self.spaces = first.agents, first.spaces
@@ -263,7 +263,7 @@ class Arena:
         self._free = asyncio.Semaphore(places)
         self._most = places
         self._idle = [ArenaTable(Interruptible(first))]
-        # Cancelled calls whose environments have not stopped yet, and since when.
+        # Cancelled calls whose environments have not stopped yet, with the time of cancellation.
         self._cancelled: dict[asyncio.Future[Any], float] = {}
         self._closed = False
 
@@ -305,8 +305,8 @@ class Arena:
                 made = seen + identity_width(network, len(roster))
                 raise InvalidArgument(
                     f"policy '{policy}' is a network for {', '.join(roster) or 'no agent'}, with "
-                    f"inputs [{len(roster)}, {made}]; agent '{agent}' is none of them, and what it "
-                    f"sees [{seen}] has no place there",
+                    f"inputs [{len(roster)}, {made}]; agent '{agent}' is not one of them, and its "
+                    f"observation [{seen}] does not fit there",
                     kind="cast_does_not_fit",
                     field=field,
                     value=f"{agent}: {policy}",
@@ -321,7 +321,8 @@ class Arena:
 
         When cancelled, the environment stops after its current step and keeps its place until then.
         Raises `EnvironmentFault` for errors of the environment, and when all places are taken by
-        environments that do not stop; `WorkflowError` for what the job's networks cannot play.
+        environments that do not stop; `WorkflowError` for values that the job's networks cannot
+        play.
         """
         self._refuse_if_stuck()
         await self._free.acquire()
@@ -354,7 +355,7 @@ class Arena:
         if stuck >= self._most:
             raise self._fault(
                 "deadline",
-                f"{stuck} of them are still in a step, long after they were to stop",
+                f"{stuck} of them are still in a step, long after they were told to stop",
                 remedy="Let `step` end, or restart the rollout worker.",
             )
 

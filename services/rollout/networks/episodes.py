@@ -28,7 +28,7 @@ from troupe.workflow import TurnError, WorkflowError
 # A fragment has no tokens; the store requires the columns.
 _NO_IDS: Final = np.zeros(0, np.int32)
 _NO_SCORES: Final = np.zeros(0, np.float32)
-# How often to look whether an engine serves again: its supervisor reloads lost weights.
+# Interval at which to check whether an engine serves again: its supervisor reloads lost weights.
 _LOOK_SECONDS: Final = 0.05
 
 
@@ -144,8 +144,8 @@ class EpisodeRunner(RunningTrajectory):
         return samples_of(played, rosters=rosters, ticket=ticket, shelf=self._shelf)
 
     def _earnest(self, seating: Seating) -> tuple[str, ...]:
-        """Return policies that do not explore: members of a population, and those that are not
-        trained."""
+        """Return policies that do not explore: members of a population, and policies without
+        training."""
         if self._ticket.purpose == rollout_pb.Ticket.PURPOSE_MATCH:
             return tuple(policy for policy, _ in seating)
         learners = self._ticket.learners

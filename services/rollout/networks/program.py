@@ -35,7 +35,7 @@ class NetworkProgram(JobProgram):
     _: KW_ONLY
     arena: Arena
     places: int
-    """Environments that play at once, each in a thread of its own."""
+    """Number of environments that play at once, each in its own thread."""
 
     @classmethod
     def open(cls, spec: JobSpec, places: int) -> NetworkProgram:
@@ -45,7 +45,7 @@ class NetworkProgram(JobProgram):
 
     @property
     def most_trajectories(self) -> int:
-        """One more than can play at once: it stores its rows meanwhile."""
+        """One more than can play at once, since one trajectory can store its rows meanwhile."""
         return min(self.spec.limits.max_concurrent_trajectories, self.places + 1)
 
     def make_engine(self, engine_id: str, policy: str) -> ServingEngine:
@@ -59,7 +59,7 @@ class NetworkProgram(JobProgram):
         return {}
 
     def trajectory(self, split: str) -> Callable[..., Trajectory]:
-        """Return what plays whole episodes."""
+        """Return the constructor of trajectories, which play whole episodes."""
         return partial(EpisodeRunner, arena=self.arena)
 
     def describe_game(self, game: str) -> rollout_pb.DescribeGameResponse:
@@ -103,9 +103,11 @@ def describe(arena: Arena, game: str) -> rollout_pb.DescribeGameResponse:
 async def behave(
     arena: Arena, spec: JobSpec, policy: ServedPolicy, request: rollout_pb.BehaveRequest
 ) -> rollout_pb.BehaveResponse:
-    """Action probabilities of one served version of `policy`, within `limits.turn_seconds`.
+    """Return the action probabilities of one served version of `policy`, within
+    `limits.turn_seconds`.
 
-    Raises as `describe`, FailedPrecondition of kind "version_not_served", `DeadlineExceeded`.
+    Raises the errors of `describe`, FailedPrecondition of kind "version_not_served",
+    `DeadlineExceeded`.
     """
     wanted = request.version if request.HasField("version") else None
     tree = await asyncio.to_thread(_tree, arena, request.game)
@@ -163,7 +165,7 @@ def _tree(arena: Arena, game: str) -> Histories:
         raise not_enumerable(reason, game, remedy) from error
     if not _same(tree, played):
         raise not_enumerable(
-            "the environment plays another game", game, "Say the one of environment.args.game"
+            "the environment plays another game", game, "Name the game of environment.args.game"
         )
     return tree
 

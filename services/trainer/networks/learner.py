@@ -76,7 +76,7 @@ def parse_fragments(
 ) -> list[FragmentRow]:
     """Parse a claim into rows, sorted by sample id; `agents`: the agents that the policy may play.
 
-    Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
+    Raises ChecksumError, FailedPrecondition of kind "malformed_sample", and the errors of `load`.
     """
     rows = [_parse(item.sample, policy, agents, load) for item in claimed]
     return sorted(rows, key=lambda row: row.sample_id)
@@ -94,7 +94,10 @@ def _parse(
         fragment = Fragment(policy, version, played, arrays)
     except InvalidArgument as error:
         text = f"{error.field or 'fragment'} {error.message}"
-        remedy = "Rollout and trainer must be of one release; report it with the sample id."
+        remedy = (
+            "Run rollout workers and trainers of one release; if they are, report a bug with the "
+            "sample id."
+        )
         raise malformed(sample.sample_id, text, remedy) from error
     return FragmentRow(sample.sample_id, fragment, sample.uses)
 
@@ -193,7 +196,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
     def __init__(self, spec: JobSpec, policy: str) -> None:
         """Make the networks for the policy's environment.
 
-        Raises InvalidArgument for an environment that cannot be made or learnt.
+        Raises InvalidArgument for an environment that cannot be made or learned.
         """
         self._job, self._name = spec, policy
         self.table = table_of(spec, policy)
@@ -217,7 +220,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
         return False
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[FragmentRow]:
-        """Parse the samples of a claim. Raises as `parse_fragments`."""
+        """Parse the samples of a claim. Raises the errors of `parse_fragments`."""
         return parse_fragments(claimed, self._name, self.table.agents, load)
 
     # The step.
@@ -280,7 +283,7 @@ class NetworkLearner(PolicyLearner[FragmentRow]):
         self.restore(state.weights, state.moments)
 
     def load_reference(self, state: KeptState) -> None:
-        """Do nothing: it needs none."""
+        """Do nothing: networks need no reference."""
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Inverse of `weights` and `moments`; forgets the step's fragments."""

@@ -24,7 +24,7 @@ class PettingZooCopies:
     take any action. Actions of a `Box` are scaled from [-1, 1] to its bounds."""
 
     name = ""
-    """What errors call the environment."""
+    """The environment's name in errors."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PettingZooCopies:
         **settings: Any,
     ) -> None:
         """`entrypoint`: `module:attribute` of a `parallel_env`, called with `settings` and
-        `make_args`, which may have names that are parameters here. `steps`: longer episodes are
+        `make_args`, which may share names with parameters here. `steps`: longer episodes are
         truncated. Raises InvalidArgument for spaces that a network cannot play (`spaces.py`), and
         EntrypointError."""
         make = load_attribute(entrypoint, "environment.entrypoint")
@@ -75,7 +75,7 @@ class PettingZooCopies:
         shape = (copies, len(self.agents))
         self._seen = np.zeros((*shape, width), np.float32)
         self._state = np.zeros((copies, self.spaces.state), np.float32)
-        # The actions that each agent has at all.
+        # The actions in each agent's space, before masks.
         sizes = np.array([move.size for move in self._moves])
         self._least = np.arange(self.spaces.actions) < sizes[:, None]
         self._legal: Any = None
@@ -97,7 +97,7 @@ class PettingZooCopies:
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
-        """Return int64 [B, A] or float32 [B, A, D]"""
+        """Step every copy by `actions`, int64 [B, A] or float32 [B, A, D]."""
         self._step += 1
         shape = self._ended.shape
         rewards = np.zeros(shape, np.float32)
@@ -152,7 +152,7 @@ class PettingZooCopies:
             if name not in seen:
                 if name in present:
                     raise BrokenEnvironment(
-                        f"there is no observation of agent '{name}' {when}, which has not ended",
+                        f"agent '{name}' has not ended, but has no observation {when}",
                         field="observations",
                         remedy="Return an observation of every agent in `agents`.",
                     )
@@ -177,7 +177,7 @@ class PettingZooCopies:
             return float(given if np.ndim(given) == 0 else np.asarray(given).item())
         except (TypeError, ValueError) as error:
             raise BrokenEnvironment(
-                f"a reward after step {self._step} in copy {b} is no number: {given!r}"[:500],
+                f"a reward after step {self._step} in copy {b} is not a number: {given!r}"[:500],
                 field="rewards",
                 remedy="Return one number for each agent.",
             ) from error
@@ -188,20 +188,21 @@ class PettingZooCopies:
 
 
 def _unpacked(given: Any, method: str, names: tuple[str, ...]) -> Any:
-    """Return what `reset` or `step` has returned. Raises BrokenEnvironment for another number of
-    values, which environments for OpenAI's Gym return."""
+    """Return the values that `reset` or `step` has returned. Raises BrokenEnvironment for a
+    different number of values, such as the number of OpenAI Gym's API."""
     if isinstance(given, tuple) and len(given) == len(names):
         return given
     found = f"a tuple of {len(given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
     raise BrokenEnvironment(
         f"its `{method}` returns {found}, not a tuple of {len(names)}: {', '.join(names)}",
         field=method,
-        remedy="Adapt it to the present API of Gymnasium and PettingZoo.",
+        remedy="Adapt it to the current API of Gymnasium and PettingZoo.",
     )
 
 
 def _state_of(copy: Any) -> ObservedSpace | None:
-    """Return the environment's own global state; None if it has none that is a vector."""
+    """Return the environment's own global state; None if it has none, or one that is not a
+    vector."""
     space = getattr(copy, "state_space", None)
     if space is None:
         return None
@@ -212,7 +213,7 @@ def _state_of(copy: Any) -> ObservedSpace | None:
 
 
 def _continuous(copy: Any, names: tuple[Any, ...], moves: list[ActionSpace]) -> bool:
-    """Return whether actions are numbers. Raises InvalidArgument where agents differ in that."""
+    """Return whether actions are continuous. Raises InvalidArgument if agents differ."""
     kinds = {move.continuous: name for move, name in zip(moves, names, strict=True)}
     if len(kinds) > 1:
         shown = " and ".join(f"agent '{name}' {copy.action_space(name)}" for name in kinds.values())
@@ -240,7 +241,7 @@ class GymnasiumCopies(PettingZooCopies):
         **settings: Any,
     ) -> None:
         """`id` as Gymnasium knows it; `gymnasium.make` also gets `settings` and `make_args`, which
-        may have names that are parameters here. Raises as `PettingZooCopies`."""
+        may share names with parameters here. Raises the errors of `PettingZooCopies`."""
         self.name = id
         super().__init__(
             copies,

@@ -1,5 +1,5 @@
-"""Games of payoff tables: `MatrixGame`, with simultaneous actions; `TwoStep`, the smallest game
-that additive value factorization fails (QMIX, section 5.1)."""
+"""Games of payoff tables: `MatrixGame`, with simultaneous actions; `TwoStep`, the smallest game on
+which additive value factorization fails (QMIX, section 5.1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MatrixGame:
         table = np.asarray(payoffs, np.float32)
         if table.ndim < 2 or len(set(table.shape[1:])) > 1 or len(table) != table.ndim - 1:
             raise InvalidArgument(
-                "payoffs have the shape [A, n, ..., n]: one table per agent",
+                "payoffs must have the shape [A, n, ..., n]: one table per agent",
                 field="environment.payoffs",
                 value=list(table.shape),
             )
@@ -58,15 +58,14 @@ class MatrixGame:
         return Observed(np.repeat(self._last[:, None], len(self.agents), axis=1), self._last)
 
 
-# Reward of both in the second step, by the game that agent_0 chose and both actions. The second
-# game is worth 8; with additive values it appears to be worth 6.5 (table 1).
+# Reward of both agents in the second step, by the game that agent_0 chose and both actions. The
+# second game is worth 8; with additive values it appears to be worth 6.5 (table 1).
 _PAYOFFS: Final = np.array([[[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float32)
 
 
 class TwoStep:
     """Two agents see which of three states it is. In the first, agent_0's action chooses the game
-    of the second step (Rashid et al. 2018). The optimum is 8; a sum of two values
-    finds 7."""
+    of the second step (Rashid et al. 2018). The optimum is 8; additive values find 7."""
 
     agents = ("agent_0", "agent_1")
     # Observation and state are one-hot.

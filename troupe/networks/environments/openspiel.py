@@ -30,21 +30,21 @@ class GameCopies:
     `against` sets others. Chance and opponents move within a step. Without `seats` all players are
     agents, of which one acts in each step.
 
-    Observations and legal actions are OpenSpiel's; of agents that do not act: zeros, and all
-    actions. The global state is the observation of the acting player.
+    Observations and legal actions are OpenSpiel's; agents that do not act observe zeros and may
+    take any action. The global state is the observation of the acting player.
     """
 
     def __init__(
         self, copies: int, game: str | Histories = "leduc_poker", seats: Sequence[int] | None = (0,)
     ) -> None:
-        """`game`: OpenSpiel's name, or its `Histories`. Raises ValueError as they do, and
+        """`game`: OpenSpiel's name, or its `Histories`. Raises the errors of `Histories.of`, and
         InvalidArgument for unknown seats."""
         self.histories = histories_of(game) if isinstance(game, str) else game
         tree = self.histories
         players = tree.form.players
         if seats is not None and (not seats or not set(seats) <= set(range(players))):
             raise InvalidArgument(
-                f"seats of a game of {players} players",
+                f"names seats that a game of {players} players does not have",
                 field="seats",
                 value=list(seats),
                 remedy=f"Name some of 0 to {players - 1}, or none at all: null.",
@@ -78,12 +78,14 @@ class GameCopies:
         """Set the pool of opponent `player`, of which one member is drawn per episode.
 
         `tables[k]`: probabilities of actions by information set [m, A] (`Histories`). Raises
-        InvalidArgument for weights that are no distribution over them.
+        InvalidArgument for weights that are not a distribution over them.
         """
         shares = np.asarray(weights, dtype=np.float64)
         if len(tables) != len(shares) or (shares < 0).any() or not np.isclose(shares.sum(), 1.0):
             raise InvalidArgument(
-                f"no distribution over {len(tables)} members", field="weights", value=list(weights)
+                f"not a distribution over {len(tables)} members",
+                field="weights",
+                value=list(weights),
             )
         used = np.flatnonzero(shares > 0)
         rows = np.stack([tables[int(k)] for k in used])
@@ -102,7 +104,8 @@ class GameCopies:
             # The first copy's seat differs from reset to reset.
             turn = all_copies + int(self._random.integers(len(self._seats)))
             self._seat = self._seats[turn % len(self._seats)]
-        # First row in `_rows` of each player's member of this episode; last, of chance.
+        # First row in `_rows` of each player's member of this episode; the last entry is for
+        # chance.
         self._member = np.empty((self.copies, players + 1), dtype=np.int64)
         for player, (rows, shares) in enumerate(self._pools):
             drawn = self._random.choice(len(shares), size=self.copies, p=shares)

@@ -39,14 +39,16 @@ class SimpleSpread:
         continuous: bool = False,
         variant: Literal["mpe2", "mpe"] = "mpe2",
     ) -> None:
-        """`local_ratio`: how much of a reward is the agent's own collisions, the rest is the team's
-        distances. `variant`: `mpe` is OpenAI's first release, whose numbers most publications
-        state: velocities change before positions, an agent collides with itself always, and every
-        agent is rewarded with the sum of all rewards. Raises InvalidArgument."""
+        """`local_ratio`: the share of an agent's own collisions in its reward; the rest comes from
+        the team's distances. `variant`: `mpe` is OpenAI's first release, whose numbers most
+        publications state: velocities change before positions, an agent always collides with
+        itself, and every agent's reward is the sum of all rewards. Raises InvalidArgument."""
         if agents < 2:
-            raise InvalidArgument("needs two agents", field="environment.agents", value=agents)
+            raise InvalidArgument(
+                "needs at least two agents", field="environment.agents", value=agents
+            )
         if variant not in ("mpe2", "mpe"):
-            raise InvalidArgument("takes mpe2 or mpe", field="environment.variant", value=variant)
+            raise InvalidArgument("must be mpe2 or mpe", field="environment.variant", value=variant)
         self.copies, self._steps, self._local = copies, steps, local_ratio
         self._first_release = variant == "mpe"
         self.agents = tuple(f"agent_{i}" for i in range(agents))
@@ -79,7 +81,8 @@ class SimpleSpread:
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
-        """Discrete [B, N]: nothing, left, right, down, up; or continuous [B, N, 5] in [0, 1]."""
+        """Step by discrete [B, N] (nothing, left, right, down, up) or continuous [B, N, 5] in [0,
+        1]."""
         if actions.ndim == 3:
             force = (actions[..., 2::2] - actions[..., 1::2]).T.astype(np.float64) * _SENSITIVITY
         else:
@@ -101,7 +104,7 @@ class SimpleSpread:
         """Nothing to release."""
 
     def _measure(self) -> None:
-        """Relative positions and distances, for physics, rewards and observations."""
+        """Compute relative positions and distances, for physics, rewards and observations."""
         position = self._position
         # [2, N, N - 1, B], [N, N - 1, B] and [2, N, N, B]
         self._apart = position[:, self._others] - position[:, :, None]
@@ -109,7 +112,7 @@ class SimpleSpread:
         self._away = self._landmarks[:, None] - position[:, :, None]
 
     def _pushes(self) -> Float64:
-        """Contact forces between agents [2, N, B]."""
+        """Return contact forces between agents [2, N, B]."""
         near: Any = (_DIAMETER - self._distance) / _CONTACT_MARGIN
         touching = near > _APART
         if not touching.any():
@@ -133,11 +136,11 @@ class SimpleSpread:
         return rewards
 
     def _observe(self) -> Observed:
-        """Velocity, position, relative landmarks and agents, and silent communication."""
+        """Return velocity, position, relative landmarks and agents, and silent communication."""
         n, seen = len(self.agents), self._seen
         shown: Any = seen.T  # [O, N, B]
         shown[:2], shown[2:4] = self._velocity, self._position
-        # x and y by turns, of one landmark or agent after another.
+        # x and y alternate, one landmark or agent after another.
         for axis in range(2):
             shown[4 + axis : 4 + 2 * n : 2] = self._away[axis].swapaxes(0, 1)
             first, last = 4 + 2 * n, 4 + 2 * n + 2 * (n - 1)
@@ -146,7 +149,7 @@ class SimpleSpread:
 
 
 def _length(vectors: Float64) -> Float64:
-    """Euclidean norms of vectors [2, ...]."""
+    """Return Euclidean norms of vectors [2, ...]."""
     x, y = vectors
     found: Float64 = np.sqrt(x * x + y * y)
     return found

@@ -39,11 +39,14 @@ class ObservedSpace:
 
     def vector(self, seen: Any, when: str) -> Floats:
         """Return an observation as a vector [width]. Raises BrokenEnvironment for one outside the
-        space; `when` says where in the episode it came."""
+        space; `when`: the point in the episode, for errors."""
         try:
             if self._masked:
                 seen = {key: seen[key] for key in self._space.spaces}
-            for path, part in self._numbered:  # NumPy would count from the end, or set a neighbour
+            for (
+                path,
+                part,
+            ) in self._numbered:  # NumPy would count from the end, or set another entry
                 value = seen
                 for key in path:
                     value = value[key]
@@ -89,8 +92,8 @@ class ActionSpace:
             raise _unsupported(owner, space, "a Discrete space, or a Box that is bounded")
 
     def action(self, drawn: Any) -> Any:
-        """Return the element of the space for the number of an action, or for numbers between -1
-        and 1; numbers beyond `size` are ignored."""
+        """Return the element of the space for an action's index, or for numbers between -1 and 1;
+        numbers beyond `size` are ignored."""
         space = self._space
         if not self.continuous:
             return space.dtype.type(space.start + drawn)
@@ -108,8 +111,8 @@ class ActionSpace:
             right = False
         if not right:
             raise BrokenEnvironment(
-                f"the action mask of {self._owner} {when} is no vector of {self.size} zeros and "
-                f"ones, one for each action of {self._space}: {mask!r}"[:500],
+                f"the action mask of {self._owner} {when} is not a vector of {self.size} "
+                f"zeros and ones, one for each action of {self._space}: {mask!r}"[:500],
                 field=MASK,
                 remedy="Return one number for each action: 1 if it is legal, else 0.",
             )
@@ -117,8 +120,9 @@ class ActionSpace:
 
 
 def _is_vector(space: Any) -> bool:
-    """Return whether elements flatten to a fixed number of numbers that a network can read: neither
-    the indices of a `Text`'s characters, nor a `OneOf`, whose numbers change their meaning."""
+    """Return whether elements flatten to a fixed number of values that a network can read. `Text`
+    flattens to indices of characters, and the values of `OneOf` change their meaning: neither is a
+    vector."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -131,8 +135,8 @@ def _is_vector(space: Any) -> bool:
 
 
 def _numbered_parts(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of a space that count from a first number, each with its keys from outside
-    in."""
+    """Yield the parts of a space that count from a first number, each with its keys, outermost
+    first."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict | spaces.Tuple):
@@ -145,7 +149,7 @@ def _numbered_parts(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[An
 
 def _unsupported(owner: str, space: object, wanted: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{owner} has {space}; needed are {wanted}",
+        f"{owner} has {space}; networks need {wanted}",
         kind="unsupported_space",
         field="environment.source",
         remedy="Wrap the environment: Gymnasium and SuperSuit have wrappers that convert spaces.",
