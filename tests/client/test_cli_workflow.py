@@ -271,6 +271,6 @@ def test_turns_that_nobody_awaits_are_said(run: Run, tmp_path: Path) -> None:
     )
     status, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE)
     assert status == 0
-    assert "1 turns were asked for and never awaited" in out
+    assert "1 turns were requested and never awaited" in out
     _, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE, "--json")
     assert json.loads(out)["trajectories"][0]["metrics"]["unawaited_turns"] == 1

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Pause:
-    """A stopwatch of the time during which at least one branch is inside, minus the time of
-    `without`."""
+    """A stopwatch of the time during which at least one branch is inside the context, minus the
+    time of `without`."""
 
     def __init__(self, time: Callable[[], float], without: _Pause | None = None) -> None:
         self._time, self._without = time, without
@@ -17,7 +17,7 @@ class _Pause:
         self._since = self._over = 0.0
 
     def now(self) -> float:
-        """Return the reading of its clock, in seconds."""
+        """Return the time of its clock, in seconds."""
         return self._time() - (self._without.total if self._without else 0.0)
 
     @property
@@ -27,7 +27,7 @@ class _Pause:
 
     @property
     def total(self) -> float:
-        """Seconds so far."""
+        """The seconds counted so far."""
         return self._over + (self.now() - self._since if self._inside else 0.0)
 
     @contextmanager
@@ -66,7 +66,7 @@ class TrajectoryClock:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline by what counts so far; at most 0 when it has passed."""
+        """Seconds of counted time until the deadline; at most 0 when it has passed."""
         now = self._outside.now()  # without paused time
         end = self._longest
         if not self._outside.on:

@@ -1,8 +1,8 @@
 """`DemonstratedTrajectory`: a row of demonstrations, or a pair, handled like a trajectory.
 
-Nothing is played or generated: the row's replies become samples in the store, so steps that learn
-from rows are opened, claimed, trained and committed like all others (exactly once, in gangs, with
-checkpoints).
+Nothing is played or generated: the row's replies become samples in the store, so that steps that
+learn from rows are opened, claimed, trained and committed like all others (exactly once, in gangs,
+with checkpoints).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from troupe.workflow.backend import Backend, EndpointOptions, GeneratedTurn, Too
 
 
 class Lockstep:
-    """The barrier of a job's running trajectories. Every ended trajectory leaves it, so none waits
-    longer than another's deadline."""
+    """The barrier of a job's running trajectories. Every trajectory leaves it when it ends, so that
+    none waits beyond another's deadline."""
 
     def __init__(self) -> None:
         self._members: set[BarrierMember] = set()
@@ -47,8 +47,8 @@ class Lockstep:
 
 
 class BarrierMember:
-    """One trajectory at the barrier. Its branches may call concurrently and then wait for each
-    other's calls, too."""
+    """One trajectory at the barrier. Its branches may call concurrently; they then also wait for
+    each other's calls."""
 
     def __init__(self, lockstep: Lockstep, clock: TrajectoryClock) -> None:
         self._lockstep = lockstep

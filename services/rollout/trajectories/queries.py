@@ -21,12 +21,12 @@ from troupe.workflow import WorkflowError
 
 # Number of cached items. The trajectories of a group request the same item, which is made once.
 _KEPT = 2048
-# Time during which one thread makes further requested items: starting a thread for each would take
-# longer while an engine computes.
+# Time during which one thread makes further requested items: starting a thread for each item would
+# take longer while an engine computes.
 _TOGETHER_SECONDS = 0.005
 
 
-# The name of an evaluation with its own tasks, else "", and the split.
+# The name of an evaluation with its own tasks (else ""), and the split.
 _Split = tuple[str, str]
 
 
@@ -43,9 +43,9 @@ class QuerySource:
         *,
         field: str = "tasks",
     ) -> None:
-        """Create the source. `seed`: of the job. `count_tokens`: counter with the tokenizers of its
-        policies. `evaluations`: tasks of evaluations by name; None: the job's own. `field`: name of
-        the job's section `spec`, for errors."""
+        """Create the source. `seed`: the job's seed. `count_tokens`: counter with the tokenizers of
+        its policies. `evaluations`: tasks of evaluations by name; None: the job's own. `field`:
+        name of the job's section `spec`, for errors."""
         self._field = field
         self._specs = {"": spec, **{n: own for n, own in evaluations.items() if own is not None}}
         self._open = partial(open_tasks, seed=seed, count_tokens=count_tokens)
@@ -58,7 +58,7 @@ class QuerySource:
 
     @property
     def notes(self) -> list[str]:
-        """Texts for the user: rows of data sets that were kept and dropped."""
+        """Return notices for the user about rows of data sets that were kept and dropped."""
         return [note for _, split in sorted(self._splits.items()) for note in split.notes]
 
     async def load(self, split: str, evaluation: str = "") -> int:
@@ -126,7 +126,8 @@ class QuerySource:
     def _make_items(
         self, tasks: TaskSplit, key: tuple[_Split, int], wanted: Iterable[tuple[_Split, int]]
     ) -> dict[tuple[_Split, int], Mapping[str, Any]]:
-        """Make item `key` and, while that is quick, others requested of its split. In a thread."""
+        """Make item `key` and, while that is quick, other requested items of its split. Runs in a
+        thread."""
         until = time.monotonic() + _TOGETHER_SECONDS
         made = {}
         item = self._item(tasks, *key)
@@ -148,7 +149,7 @@ class QuerySource:
         field = f"{self._section(name)}.{kind}"
         try:
             item = tasks[index]
-            # A copy, since a mapping of user code may raise whenever it is read.
+            # Copied, since a mapping from user code may raise whenever it is read.
             data = dict(item) if isinstance(item, Mapping) else None
         except BaseException as error:
             raise _bad_task(field, f"{where} raised {described(error)}") from error

@@ -65,7 +65,7 @@ class LargeColumns:
             await asyncio.to_thread(self.transfer.delete, key)
 
     def payload_key(self, sample_id: str, payload: Payload) -> str:
-        """The key of a sample's payload that is too large for a row; its content becomes one of
+        """Return the key of a sample's payload that is too large for a row, and add its content to
         `large`."""
         key = f"{self.job_id}/payloads/{sample_id}/{payload.digest.hex()}"
         self.large[key] = np.frombuffer(bytearray(payload.data), np.uint8)

@@ -63,7 +63,8 @@ class Runner:
 
         A trajectory that already runs is joined, not run twice. `endings_only`: in addition to
         endings, the listener gets only events that report start versions. `ahead`: the trajectories
-        start early; before a turn and before their end they wait for a call without it.
+        start early; before a turn and before their end they wait until a call without `ahead` names
+        them.
         """
         ids = {ticket.trajectory_id for ticket in tickets}
         listener = TrajectoryListener(self, job.job_id, ids, endings_only=endings_only)
@@ -218,7 +219,7 @@ class TrajectoryListener:
         """Whether a trajectory was lost; then `bundles` ends with its error."""
 
     def deliver(self, update: _Update, *, replayed: bool = False) -> None:
-        """Queue an event, or the error that lost a trajectory. `replayed`: it is an older one."""
+        """Queue an event, or the error that lost a trajectory. `replayed`: it is an older event."""
         self.failed = self.failed or isinstance(update, Exception)
         if self._endings_only and not isinstance(update, Exception):
             # The listener gets endings, and the first event with start versions.
@@ -228,9 +229,9 @@ class TrajectoryListener:
         self._updates.put_nowait(update)
 
     async def bundles(self) -> AsyncIterator[list[rollout_pb.TrajectoryEvent]]:
-        """Yield non-empty lists of the events that are available at the same time, in order. Raises
-        `TroupeError` if a trajectory was lost (its end cannot be stored), after the events before
-        it."""
+        """Yield non-empty lists of the events that are available at the same time, in order. After
+        a trajectory's loss (its end cannot be stored), raise its `TroupeError` behind the events
+        before it."""
         try:
             while self._left:
                 update = await self._updates.get()
@@ -281,8 +282,8 @@ class _Running:
 
 
 def messages(events: Sequence[rollout_pb.TrajectoryEvent]) -> Iterator[bytes]:
-    """Serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as possible.
-    The events are not changed: other streams send them, too."""
+    """Yield serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as
+    possible. The events are not changed, since other streams send them as well."""
     parts: list[bytes] = []
     size = 0
     for event in events:

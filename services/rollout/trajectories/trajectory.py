@@ -61,10 +61,10 @@ Emit = Callable[[rollout_pb.TrajectoryEvent], None]
 SOLVED: Final = "solved"
 _REASON_LIMIT: Final = 1000
 _DOMAIN_LIMIT: Final = 200
-# A workflow that does not end so long after its cancellation is closed, and then abandoned.
+# Seconds after its cancellation until a workflow that does not end is closed, and then abandoned.
 GRACE_SECONDS: Final = 2.0
-# Faults of the job's own code or configuration. The trajectory is not tried again; its end carries
-# the problem with field and remedy, since all trajectories of a step may fail the same way.
+# Faults of the job's own code or configuration. The trajectory is not retried; its end carries the
+# problem with field and remedy, since all trajectories of a step may fail the same way.
 JOB_FAULTS: Final = frozenset(
     {
         ChatTemplateError.kind,
@@ -91,8 +91,8 @@ abandoned: set[asyncio.Future[Any]] = set()
 
 
 class RunningTrajectory:
-    """One run. It ends as completed, failed or aborted with a reason; or it is cancelled from
-    outside, and then nothing of it is stored and it may run again."""
+    """One run of a trajectory. It ends as completed, failed or aborted with a reason; if it is
+    cancelled from outside instead, nothing of it is stored and it may run again."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RunningTrajectory:
         endpoints: EndpointServer,
         early_start: EarlyStartGate,
     ) -> None:
-        """`early_start`: what its turns and its end wait for."""
+        """`early_start`: the gate at which its turns and its end wait."""
         self._job = job
         self._early_start = early_start
         self._ticket = ticket
@@ -173,7 +173,7 @@ class RunningTrajectory:
         log.info("a trajectory was aborted", reason=reason)
         state: common_pb.TrajectoryState.ValueType = common_pb.TRAJECTORY_STATE_ABORTED
         if self._stored and not await self._store.abort(self._destination, reason) and self._sent:
-            # It was cancelled while it waited for the store's answer about its end.
+            # It was cancelled while waiting for the store's answer about its end.
             state, reason = self._sent
         if state == common_pb.TRAJECTORY_STATE_ABORTED:
             await self._shelf.discard()
@@ -206,7 +206,7 @@ class RunningTrajectory:
                     raise
             except TroupeError:
                 raise
-            # the played data made our own code fail: a fault of this trajectory only
+            # the data of this trajectory made Troupe's code fail: a fault of this trajectory only
             except Exception as error:
                 log.exception("a trajectory failed outside of its workflow")
                 raise failure_of(error) from error
@@ -221,8 +221,8 @@ class RunningTrajectory:
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
         evaluating = ticket.purpose == rollout_pb.Ticket.PURPOSE_EVALUATE
-        # A name of its own: engines may still be ending turns of the attempt before, and the reward
-        # service its sandboxes.
+        # Named separately: engines may still be ending turns of the previous attempt, and the
+        # reward service its sandboxes.
         name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
         cast = job.casts.of(ticket.cast)
         backend = TurnBackend(
@@ -304,7 +304,7 @@ class RunningTrajectory:
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:
-            # A cache answered, or another model did: nothing here can be trained on.
+            # A cache or another model answered: there is nothing to train on.
             self._metrics = self._metrics | {metric_names.UNUSED_ENDPOINT: 1.0}
         if not self._stored:
             return []
@@ -325,17 +325,17 @@ class RunningTrajectory:
         return samples
 
     def _note_unawaited(self, agents: Agents) -> None:
-        """Report turns that the workflow never awaited: whether they end in time to count is
-        chance. Raises `WorkflowError` in a deterministic job."""
+        """Report turns that the workflow never awaited: it is random whether they end in time to
+        count. Raises `WorkflowError` in a deterministic job."""
         self._note = ""
         if not (left := agents.unawaited):
             return
         whose = ", ".join(f"{count} of {name}" for name, count in sorted(left.items()))
-        text = f"{left.total()} turns were asked for and never awaited ({whose})"
+        text = f"{left.total()} turns were requested and never awaited ({whose})"
         self._metrics = self._metrics | agents.unawaited_metric
         if self._job.spec.pipeline.deterministic:
             raise WorkflowError(
-                f"{text}, and what a step consists of would depend on time "
+                f"{text}, and the content of a step would depend on timing "
                 "(pipeline.deterministic)",
                 kind=kinds.TURN_NOT_AWAITED,
                 field="workflow",
@@ -400,7 +400,7 @@ def _problem(error: WorkflowError) -> common_pb.Problem:
 
 
 class TrajectoryAttempts:
-    """The attempts at one trajectory: it restarts after a fault of its environment.
+    """The attempts at one trajectory, which restarts after a fault of its environment.
 
     `limits.trajectory_retries` restarts, all within one clock. Each attempt has the trajectory's
     seed, so that it differs only in what the environment does.
@@ -415,8 +415,9 @@ class TrajectoryAttempts:
         """Number of restarts."""
 
     async def again(self, error: WorkflowError) -> bool:
-        """Wait before the next attempt. False when `error` is not the environment's, or when
-        restarts or time are spent; its message then says how often it was tried."""
+        """Wait before the next attempt, and return True; return False if `error` is not the
+        environment's, or if no restarts or time are left; its message then says how often it was
+        tried."""
         if not is_environments(error):
             return False
         pause = self._failed.next_delay(error)
@@ -425,7 +426,7 @@ class TrajectoryAttempts:
                 error.message += f" (tried {self.made + 1} times)"
             return False
         self.made += 1
-        log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
+        log.info("a trajectory restarts", attempt=self.made + 1, reason=str(error))
         with self._clock.outside():
             await asyncio.sleep(pause)
         return True
@@ -440,7 +441,7 @@ def is_environments(error: WorkflowError) -> bool:
 async def call_workflow(
     workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
 ) -> Any:
-    """Run the workflow function; whatever it raises becomes a `WorkflowError`."""
+    """Run the workflow function; convert all its exceptions to `WorkflowError`."""
     IN_WORKFLOW.set(trajectory_id)
     agents.enter()
     try:
@@ -480,7 +481,7 @@ def _explains_itself(error: BaseException) -> bool:
 def failure_of(error: BaseException) -> WorkflowError:
     """Return the `WorkflowError` for any exception of user code, whatever its class or text."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost frame outside of Troupe is where the author has to look.
+    # The author has to look at the innermost frame outside of Troupe.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
     at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
     return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
@@ -489,8 +490,8 @@ def failure_of(error: BaseException) -> WorkflowError:
 async def bounded(
     work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
 ) -> Any:
-    """Return the result of `work`. When `clock` runs out, raises `late()`, which is called before
-    `work` is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
+    """Return the result of `work`. When `clock` runs out, raise `late()`, which is called before
+    `work` is cancelled. Work that ignores the cancellation is abandoned."""
     task = asyncio.ensure_future(await_contained(work))
     error: WorkflowError | None = None
     try:
@@ -513,8 +514,8 @@ async def bounded(
             raise WorkflowError(message, kind="workflow_raised")
         return task.result()
     finally:
-        # The raised error refers to this frame: without this they would be a cycle that keeps the
-        # trajectory's data until the next garbage collection.
+        # The raised error refers to this frame: without this deletion they would form a cycle that
+        # keeps the trajectory's data until the next garbage collection.
         del task, error
 
 
@@ -524,7 +525,7 @@ async def _end_cancelled(task: asyncio.Future[Any]) -> None:
     if not task.done():
         log.warning("a workflow does not end when cancelled")
         assert isinstance(task, asyncio.Task)
-        with contextlib.suppress(Exception):  # its code may raise here, too
+        with contextlib.suppress(Exception):  # its code may raise here as well
             task.get_coro().close()
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
@@ -532,6 +533,6 @@ async def _end_cancelled(task: asyncio.Future[Any]) -> None:
         if not task.cancelled():
             task.exception()  # seen
         return
-    log.error("a workflow catches everything that could end it; it is left behind")
+    log.error("a workflow catches everything that could end it; it is abandoned")
     abandoned.add(task)
     task.add_done_callback(abandoned.discard)

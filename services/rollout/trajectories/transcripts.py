@@ -1,7 +1,7 @@
-"""Transcripts of trajectories for people: which are kept, and how they are sent.
+"""Transcripts of trajectories for people: the choice of those to keep, and their messages.
 
-The orchestrator is sent every trajectory's numbers, and the texts of a bounded number per step, so
-that what it receives and stores does not grow with the length of conversations.
+The orchestrator receives every trajectory's numbers, but texts of only a bounded number per step,
+so that the data that it receives and stores does not grow with the length of conversations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from troupe.workflow import TurnRecord
 
 # Tokens of one trajectory that are kept for people to look at.
 MOST_TOKENS: Final = 65_536
-# Steps whose failures are counted: more are not open at once.
+# Steps whose failures are counted: the maximum that is open at once.
 _COUNTED_STEPS: Final = 64
 
 
 class TranscriptChoice:
-    """Chooses the trajectories of a job whose texts the orchestrator is sent."""
+    """The choice of a job's trajectories whose texts are sent to the orchestrator."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -39,7 +39,7 @@ class TranscriptChoice:
         evaluation: str | None,
         step: int,
     ) -> None:
-        """Adds the turns of an ended trajectory to the event that reports its end.
+        """Add the turns of an ended trajectory to the event that reports its end.
 
         `evaluation`: the name of its evaluation, None in training and matches.
         """
@@ -69,14 +69,14 @@ class TranscriptChoice:
 def transcript_of(
     turns: Sequence[TurnRecord], *, text: bool = True, tokens: bool = False
 ) -> list[rollout_pb.Turn]:
-    """Return the answered turns as trajectory events carry them.
+    """Return the answered turns in the form of trajectory events.
 
-    `text`: with messages and replies; what a turn repeats of the turn before it of the same agent
-    is left out (`Turn.shared_messages`). `tokens`: with their tokens, up to a limit.
+    `text`: with messages and replies; messages that a turn repeats from the same agent's previous
+    turn are left out (`Turn.shared_messages`). `tokens`: with their tokens, up to a limit.
     """
     shown = []
     left = MOST_TOKENS if tokens else 0
-    # By agent: its last turn, and the messages of that.
+    # By agent: its last turn, and that turn's messages.
     last: dict[str, tuple[int, Sequence[tuple[str, str]]]] = {}
     for turn in turns:
         reply, generation = turn.reply, turn.generation

@@ -17,7 +17,8 @@ from troupe.workflow.backend import EndpointOptions, GeneratedTurn
 
 
 class TurnBackend:
-    """Routes the turns of one trajectory, and cancels those that are left when it ends."""
+    """A backend that routes the turns of one trajectory, and cancels its open turns when it
+    ends."""
 
     def __init__(
         self,
@@ -34,8 +35,8 @@ class TurnBackend:
         turnstile: Turnstile,
     ) -> None:
         """`policies`: by agent. `turn_began(policy, version)` is called with each turn's first
-        version. `left(query_id)`: trajectories of the query that have not ended. `early_start`:
-        what a turn waits for; `turnstile`: what its end does."""
+        version. `left(query_id)`: number of the query's trajectories that have not ended.
+        `early_start`: the gate before each turn; `turnstile`: the gate after it."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
@@ -68,7 +69,7 @@ class TurnBackend:
         seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
             raise TurnError(
-                f"'{agent}' was asked for a turn after the trajectory's deadline"
+                f"a turn of '{agent}' was requested after the trajectory's deadline"
                 + blocked_note(self._clock.began),
                 kind=kinds.DEADLINE,
             )
@@ -96,14 +97,14 @@ class TurnBackend:
                 await self._turnstile.wait()
         finally:
             self._pending.pop(task, None)
-            # An error's traceback keeps this frame, and the task its error: no cycle of both.
+            # An error's traceback keeps this frame, and the task keeps its error: avoid a cycle.
             del task
         if generation.versions:
             self._turn_began(policy.name, generation.versions[0].version)
         return generation
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """Return the address where OpenAI clients speak as `agent` until `close`. Raises
+        """Return the endpoint at which OpenAI clients act as `agent` until `close`. Raises
         `TroupeError`."""
         self.opened_endpoint = True
         return self._trajectory_endpoints.open(agent, options)

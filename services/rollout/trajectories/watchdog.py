@@ -1,4 +1,4 @@
-"""Interrupts workflows that block the event loop.
+"""Interruption of workflows that block the event loop.
 
 Workflows are user code. One that computes or sleeps without awaiting stops everything else in the
 process: other trajectories, heartbeats, even the deadline that would end it. A thread notices that
@@ -59,7 +59,7 @@ class WorkflowBlockedError(Interruption):
 
 
 class Watchdog:
-    """Watches the event loop in which it is started, if that runs in the main thread."""
+    """A watch on the event loop in which it is started, if the loop runs in the main thread."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -72,7 +72,7 @@ class Watchdog:
         self._blocked_seconds = 0.0
 
     def start(self) -> None:
-        """Start watching. Only in the main thread, which alone signals can interrupt."""
+        """Start watching, if this is the main thread: signals can interrupt no other thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._active = True
@@ -106,13 +106,13 @@ class Watchdog:
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: raises in the main thread, wherever it is blocked."""
+        """Handle the signal: raise in the main thread, wherever it is blocked."""
         trajectory_id = IN_WORKFLOW.get()
         stack = traceback.extract_stack(frame)
         where = f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "?"
         importing = any("importlib._bootstrap" in entry.filename for entry in stack)
         if not trajectory_id or (importing and self._blocked_seconds < _IMPORT_SECONDS):
-            log.warning("the event loop stands still", seconds=self._blocked_seconds, where=where)
+            log.warning("the event loop is blocked", seconds=self._blocked_seconds, where=where)
             return
         log.error(
             "a workflow blocks the event loop",

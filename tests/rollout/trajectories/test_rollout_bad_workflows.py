@@ -168,7 +168,7 @@ async def test_a_turn_that_nobody_awaits_is_said_and_refused_where_chance_is(hou
     await house.prepare("forgets_to_await")
     event = await house.run_one()
     assert event.state == COMPLETED
-    said = "2 turns were asked for and never awaited (1 of checker, 1 of solver)"
+    said = "2 turns were requested and never awaited (1 of checker, 1 of solver)"
     assert event.reason == f"turn_not_awaited: {said}"
     assert event.metrics["unawaited_turns"] == 2
     assert len(event.turns) == 1

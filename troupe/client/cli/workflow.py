@@ -272,7 +272,7 @@ def print_rehearsed(console: Console, one: Rehearsed) -> None:
         rewards = "  ".join(f"{name} {score(value)}" for name, value in one.played.rewards.items())
         say(f"  rewards: {rewards or 'none'}", "green")
         if left := one.played.metrics.get(UNAWAITED):
-            say(f"  {left:g} turns were asked for and never awaited", "yellow")
+            say(f"  {left:g} turns were requested and never awaited", "yellow")
         if logged := one.query.metrics:
             say("  logged: " + "  ".join(f"{k} {score(v)}" for k, v in logged.items()), "green")
     if one.failure is not None:

@@ -27,7 +27,7 @@ _TYPES: Final = (torch.float32, torch.bfloat16)
 PACKED = "troupe_packed_rows"
 # Arguments of some models that packed attention does not implement.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
-# Largest head dimension that the GPU kernel takes.
+# Largest head dimension that the GPU kernel supports.
 _LARGEST_HEAD = 256
 
 
@@ -66,7 +66,7 @@ class _Gather:
             own = block.queries.view(n, 1, width) * heads.queries + by_query[:, None]
             queries.append(own.reshape(-1))
             keys.append((block.keys.view(n, 1, length) * heads.keys + by_key[:, None]).reshape(-1))
-            # [n * Q, H]: where in the output the heads of the block's queries are.
+            # [n * Q, H]: the positions of the heads of the block's queries in the output.
             found = torch.arange(offset, offset + own.numel()).view(n, heads.queries, width)
             outputs.append(found.transpose(1, 2).reshape(n * width, heads.queries))
             offset += own.numel()
@@ -86,7 +86,7 @@ class _Gather:
 def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Return whether `short_attention` is faster for these states than torch's kernel."""
     if packing.past is not None:
-        return False  # a piece of a sequence that is longer than a pass
+        return False  # a piece of a sequence longer than a pass
     plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
     return plain and all(block.shape[2] <= _LONGEST for block in packing.blocks)
 
@@ -99,10 +99,10 @@ def short_attention(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention output [1, T, H, E], in the type of the values.
+    """Return the attention output [1, T, H, E], in the type of the values.
 
-    Queries are [1, H, T, D], keys [1, G, T, D], values [1, G, T, E]. `window`: tokens of a sliding
-    window, a token's own included; None: all before it.
+    Queries are [1, H, T, D], keys [1, G, T, D], values [1, G, T, E]. `window`: size of a sliding
+    window in tokens, a token itself included; None: all tokens before it.
     """
     heads = _Heads(query.shape[1], key.shape[1])
     gather = packing.made.get((heads, window))
@@ -184,7 +184,8 @@ class _ShortAttention(torch.autograd.Function):
 def _shapes(
     blocks: Sequence[tuple[int, int, int]], heads: _Heads
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """By block: the shape of its queries, (n * G, H / G * Q), and of its keys, (n * G, K)."""
+    """Return, by block, the shape of its queries, (n * G, H / G * Q), and of its keys, (n * G,
+    K)."""
     times = heads.queries // heads.keys
     return (
         [(n * heads.keys, times * width) for n, width, _ in blocks],
@@ -193,14 +194,14 @@ def _shapes(
 
 
 def _split(states: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return views of the blocks' states, [*shape, D] each, in those of all blocks, [n, D]."""
+    """Return views of each block's states, [*shape, D], in the states of all blocks, [n, D]."""
     parts = torch.split(states, [rows * length for rows, length in shapes])
     return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return float32 [n, D]: the states [T, heads, D] of the tokens and heads in `index`."""
-    table = states.reshape(-1, states.shape[-1])  # a view of what a projection returned
+    table = states.reshape(-1, states.shape[-1])  # a view of a projection's output
     return table.index_select(0, index).float()
 
 
@@ -227,10 +228,12 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [B, T, H, D] of queries [B, H, T, D], keys and values [B, G, T, D].
+    """Return the attention output [B, T, H, D] of queries [B, H, T, D], keys and values [B, G, T,
+    D].
 
     Without `packing`: plain causal attention over rows without left padding. Raises ValueError for
-    arguments that it does not implement; `capabilities_of` then finds that the model cannot pack.
+    arguments that it does not implement, from which `capabilities_of` finds that the model cannot
+    pack.
     """
     if packing is None:
         if attention_mask is None and sliding_window is not None:
@@ -241,7 +244,7 @@ def packed_attention(
         return output, None
     odd = sorted(name for name in _UNKNOWN if kwargs.get(name) is not None)
     if odd or dropout or attention_mask is not None or len(query) != 1:
-        raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
+        raise ValueError(f"packed attention does not support {odd or 'dropout, mask or batch'}")
     if is_short(packing, query, key, value):
         return short_attention(packing, query, key, value, scaling, sliding_window), None
     if torch.is_autocast_enabled(query.device.type):  # cast before gathering: half the bytes
@@ -263,8 +266,8 @@ def packed_attention(
 def _with_others(
     packing: Packing, past: Past, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys [1, G, K, D] and values of a piece's own tokens, those of all ranks that divide
-    the pass included, then of the earlier tokens that they attend to."""
+    """Return keys [1, G, K, D] and values of a piece's own tokens (of all ranks that divide the
+    pass), then of the earlier tokens that they attend to."""
     if packing.slices is not None:
         key, value = packing.slices.gather(key, value, packing.slice_tokens)
     if past.keeps:
@@ -276,8 +279,8 @@ def _with_others(
 class _Joined(torch.autograd.Function):
     """Keys and values of a piece, then those of earlier pieces, which are constants here.
 
-    Their gradients are added up in the history, and come into the gradient of the piece that
-    computed them when that is differentiated, after all that read it.
+    Their gradients are added up in the history, and enter the gradient of the piece that computed
+    them when that piece is differentiated, after all of its readers.
     """
 
     @staticmethod
@@ -321,7 +324,7 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention output [n * Q, H, D] of a block."""
+    """Return the attention output [n * Q, H, D] of a block."""
     n, width, length = block.shape
     mask = block.mask if window is None else block.mask_within(window)
     grouped = query.shape[1] != key.shape[1]
@@ -372,7 +375,7 @@ def _any_lengths(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if not packing.ordered:
         keys, values = (t.index_select(0, packing.paths) for t in (keys, values))
-    # The kernel takes queries that are fewer than keys for the last tokens of the row.
+    # If a row has fewer queries than keys, the kernel treats the queries as the row's last tokens.
     output = varlen_attn(
         query[0].transpose(0, 1),
         keys,

@@ -1,11 +1,12 @@
-"""Keys, values and scores that pieces of a sequence longer than a pass leave for one another.
+"""Keys, values and scores shared by the pieces of a sequence that is longer than a pass.
 
 A piece's tokens attend to the keys and values that earlier pieces left in a `History`. Gradients
 are exact: pieces that others read are first run without gradients, and differentiated after their
-readers, whose gradients by the keys and values are added to their own. So the activations in memory
-are those of one piece, no token is differentiated twice, and what an inner piece costs besides is a
-forward pass. A loss that couples the tokens of a row, which may be in several pieces, is
-differentiated by the scores of all of them first; of a piece it is linear in its scores.
+readers, whose gradients with respect to the keys and values are added to their own. So only one
+piece's activations are in memory, no token is differentiated twice, and an inner piece costs one
+additional forward pass. A loss that couples the tokens of a row, which may be in several pieces, is
+first differentiated with respect to the scores of all of them; for each piece, it is then linear in
+the piece's scores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Function of log-probs and entropies [n] and of their place among all tokens: their summed loss.
+# Function from log-probs and entropies [n], and their slice of all tokens, to their summed loss.
 ScoreLoss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
@@ -26,12 +27,12 @@ class KeptStates:
     # [1, G, t, D], [1, G, t, E]
     key: torch.Tensor
     value: torch.Tensor
-    # The same shapes, in float32 or better; None: no piece that reads them was differentiated yet.
+    # The same shapes, in float32 or better; None: no reader has been differentiated yet.
     by_key: torch.Tensor | None = None
     by_value: torch.Tensor | None = None
 
     def add(self, index: torch.Tensor | None, by_key: torch.Tensor, by_value: torch.Tensor) -> None:
-        """Add the gradients by the tokens `index` (int64 [n]; None: all)."""
+        """Add the gradients of the tokens `index` (int64 [n]; None: all)."""
         self.by_key = _added(self.by_key, self.key, index, by_key)
         self.by_value = _added(self.by_value, self.value, index, by_value)
 
@@ -47,29 +48,29 @@ def _added(
 
 
 class History:
-    """State that pieces of one sequence leave for one another: keys and values, and scores of
-    its N tokens where a loss couples them."""
+    """State shared by the pieces of one sequence: keys and values, and the scores of its N tokens
+    if a loss couples them."""
 
     def __init__(self, order: torch.Tensor) -> None:
-        """`order`: int64 [N], index of each scored token of the sequence among those of all rows,
-        row after row."""
+        """`order`: int64 [N], index of each scored token of the sequence among the scored tokens of
+        all rows, row after row."""
         self.order = order
         self._pieces: dict[int, dict[torch.nn.Module, KeptStates]] = {}
-        # [N]: log-probs, entropies and, if there is a reference model, its log-probs, of the passes
-        # that keep; zero where none has been yet.
+        # [N]: log-probs, entropies and, with a reference model, its log-probs, from the passes that
+        # keep them; zero for tokens without such a pass yet.
         self._scores: tuple[torch.Tensor, torch.Tensor] | None = None
         self.reference: torch.Tensor | None = None
-        # [N]: gradients of the loss by log-probs and entropies.
+        # [N]: gradients of the loss with respect to log-probs and entropies.
         self.slopes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(
         self, piece: int, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Keep what an attention layer computed of a piece's tokens."""
+        """Keep the keys and values that an attention layer computed for a piece's tokens."""
         self._pieces.setdefault(piece, {})[layer] = KeptStates(key.detach(), value.detach())
 
     def of(self, piece: int, layer: torch.nn.Module) -> KeptStates | None:
-        """Return what is kept of a piece in an attention layer, if anything."""
+        """Return the kept states of a piece in an attention layer; None without any."""
         return self._pieces.get(piece, {}).get(layer)
 
     def forget(self, piece: int) -> None:
@@ -83,7 +84,7 @@ class History:
         entropy: torch.Tensor,
         reference: torch.Tensor | None,
     ) -> None:
-        """Note the scores of the tokens `within` (int64 [n], of N), and those of a reference."""
+        """Record the scores of the tokens `within` (int64 [n], of N), and a reference model's."""
         if self._scores is None:
             n = len(self.order)
             self._scores = logprobs.new_zeros(n), entropy.new_zeros(n)
@@ -98,14 +99,15 @@ class History:
         return self._scores
 
     def merge(self, summed: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Add up the scores of ranks that have scored a part each: `summed` does so with [N]."""
+        """Sum the scores of ranks that have each scored a part; `summed` sums arrays [N] over
+        ranks."""
         logprobs, entropy = self.scores()
         self._scores = summed(logprobs), summed(entropy)
         self.reference = None if self.reference is None else summed(self.reference)
 
     def differentiate(self, loss_of: ScoreLoss) -> torch.Tensor:
-        """Return the loss of all tokens, for whose gradient by their scores `linear` stands
-        henceforth."""
+        """Return the loss of all tokens, and keep its gradient with respect to their scores for
+        `linear`."""
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_() for one in self.scores()]
             loss = loss_of(inputs[0], inputs[1], slice(0, len(self.order)))
@@ -118,8 +120,8 @@ class History:
         return loss.detach()
 
     def linear(self, within: torch.Tensor) -> ScoreLoss:
-        """Return a function of the scores of the tokens `within` with the gradient of the loss of
-        all."""
+        """Return a function of the scores of the tokens `within` that has the gradient of the whole
+        loss."""
         assert self.slopes is not None, "the loss was differentiated"
         by_logprob, by_entropy = (one[within] for one in self.slopes)
 
@@ -134,8 +136,9 @@ class Past:
     """A piece's place in the sequence that it was cut from."""
 
     history: History
-    # Its number, and those of the pieces that its tokens attend to, with the indices of those
-    # tokens among their keys (int64 [n]; None: all). The pass's keys are its own, then these.
+    # Its number; then, for each piece that its tokens attend to, the piece's number and the indices
+    # of the attended tokens among its keys (int64 [n]; None: all). The pass's keys are its own,
+    # then these.
     piece: int
     earlier: tuple[tuple[int, torch.Tensor | None], ...]
     # Whether the pass keeps its keys and values.
@@ -155,11 +158,11 @@ class PiecePass:
 def schedule_pieces(
     readers: Mapping[int, set[int]], *, gradients: bool, coupled: bool
 ) -> list[PiecePass]:
-    """Return the order of passes over pieces. `readers`: by piece, the later ones that attend to
+    """Return the order of passes over pieces. `readers`: by piece, the later pieces that attend to
     it.
 
-    A piece is differentiated after all of its readers, and those as early as that allows, so that
-    few pieces' keys and values are in memory: those of the path to the one computed.
+    A piece is differentiated after all of its readers, which come as early as this allows, so that
+    few pieces' keys and values are in memory: only the path to the current piece.
     """
     if not gradients:
         last = {p: max(own, default=p) for p, own in readers.items()}

@@ -6,7 +6,7 @@ tree, whose common tokens are computed once. *Padded*, for models whose attentio
 packing: rows of similar length, right-padded; causal attention never attends to the padding, so no
 mask is needed.
 
-A tree or row larger than a pass is *cut* into pieces (history.py), of which each attends to keys
+A tree or row larger than a pass is *cut* into pieces (history.py), each of which attends to keys
 and values that earlier ones left. With context parallelism the ranks of a gang divide the tokens of
 each pass (`Slices`).
 """
@@ -31,21 +31,21 @@ from troupe.rpc import FailedPrecondition
 _CLOSE = 16
 # Padded rows whose lengths differ by at most this, or a quarter, share a forward pass.
 _BUCKET = 16
-# Passes that a token of an uncut sequence costs (forward, twice that backward) over the one more
-# that a token of a piece costs that others read.
+# Cost of a token in an uncut sequence (a forward pass, and twice that backward), in units of the
+# additional forward pass of a token in a piece that others read.
 _LEARNT_OVER_KEPT: Final = 3
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens in a packed sequence, each of which follows the one before it in a row."""
+    """A run of tokens in a packed sequence, each of which follows its predecessor in a row."""
 
     # int64 [length]: index among the pass's keys of each token from the row's first to the run's
-    # last one.
+    # last.
     path: Ints
-    # Number of fresh tokens, which no other segment has: the last ones, adjacent in the sequence.
+    # Number of fresh tokens, which no other segment has: the last tokens, adjacent in the sequence.
     fresh: int
-    # Index in the sequence of the first fresh token; None: that of its key.
+    # Index in the sequence of the first fresh token; None: its key's index.
     start: int | None = None
 
     @property
@@ -106,8 +106,9 @@ class Slices:
 
     rank: int
     size: int
-    # Function of this rank's keys [1, G, t, D], values [1, G, t, E] and a number w >= t: those of
-    # all ranks, padded to w tokens each, rank after rank. Differentiable: gradients are summed.
+    # Function from this rank's keys [1, G, t, D] and values [1, G, t, E], and a number w >= t, to
+    # the keys and values of all ranks, padded to w tokens each, rank after rank. Differentiable:
+    # gradients are summed.
     gather: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -116,7 +117,7 @@ class Packing:
     """The attention structure of a packed sequence of T tokens."""
 
     blocks: tuple[Block, ...]
-    # int64 [T]: where each token is in the concatenated outputs of the blocks; None: in order.
+    # int64 [T]: each token's position in the concatenated outputs of the blocks; None: in order.
     place: torch.Tensor | None
     # Per row, for variable-length kernels: number of fresh tokens, of all tokens.
     query_lengths: tuple[int, ...]
@@ -127,7 +128,8 @@ class Packing:
     ordered: bool
     # Of a piece of a longer sequence.
     past: Past | None = None
-    # The ranks that divide the pass, and tokens of each, padded alike; None: one rank has all.
+    # The ranks that divide the pass, and each rank's tokens, all padded to one number; None: one
+    # rank has all tokens.
     slices: Slices | None = None
     slice_tokens: int = 0
     # Cache of attention.py: indices that one layer derived, for the other layers of its kind.
@@ -165,7 +167,7 @@ class Packing:
 
     @cached_property
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cumulative lengths of queries and of keys, int32 [rows + 1] each."""
+        """Return the cumulative lengths of queries and of keys, int32 [rows + 1] each."""
         device = self.paths.device
         found = []
         for lengths in (self.query_lengths, self.key_lengths):
@@ -195,7 +197,7 @@ def _similar(segments: Sequence[Segment]) -> list[list[int]]:
 
 
 def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
-    """Return a block of rows, their fresh tokens, and the places of those in the block's [n *
+    """Return a block of rows, their fresh tokens, and these tokens' positions in the block's [n *
     Q]."""
     n, width = len(rows), max(row.fresh for row in rows)
     depth = max(row.shared for row in rows)
@@ -226,44 +228,44 @@ class PackedBatch:
 
     # int64 [B, L]
     input_ids: torch.Tensor
-    # int64 [N]: place in the flattened [B * L] of the token before each scored one.
+    # int64 [N]: position in the flattened [B * L] of the token before each scored one.
     positions: torch.Tensor
     # int64 [N]: the scored tokens.
     targets: torch.Tensor
-    # int64 [N]: index of each scored token among those of all rows, row after row.
+    # int64 [N]: index of each scored token among the scored tokens of all rows, row after row.
     order: torch.Tensor
-    # Number of scored tokens of each row; those of a row lie together.
+    # Number of scored tokens of each row; a row's scored tokens are adjacent.
     spans: tuple[int, ...] = ()
     # int64 [B, L], or None: 0 .. L-1 in every sequence.
     position_ids: torch.Tensor | None = None
     # Attention structure of a packed sequence; None: a padded batch.
     packing: Packing | None = None
-    # int16 [B * L, layers, k]: the experts that engines sent each token to; negative where no row
-    # says it; None: no row does.
+    # int16 [B * L, layers, k]: the experts to which engines routed each token; negative where no
+    # row records them; None: no row does.
     routes: torch.Tensor | None = None
-    # What tokens stand for: places in the flattened [B * L] of their first tokens.
+    # Payloads that tokens stand for, by the position of their first token in the flattened [B * L].
     payloads: Payloads = ()
-    # Whether the pass is made without gradients, for its keys and values; it scores nothing.
+    # Whether the pass runs without gradients, only for its keys and values; it scores nothing.
     keeps: bool = False
-    # Of a piece: int64 [N], its scored tokens among those of `History.order`; None: not cut.
+    # Of a piece: int64 [N], the indices of its scored tokens in `History.order`; None: not cut.
     within: torch.Tensor | None = None
     # Pieces whose keys and values no later pass reads.
     done: tuple[int, ...] = ()
 
     @property
     def history(self) -> History | None:
-        """What the pieces share of the sequence that this one was cut from; None: it was not."""
+        """The state shared by the pieces of a cut sequence; None: not cut."""
         past = None if self.packing is None else self.packing.past
         return None if past is None else past.history
 
     def forget(self) -> None:
-        """Drop keys and values that no later pass reads, after this one."""
+        """Drop keys and values that no pass after this one reads."""
         for piece in self.done:
             if self.history is not None:
                 self.history.forget(piece)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the same on `device`."""
+        """Return the batch on `device`."""
         return PackedBatch(**_fields_on(self, device))
 
 
@@ -292,11 +294,12 @@ class PassCosts:
     pair: float
 
     def alone(self, length: int) -> float:
-        """Cost of one row of `length` tokens by itself."""
+        """Return the cost of one row of `length` tokens by itself."""
         return self.token * length + self.pair * length * length / 2
 
     def joined(self, fresh: int, length: int) -> float:
-        """Cost of the last `fresh` tokens of a row whose other tokens another row computes."""
+        """Return the cost of the last `fresh` tokens of a row whose other tokens another row
+        computes."""
         return self.token * fresh + self.pair * fresh * length
 
 
@@ -307,14 +310,14 @@ class _PrefixTree:
         self._tokens: list[Ints] = []
         self._depths: list[Ints] = []
         self.size = 0
-        # Per row: its index, the node of each of its tokens, how many of them only it has.
+        # Per row: its index, the node of each of its tokens, the number of tokens that only it has.
         self.rows: list[tuple[int, Ints, int]] = []
-        # Runs of nodes, each the child of the one before: a row that only continues the one before
-        # it, as the turns of a conversation do, is part of its segment.
+        # Runs of nodes, each the child of its predecessor: a row that only continues the previous
+        # row, like the turns of a conversation, is part of that row's segment.
         self.segments: list[Segment] = []
 
     def add(self, index: int, tokens: Ints, common: int) -> None:
-        """Add a row whose first `common` tokens are those of the row added before."""
+        """Add a row that shares its first `common` tokens with the row added before."""
         fresh = np.arange(self.size, self.size + len(tokens) - common)
         path = np.concatenate([self.rows[-1][1][:common], fresh]) if common else fresh
         self.rows.append((index, path, len(fresh)))
@@ -358,9 +361,10 @@ def plan(
     packed rows are computed once where these costs make that cheaper. Rows without response tokens
     are left out. Deterministic: depends on the order of `rows` only through ties.
 
-    With `cut`, packed sequences longer than that are cut into pieces of at most so many tokens.
-    Batches must be computed in the order given, with `gradients` or without. `coupled`: a loss
-    needs the scores of a whole sequence before its gradient, so that all its pieces first keep.
+    With `cut`, packed sequences longer than `cut` tokens are cut into pieces of at most `cut`
+    tokens. Batches must be computed in the order given, with `gradients` or without. `coupled`: a
+    loss needs the scores of a whole sequence before its gradient, so that all its pieces first run
+    without gradients and keep their states.
     `slices`: ranks that divide the tokens of each pass; bounds hold for each of them.
     """
     starts = np.cumsum([0, *(row.response_length for row in rows)])
@@ -438,16 +442,16 @@ def _padded(
 
 
 def _payloads(places: Sequence[tuple[int, Ints]], rows: Sequence[Row]) -> Payloads:
-    """The payloads of a batch. `places`: as for `_routes`; rows with payloads share no tokens."""
+    """Return the payloads of a batch. `places`: as for `_routes`; rows with payloads share no
+    tokens."""
     return tuple(placed.moved(int(at[0])) for i, at in places for placed in rows[i].payloads)
 
 
 def _routes(
     size: int, places: Sequence[tuple[int, Ints]], rows: Sequence[Row]
 ) -> torch.Tensor | None:
-    """Return routes of the `size` tokens of a batch. `places`: indices of rows, and where the last
-    tokens that are fed of each are; a shared prefix is routed as in the row that was first
-    there."""
+    """Return routes of the `size` tokens of a batch. `places`: indices of rows, and the positions
+    of each row's last input tokens; a shared prefix is routed as in the first row with it."""
     known = next((r for i, _ in places if (r := rows[i].routes) is not None), None)
     if known is None:
         return None
@@ -490,7 +494,7 @@ class _Forest:
             offset += tree.size
         self._routes = _routes(offset, places, rows)
         self._payloads = _payloads(places, rows)
-        # By scored token, row after row: its node, its number, itself.
+        # By scored token, row after row: its node, its number, its id.
         self._nodes = np.concatenate(nodes)
         self._order = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in self._members])
         self._targets = np.concatenate(
@@ -514,7 +518,7 @@ class _Forest:
     def edges(self, cut: int | None, limit: int | None) -> list[int]:
         """Return the beginnings of pieces (at most `cut` nodes, `limit` scored tokens), and T.
 
-        The first piece is the smallest: the last one is read by none, and costs no second pass.
+        The first piece is the smallest: no piece reads the last one, so it costs no second pass.
         """
         if cut is None:
             return [0, len(self._ids)]
@@ -535,7 +539,7 @@ class _Forest:
         if self._payloads:
             raise FailedPrecondition(
                 f"rows with payloads of kind {self._payloads[0].payload.kind} are longer than a "
-                "pass, or ranks divide them",
+                "pass, or are divided among ranks",
                 kind="payloads_cut",
                 field="trainer.forward_tokens",
                 remedy="Raise it to the longest row, without context parallelism.",
@@ -543,7 +547,8 @@ class _Forest:
         rank, n = (0, 1) if slices is None else (slices.rank, slices.size)
         history = History(torch.from_numpy(self._order))
         ranges = [_divided(a, b, n) for a, b in itertools.pairwise(edges)]
-        # By node: the place of its keys among those of its piece, where ranks' are padded alike.
+        # By node: the index of its keys among its piece's keys, in which all ranks' parts are
+        # padded to one length.
         place = np.empty(len(self._ids), np.int64)
         widths = []
         for parts in ranges:
@@ -557,7 +562,7 @@ class _Forest:
         ]
         readers: dict[int, set[int]] = {p: set() for p in range(len(made))}
         for p, (_, past, _) in enumerate(made):
-            # Ranks take part in all passes of the others, whose tokens may read other pieces.
+            # Every rank takes part in all passes of the others, whose tokens may read other pieces.
             for earlier in range(p) if n > 1 else (one for one, _ in past.earlier):
                 readers[earlier].add(p)
         passes = [
@@ -629,9 +634,10 @@ class _Forest:
 
 def _divided(start: int, end: int, n: int) -> list[list[tuple[int, int]]]:
     """Return nodes from `start` to `end` by rank of n: one part from the front and one from the
-    back each, so that all have about equally many tokens before theirs.
+    back each, so that all have about equally many tokens to attend to.
 
-    Of few nodes the first rank has all, and the others repeat the first, to take part in the pass.
+    If there are few nodes, the first rank has them all, and the others repeat the first node, to
+    take part in the pass.
     """
     if end - start < 2 * n:
         return [[(start, end)], *([(start, start + 1)] for _ in range(n - 1))]
@@ -668,8 +674,8 @@ def _share(
         fits = bool(trees) and trees[-1].size + fresh <= budget
         small = limit is None or targets + scored[i] <= limit
         if trees and cuts and not (fits and small):
-            # A tree that is cut runs at most as many tokens forward once more as it has; another
-            # tree computes and differentiates the common ones once more.
+            # A cut tree runs each of its tokens forward at most once more; a separate tree computes
+            # and differentiates the common tokens once more.
             now, then = (-(-size // budget) for size in (trees[-1].size, trees[-1].size + fresh))
             fits = (small and now == then) or _LEARNT_OVER_KEPT * common >= budget
             small = True
@@ -694,10 +700,10 @@ def _concatenate(arrays: list[Ints]) -> torch.Tensor:
 
 
 def one_token(device: torch.device, instead: PackedBatch | None = None) -> PackedBatch:
-    """Return a batch without rows, for a rank that takes part in a pass of others.
+    """Return a batch without rows, for a rank that takes part in the other ranks' pass.
 
-    `instead`: the batch of this rank in whose place it is computed. If ranks divide that pass, the
-    token's keys and values are gathered as those of the batch would have been.
+    `instead`: the batch of this rank that it replaces. If ranks divide that pass, the token's keys
+    and values are gathered in place of the batch's.
     """
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
