@@ -2,10 +2,10 @@
 
     python -m testbed.paced_server MODEL_DIRECTORY PORT_FILE --step-seconds 0.02 --answer 200
 
-It is a process of its own, so that what a rollout service spends beside its engine can be counted
-without the engine. Weights come in from disk (`/update_weights_from_disk`) into a real tiny model,
-which proves them as any server does: by the log-probs of given tokens. Turns are not computed: a
-turn has `--answer` tokens, drawn by its id, after as many steps.
+It is a separate process, so that the cost of a rollout service can be measured without its engine.
+Weights are loaded from disk (`/update_weights_from_disk`) into a real tiny model, which proves them
+like any server: by the log-probs of given tokens. Turns are not computed: a turn has `--answer`
+tokens, drawn by its id, after as many steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# What the client reads of a server's own document: it takes weights from disk and can be paused.
+# The part of the server's OpenAPI document that the client reads: weights from disk, pauses.
 _DOCUMENT = {
     "paths": {
         "/generate": {},
@@ -42,7 +42,7 @@ _DOCUMENT = {
 
 
 class PacedServer:
-    """The server's state: its tiny model, its version, the turns that it runs."""
+    """The server's state: its tiny model, its version, its running turns."""
 
     def __init__(self, directory: Path, *, step_seconds: float, answer: int) -> None:
         """`directory`: of the model's configuration. `answer`: tokens of every turn."""
@@ -58,7 +58,7 @@ class PacedServer:
         self._going.set()
 
     def app(self) -> Starlette:
-        """The server's routes."""
+        """Return the server's routes."""
 
         def fixed(reply: dict[str, Any]) -> Any:
             async def answer(request: Request) -> Response:
@@ -152,7 +152,7 @@ class PacedServer:
             meta["input_token_logprobs"] = self._scored(prompt, start)
         self._running += 1
         try:
-            # The time of a turn is its tokens times a step, whatever else runs.
+            # A turn takes its number of tokens times a step, regardless of other turns.
             await asyncio.sleep(self._step_seconds * count)
         finally:
             self._running -= 1
@@ -160,7 +160,7 @@ class PacedServer:
         return _json({"output_ids": ids.tolist(), "meta_info": meta})
 
     def _scored(self, prompt: list[int], start: int) -> list[list[Any]]:
-        """Log-probs of the prompt's tokens after `start`; the first one has none."""
+        """Return log-probs of the prompt's tokens after `start`; the first one has none."""
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
         table = torch.log_softmax(logits, dim=-1)
@@ -187,7 +187,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def _tell(port_file: Path, port: int) -> None:
-    """Write the port, at once: whoever waits for the file reads all of it."""
+    """Write the port atomically, so that a reader of the file never sees a part of it."""
     partial = port_file.with_suffix(".partial")
     partial.write_text(str(port))
     partial.rename(port_file)

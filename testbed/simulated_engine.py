@@ -39,7 +39,7 @@ class Response:
         return len(self.token_ids)
 
     def after(self, drawn: int) -> Response:
-        """The rest of the response after its first `drawn` tokens."""
+        """Return the rest of the response after its first `drawn` tokens."""
         return Response(self.token_ids[drawn:], self.logprobs[drawn:]) if drawn else self
 
 
@@ -63,7 +63,7 @@ def draw_response(
     stops = sorted(stop for stop in stop_ids if stop < vocabulary)
     cut = length > max_new_tokens
     length = min(length, max_new_tokens)
-    # Ids above the k-th stop token are shifted by k: uniform over all ids but the stop tokens.
+    # Ids above the k-th stop token are shifted by k: uniform over all ids except the stop tokens.
     ids = random.integers(max(1, vocabulary - len(stops)), size=length)
     for stop in stops:
         ids += ids >= stop
@@ -126,14 +126,14 @@ class SimulatedEngine(ServingEngine):
                 self._reschedule()
 
     def load(self) -> EngineLoad:
-        """Current load."""
+        """Return the current load."""
         self._tick()
         for turn in self._turns:
             self._draw(turn)
         return super().load()
 
     async def check(self) -> common_pb.EngineState.ValueType:
-        """The engine's state; a simulated engine cannot hang."""
+        """Return the engine's state; a simulated engine cannot hang."""
         return self.state
 
     async def stop(self) -> None:
@@ -186,7 +186,7 @@ class SimulatedEngine(ServingEngine):
     async def _fits(self, tensors: Tensors, ref: common_pb.WeightsRef) -> None:
         if not tensors:
             raise WeightsRefused(
-                "nothing is published under this key",
+                "no tensors are published under this key",
                 field="weights",
                 value=ref.key,
                 remedy="Publish at least one tensor.",
@@ -239,7 +239,7 @@ class SimulatedEngine(ServingEngine):
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _draw(self, turn: EngineTurn, until: int | None = None) -> None:
-        """Add to `turn` the tokens that it has by now, drawn by the current version."""
+        """Add to `turn` its tokens so far, drawn by the current version."""
         response = self._responses.get(turn.request_id)
         if response is None:
             return
@@ -254,7 +254,7 @@ class SimulatedEngine(ServingEngine):
             self._turns.drew(until - have)
 
     def _count(self, now: float) -> None:
-        """Add the batch's turn-seconds since the last call to the present timeline span."""
+        """Add the batch's turn-seconds since the last call to the current timeline span."""
         if self._timeline.wanted:
             if not len(self._batch):
                 self._span_from = now

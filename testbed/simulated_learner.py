@@ -1,8 +1,8 @@
 """`SimulatedLearner`: a learner without a model that takes the time of a cost model.
 
-It runs in a trainer worker's compute thread like any learner, so policies that share a worker share
-its time. Its weights are small real tensors that differ in every version, so the code that
-publishes, persists, commits and verifies them is exercised for real.
+It runs in a trainer worker's compute thread like any learner, so that policies on one worker share
+its time. Its weights are small real tensors that differ in every version, so that the code that
+publishes, persists, commits and verifies them really runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StandIn(torch.nn.Module):
         self.register_buffer("version", torch.zeros((), dtype=torch.int64))
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
-        """The input embeddings, of weight [vocabulary, 1]."""
+        """Return the input embeddings, of weight [vocabulary, 1]."""
         return self.embedding
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class SimulatedLearner(Learner):
         return Applied(not reason, reason, metrics, digest)
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the accumulated rows."""
         super().discard()
         self._summary = BatchSummary()
         self._spent, self._batches = 0.0, 0

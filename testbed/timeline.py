@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# Lines that may wait in memory: a file is written seldom, and whoever reads it waits for an end.
+# Lines that may wait in memory: files are written seldom, and read only after an end.
 _FLUSH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """`lane` did `what` for `policy` from `start` to `end` (seconds of the wall clock).
+    """A span in which `lane` did `what` for `policy`, from `start` to `end` (wall clock seconds).
 
-    `level` says how much of it: an engine's mean number of running turns, a trainer's tokens.
+    `level`: an engine's mean number of running turns, or a trainer's tokens.
     """
 
     lane: str
@@ -31,7 +31,7 @@ class TimelineSpan:
 
 
 class Timeline:
-    """Appends spans to `{directory}/{name}.jsonl`; does nothing without a directory."""
+    """A writer of spans to `{directory}/{name}.jsonl`; it does nothing without a directory."""
 
     def __init__(self, directory: Path | None, name: str) -> None:
         self._lines: list[str] = []
@@ -54,7 +54,7 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Writes buffered spans to the file."""
+        """Write buffered spans to the file."""
         if self._path is not None and self._lines:
             with self._path.open("a") as file:
                 file.write("".join(line + "\n" for line in self._lines))
@@ -74,7 +74,8 @@ class Timeline:
 
 
 def read_spans(directory: Path) -> list[TimelineSpan]:
-    """All spans of all files in `directory`, by their start; a line cut short is left out."""
+    """Return the spans of all files in `directory`, ordered by start; incomplete lines are left
+    out."""
     spans = []
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -84,12 +85,12 @@ def read_spans(directory: Path) -> list[TimelineSpan]:
 
 
 def busy_within(spans: Iterable[TimelineSpan], start: float, end: float) -> float:
-    """Seconds of [start, end] that the union of `spans` covers."""
+    """Return the seconds of [start, end] that the union of `spans` covers."""
     return sum(until - since for since, until in union(spans, start, end))
 
 
 def union(spans: Iterable[TimelineSpan], start: float, end: float) -> Iterator[tuple[float, float]]:
-    """The union of `spans` within [start, end], as disjoint intervals in order."""
+    """Yield the union of `spans` within [start, end], as disjoint intervals in order."""
     since = until = start
     for span in sorted(spans, key=lambda span: span.start):
         left, right = max(span.start, start), min(span.end, end)

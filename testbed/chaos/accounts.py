@@ -1,4 +1,4 @@
-"""The audit of a job's samples and weight versions, as the services report it."""
+"""A job's audit of samples and weight versions, as reported by the services."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SampleAudit:
     appended: int = 0
     trained: int = 0
     dropped: int = 0
-    # In steps that are not committed: lost if the job has ended, else still in use.
+    # In uncommitted steps: lost if the job has ended, else still in use.
     live: int = 0
     lost: int = 0
     duplicated: int = 0
@@ -29,7 +29,7 @@ class SampleAudit:
     trajectories_admitted: int = 0
     trajectories_ended: int = 0
     violations: tuple[str, ...] = ()
-    # Why the audit could not be read; empty when it was.
+    # The reason why the audit could not be read; empty if it was read.
     missing: str = ""
 
     @property
@@ -39,16 +39,16 @@ class SampleAudit:
 
 
 async def audit(address: str, job_id: str, settings: ClientSettings) -> SampleAudit:
-    """Reads a job's audit from the orchestrator at `address`.
+    """Read a job's audit from the orchestrator at `address`.
 
-    `missing` says why when the cluster has no audit. Raises every other `TroupeError`.
+    `missing` says why if the cluster has no audit. Raises every other `TroupeError`.
     """
     async with connect(address, settings) as channel:
         stub: orchestrator_grpc.OrchestratorAsyncStub = orchestrator_grpc.OrchestratorStub(channel)
         try:
             answer = await stub.AuditJob(orchestrator_pb.AuditJobRequest(job_id=job_id))
         except (Unimplemented, Internal) as error:
-            return SampleAudit(missing=f"this cluster's experience store gives no audit: {error}")
+            return SampleAudit(missing=f"this cluster's experience store has no audit: {error}")
         except TroupeError as error:
             if error.code is grpc.StatusCode.UNKNOWN:
                 return SampleAudit(missing=f"the audit broke off: {error}")
@@ -57,7 +57,7 @@ async def audit(address: str, job_id: str, settings: ClientSettings) -> SampleAu
 
 
 def audit_of(answer: orchestrator_pb.AuditJobResponse) -> SampleAudit:
-    """Converts the RPC's response."""
+    """Convert the RPC's response."""
     tables = answer.tables
     reasons: dict[str, int] = {}
     for policy in tables.policies:
@@ -78,5 +78,5 @@ def audit_of(answer: orchestrator_pb.AuditJobResponse) -> SampleAudit:
 
 
 def newest(versions: list[Version]) -> Version | None:
-    """The newest of a policy's weight versions, or None."""
+    """Return the newest of a policy's weight versions, or None."""
     return max(versions, key=lambda one: (one.version, one.step), default=None)

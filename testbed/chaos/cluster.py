@@ -31,7 +31,7 @@ class ServiceProcess:
     created: float
 
     def process(self) -> psutil.Process | None:
-        """The process, or None if it has ended (its id may be another's by now)."""
+        """Return the process, or None if it has ended (its id may be another's by now)."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < 1.0
@@ -41,7 +41,7 @@ class ServiceProcess:
 
 
 class DisturbedCluster:
-    """An embedded cluster, proxies of its connections, and a client that survives power cuts."""
+    """An embedded cluster with proxies of its connections and a client that survives power cuts."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DisturbedCluster:
         self.cluster = EmbeddedCluster(
             self.settings, tell=tell, router=self.network.route if proxied else None
         )
-        # Held while the power is off, so that no call is made then.
+        # Held while the power is off, so that no call is made meanwhile.
         self.power = asyncio.Lock()
         self._client: AsyncClient | None = None
 
@@ -67,7 +67,7 @@ class DisturbedCluster:
         return ["redis", *service_names(self.settings)]
 
     async def start(self) -> None:
-        """Starts the cluster and connects to it. Raises the errors of `EmbeddedCluster.start`."""
+        """Start the cluster and connect to it. Raises the errors of `EmbeddedCluster.start`."""
         state = await self.cluster.start()
         settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
@@ -75,14 +75,14 @@ class DisturbedCluster:
         self._client = AsyncClient(state.orchestrator_address, settings=settings)
 
     async def stop(self) -> None:
-        """Stops the cluster and its proxies."""
+        """Stop the cluster and its proxies."""
         self.network.heal()
         await self._disconnect()
         await self.cluster.stop()
         await self.network.close()
 
     async def power_off(self) -> float:
-        """Kills every process at once and starts the cluster again from its disk.
+        """Kill every process at once and restart the cluster from its disk.
 
         Returns the seconds until all services were healthy again.
         """
@@ -100,15 +100,15 @@ class DisturbedCluster:
         return self._client
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """The handle of a job."""
+        """Return the handle of a job."""
         return self.client.job(job_id)
 
     def record(self, service: str) -> ServiceRecord:
-        """The supervisor's record of a service."""
+        """Return the supervisor's record of a service."""
         return next(one for one in self.cluster.state.services if one.name == service)
 
     def process_of(self, service: str) -> ServiceProcess | None:
-        """The running process of a service, or None."""
+        """Return the running process of a service, or None."""
         record = self.record(service)
         if record.pid is None or record.created is None:
             return None
@@ -118,7 +118,7 @@ class DisturbedCluster:
     async def until_healthy(
         self, service: str, timeout: float, *, but: ServiceProcess | None = None
     ) -> None:
-        """Waits until `service` serves in a process other than `but`.
+        """Wait until `service` serves in a process other than `but`.
 
         Raises `DeadlineExceeded` after `timeout` seconds.
         """

@@ -1,4 +1,4 @@
-"""Injects a schedule of faults into a running cluster."""
+"""Injection of a schedule of faults into a running cluster."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from testbed.chaos.schedule import KILL, PlannedFault, scaled
 from troupe.rpc.errors import TroupeError
 
 POWER_OFF: Final = "power_off"
-# A service that is not back by then is reported, and the next fault comes all the same. As long as
-# the cluster lets a service take to become healthy (ClusterSettings.start_seconds).
+# Time limit of a service's recovery, after which it is reported and the next fault follows
+# nevertheless. Equal to the cluster's limit for a start (ClusterSettings.start_seconds).
 _RECOVERY_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that was injected, and what came of it."""
+    """A fault that was injected, and its consequences."""
 
     # Seconds since the job began.
     at: float
     kind: str
     victim: str
     means: str
-    # Until the victim was healthy again (kills, power cuts), or how long it lasted (the rest).
+    # Until the victim was healthy again (kills, power cuts), or the duration (other faults).
     seconds: float
-    # False: it was not healthy within the time that it had.
+    # False: it did not recover within the time limit.
     recovered: bool = True
 
 
@@ -41,12 +41,12 @@ class InjectionLog:
     kills: int = 0
     power_offs: int = 0
     injected: list[InjectedFault] = field(default_factory=list)
-    # What the harness itself could not do.
+    # Actions in which the harness itself failed.
     troubles: list[str] = field(default_factory=list)
 
 
 class FaultInjector:
-    """Injects faults one after another until enough processes have been killed."""
+    """An injector of faults, one after another, until enough processes have been killed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class FaultInjector:
         self._lasting: dict[Fault, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Injects until all kills and power cuts are done, then heals the faults that last."""
+        """Inject until all kills and power cuts are done, then heal the faults that last."""
         try:
             for planned in self._schedule:
                 if self._enough():
@@ -89,7 +89,7 @@ class FaultInjector:
             await self.heal_all()
 
     async def heal_all(self) -> None:
-        """Heals every fault that still lasts."""
+        """Heal every fault that still lasts."""
         lasting, self._lasting = self._lasting, {}
         for task in lasting.values():
             task.cancel()
@@ -109,7 +109,7 @@ class FaultInjector:
         return not self._power_is_done() and self._progress() >= share
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps at least `seconds`, longer while faults are ahead of the job's progress."""
+        """Sleep for at least `seconds`, longer while faults are ahead of the job's progress."""
         started = time.monotonic()
         while True:
             done = self.done.kills / max(1, self._kills)
@@ -149,7 +149,7 @@ class FaultInjector:
         await asyncio.gather(*(self._recovery(life, started, note) for life in alive.values()))
 
     async def _recovery(self, dead: ServiceProcess, started: float, note: str) -> None:
-        """Waits until the service of `dead` is healthy again, and records how long it took."""
+        """Wait until the service of `dead` is healthy again, and record how long it took."""
         name, recovered = dead.service, True
         try:
             await self._cluster.until_healthy(name, _RECOVERY_SECONDS, but=dead)

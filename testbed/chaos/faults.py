@@ -27,7 +27,7 @@ from testbed.chaos.schedule import (
 from troupe.rpc.errors import DeadlineExceeded
 
 _DEATH_SECONDS: Final = 10.0
-# What a disk is asked to make durable. `write` is left out: it is also how sockets are written to.
+# System calls that make data durable. `write` is left out, since sockets use it too.
 _DISK_CALLS: Final = "fsync,fdatasync,sync_file_range,rename,renameat,renameat2,unlink"
 _DISK_DELAY_SECONDS: Final = 0.5
 _LATE_SECONDS: Final = 0.15
@@ -38,20 +38,20 @@ class Fault(Protocol):
 
     kind: str
     victim: str
-    # How it is done, where that is not the same on every machine.
+    # The means, if it differs between machines.
     means: str
 
     async def inject(self, cluster: DisturbedCluster) -> None:
-        """Causes the fault."""
+        """Cause the fault."""
 
     async def heal(self, cluster: DisturbedCluster) -> None:
-        """Ends the fault. Does nothing if it was not injected or its victim is gone."""
+        """End the fault. Do nothing if it was not injected or its victim is gone."""
 
 
 async def kill(life: ServiceProcess) -> None:
-    """Sends SIGKILL and waits until the process has ended.
+    """Send SIGKILL and wait until the process has ended.
 
-    Raises `DeadlineExceeded` when it is not gone within seconds.
+    Raises `DeadlineExceeded` if it does not end within seconds.
     """
     process = life.process()
     if process is not None:
@@ -61,7 +61,7 @@ async def kill(life: ServiceProcess) -> None:
     while life.process() is not None:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"does not die within {_DEATH_SECONDS:g} s.", field="service", value=life.service
+                f"does not end within {_DEATH_SECONDS:g} s.", field="service", value=life.service
             )
         await asyncio.sleep(0.005)
 
@@ -78,12 +78,12 @@ class Stall:
         self._life: ServiceProcess | None = None
 
     async def inject(self, cluster: DisturbedCluster) -> None:
-        """Stops the process."""
+        """Stop the process."""
         self._life = cluster.process_of(self.victim)
         self._send(signal.SIGSTOP)
 
     async def heal(self, cluster: DisturbedCluster) -> None:
-        """Continues the process."""
+        """Continue the process."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
@@ -97,8 +97,8 @@ class Stall:
 
 
 class Freeze(Stall):
-    """A service that is taken for dead, and then goes on as if nothing had been: it and all its
-    processes stand still, as on a machine that is paused."""
+    """A service that is taken for dead and then continues as if nothing had happened: it and all
+    its processes are stopped, as on a paused machine."""
 
     kind = FREEZE
 
@@ -125,7 +125,7 @@ class SlowDisk:
         self._tracer: asyncio.subprocess.Process | None = None
 
     async def inject(self, cluster: DisturbedCluster) -> None:
-        """Slows the process's fsync down."""
+        """Slow the process's fsync down."""
         life = cluster.process_of(self.victim)
         if life is None:
             return
@@ -143,7 +143,7 @@ class SlowDisk:
         )
 
     async def heal(self, cluster: DisturbedCluster) -> None:
-        """Ends the slowdown."""
+        """End the slowdown."""
         await self._stall.heal(cluster)
         if self._tracer is None:
             return
@@ -171,11 +171,11 @@ class _WireFault:
         self._pair = pair
 
     async def inject(self, cluster: DisturbedCluster) -> None:
-        """Disturbs the connection."""
+        """Disturb the connection."""
         self._break(cluster.network.link(self._pair))
 
     async def heal(self, cluster: DisturbedCluster) -> None:
-        """Restores the connection."""
+        """Restore the connection."""
         cluster.network.link(self._pair).heal()
 
     def _break(self, link: Link) -> None:
@@ -188,7 +188,8 @@ class Partition(_WireFault):
     kind = PARTITION
 
     def __init__(self, pair: Pair, *, severed: bool) -> None:
-        """`severed`: connections break and are refused; else they stay and nothing passes."""
+        """`severed`: connections break and are refused; otherwise they stay open and nothing
+        passes."""
         super().__init__(pair)
         self.means = "proxy, refusing" if severed else "proxy, silent"
         self._severed = severed
@@ -219,7 +220,7 @@ class FullQueue(_WireFault):
 
 
 def fault_of(planned: PlannedFault) -> Fault:
-    """The fault of a plan's entry. Not a kill: the supervisor restarts a killed process."""
+    """Return the fault of a plan's entry. Not a kill: the supervisor restarts a killed process."""
     if planned.kind == STALL:
         return Stall(planned.victims[0])
     if planned.kind == FREEZE:

@@ -1,4 +1,5 @@
-"""Runs one job twice, undisturbed and with injected faults, and compares the runs."""
+"""The chaos harness, which runs one job undisturbed and with injected faults, and compares the
+runs."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ from troupe.job import JobSpec
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, TroupeError
 from troupe.rpc.settings import ClientSettings
 
-# Metrics that tell how long something took differ between any two runs.
+# Metrics of durations differ between any two runs.
 _TIMES = ("seconds", "tokens_per_second", "staleness_seconds", "_ms", "utilization")
 _SHOWN = 5
 
 
 def differences(a: Transcript, b: Transcript) -> list[str]:
-    """The first step at which the runs differ, by policy, and in what; empty if in none."""
+    """Return the first step at which the runs differ, by policy, with the differences; empty if
+    none does."""
     found: list[str] = []
     for policy in sorted({*a.policies, *b.policies}):
         pairs = zip_longest(a.policies.get(policy, []), b.policies.get(policy, []))
@@ -55,7 +57,7 @@ def _parted(one: StepRecord | None, other: StepRecord | None) -> list[str]:
         parted.append(_samples(one.samples, other.samples))
     elif one.samples_digest != other.samples_digest:
         parted.append(
-            "the same samples in the log, yet the trainers accumulated different ones "
+            "the same samples in the log, but the trainers accumulated different ones "
             f"(digests {one.samples_digest}, {other.samples_digest})"
         )
     if one.checksum != other.checksum and not parted:
@@ -63,7 +65,7 @@ def _parted(one: StepRecord | None, other: StepRecord | None) -> list[str]:
         whence = (
             "samples of the same ids: their contents or the arithmetic differ"
             if logged
-            else "samples that no log tells of"
+            else "samples without a log"
             if one.version
             else "the same model"
         )
@@ -123,30 +125,30 @@ def main() -> int:
 
 _POLL_SECONDS: Final = 0.25
 _ANSWER_SECONDS: Final = 10.0
-# A job that infrastructure faults have failed may be resumed so often; each time is reported.
+# Maximum times that a job failed by infrastructure faults is resumed; each time is reported.
 _RESUMES: Final = 5
 _HEALTHY_SECONDS: Final = 60.0
 _ACCOUNT_SECONDS: Final = 120.0
-# From experience, for a hint only: a kill, its recovery and the pause after it take so long, and
-# a job under fire so many times as long as one left alone.
+# From experience, for a hint only: the seconds of a kill with its recovery and pause, and the
+# slowdown of a job under faults.
 _KILL_SECONDS, _SLOWDOWN = 4.0, 3.0
 
 
 class Screen(Protocol):
-    """Shows the progress of a run."""
+    """A display of a run's progress."""
 
     def say(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line."""
 
     def status(self, text: str) -> None:
-        """Replaces the status line."""
+        """Replace the status line."""
 
 
 async def run(plan: ChaosPlan, screen: Screen) -> ChaosReport:
-    """Runs `plan`. No process is left, however the run ends.
+    """Run `plan`. No process is left behind, however the run ends.
 
-    Raises `FailedPrecondition` when the undisturbed job fails, `DeadlineExceeded` when the time
-    is up before the disturbed one begins, and what keeps a cluster from starting.
+    Raises `FailedPrecondition` if the undisturbed job fails, `DeadlineExceeded` if the time limit
+    passes before the disturbed one begins, and the errors of a cluster's start.
     """
     prepare_directory(plan.directory)
     spec, changes = prepared(plan.spec)
@@ -156,8 +158,8 @@ async def run(plan: ChaosPlan, screen: Screen) -> ChaosReport:
     baseline = await _undisturbed(plan, spec, deadline, screen) if plan.baseline else None
     if baseline is not None and plan.kills * _KILL_SECONDS > baseline.seconds * _SLOWDOWN:
         screen.say(
-            f"the job took {baseline.seconds:.0f} s undisturbed: it may well end before "
-            f"{plan.kills} kills are done; take more steps with --set pipeline.steps=N"
+            f"the job took {baseline.seconds:.0f} s undisturbed: it may end before {plan.kills} "
+            "kills are done; use more steps with --set pipeline.steps=N"
         )
     cluster = DisturbedCluster(
         plan.cluster("disturbed", disturbed=True), proxied=plan.proxied, tell=lambda text: None
@@ -196,22 +198,22 @@ async def _undisturbed(
     outcome.transcript.save(plan.directory / "baseline.json")
     if outcome.cut_short:
         raise DeadlineExceeded(
-            f"the undisturbed job alone was at step {outcome.steps} of {outcome.total_steps} when "
-            "the time was up.",
+            f"the time limit passed when the undisturbed job was at step {outcome.steps} of "
+            f"{outcome.total_steps}.",
             field="--max-minutes",
             value=plan.max_seconds / 60,
-            remedy="Allow more, or take fewer steps with --set pipeline.steps=N.",
+            remedy="Allow more time, or use fewer steps with --set pipeline.steps=N.",
         )
     if outcome.state != JobState.SUCCEEDED:
         raise FailedPrecondition(
             f"the undisturbed job {outcome.state}: {'; '.join(outcome.failures)}",
-            remedy="Mend the job first: `troupe train` shows more.",
+            remedy="Fix the job first: `troupe train` shows more.",
         )
     return outcome
 
 
 class _JobRun:
-    """A run of one job on a cluster of its own."""
+    """A run of one job on its own cluster."""
 
     def __init__(
         self, cluster: DisturbedCluster, spec: JobSpec, deadline: float, screen: Screen, name: str
@@ -225,12 +227,12 @@ class _JobRun:
         self._failures: list[str] = []
 
     def progress(self) -> float:
-        """The fraction of the job's steps that are committed."""
+        """Return the fraction of the job's steps that are committed."""
         job = self._job
         return 0.0 if job is None else job.step / max(1, job.total_steps)
 
     async def carry_out(self, disturber: FaultInjector | None) -> JobOutcome:
-        """Starts the cluster, runs the job to its end, reads the audit, stops the cluster."""
+        """Start the cluster, run the job to its end, read the audit, stop the cluster."""
         cluster = self._cluster
         self._screen.say(f"{self._name} run in {cluster.settings.data_dir}")
         disturbing: asyncio.Task[None] | None = None
@@ -252,7 +254,7 @@ class _JobRun:
     async def _until_over(
         self, disturber: FaultInjector | None, disturbing: asyncio.Task[None] | None
     ) -> bool:
-        """Whether the job came to its end before the deadline."""
+        """Return whether the job ended before the deadline."""
         shown = -1
         while time.monotonic() < self._deadline:
             if disturbing is not None and disturbing.done():
@@ -272,7 +274,7 @@ class _JobRun:
         return False
 
     async def _look(self) -> Job | None:
-        """The job's record; None while the orchestrator does not answer."""
+        """Return the job's record; None while the orchestrator does not answer."""
         async with self._cluster.power:
             with suppress(TroupeError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
@@ -280,7 +282,7 @@ class _JobRun:
         return None
 
     async def _goes_on(self, job: Job, disturber: FaultInjector | None) -> bool:
-        """Whether a job that stopped is resumed."""
+        """Return whether a job that stopped is resumed."""
         if job.state == JobState.SUCCEEDED:
             return False
         if job.state == JobState.FAILED:
@@ -314,7 +316,7 @@ class _JobRun:
         settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
         )
-        accounts, transcript = SampleAudit(missing="nobody was asked"), Transcript()
+        accounts, transcript = SampleAudit(missing="it was not requested"), Transcript()
         versions: dict[str, tuple[int, str]] = {}
         try:
             async with asyncio.timeout(_ACCOUNT_SECONDS):
@@ -330,7 +332,7 @@ class _JobRun:
                 store = cluster.record("experience_store").address
                 transcript = await transcribe(handle, store, settings)
         except (TroupeError, TimeoutError) as error:
-            # What is known is reported all the same, and that the rest is missing.
+            # Report the known part, and that the rest is missing.
             why = str(error) or f"no answer within {_ACCOUNT_SECONDS:g} s"
             accounts = SampleAudit(missing=f"the accounts could not be taken: {why}")
         job = self._job
@@ -354,7 +356,7 @@ class _JobRun:
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
-    """Cancel `task` and wait for it; raises what it raised."""
+    """Cancel `task` and wait for it; raise its error."""
     if task is None:
         return
     task.cancel()

@@ -1,4 +1,4 @@
-"""The plan of a chaos run, and the changes of the job that faults make necessary."""
+"""The plan of a chaos run, and the changes to the job that faults require."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MANY: Final = 100_000
 class ChaosPlan:
     """The plan of one chaos run."""
 
-    # As the user wrote it; see `prepared`.
+    # As written by the user; see `prepared`.
     spec: JobSpec
     # Settings of both clusters; directories and faults are added.
     settings: ClusterSettings
@@ -46,16 +46,16 @@ class ChaosPlan:
         return bool(self.kinds & _WIRE_KINDS)
 
     def cluster(self, name: str, *, disturbed: bool) -> ClusterSettings:
-        """Settings of the cluster whose data is in `directory`/`name`."""
+        """Return settings of the cluster whose data is in `directory`/`name`."""
         data_dir = (self.directory / name).expanduser().absolute()
         changes: dict[str, Any] = {
             "data_dir": data_dir,
-            # Two clusters must not see each other's weights, wherever the user keeps them.
+            # The two clusters must not share weights, wherever the user keeps them.
             "transfer_dir": default_transfer_dir(data_dir),
         }
         if disturbed:
-            # Whatever the user set: a Redis that is killed while a flush is under way forgets what
-            # it answered since, unless it flushes before it answers.
+            # Regardless of the user's settings: a Redis that is killed during a flush loses the
+            # writes that it acknowledged since, unless it flushes before it answers.
             changes["redis_fsync"] = "always"
             changes["max_restarts"] = _MANY
             changes["max_backoff_seconds"] = 0.5
@@ -63,7 +63,7 @@ class ChaosPlan:
         return self.settings.model_copy(update=changes)
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the faults that last for the whole run."""
+        """Return environment variables of the faults that last for the whole run."""
         found: dict[str, str] = {}
         if DUPLICATE in self.kinds:
             delay = 0.1 if DELAY in self.kinds else 0.0
@@ -74,11 +74,11 @@ class ChaosPlan:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make `directory`. Raises `InvalidArgument` when an earlier run is in it, `NotWritable`."""
+    """Make `directory`. Raises `InvalidArgument` if it has an earlier run, `NotWritable`."""
     for name in ("baseline", "disturbed"):
         if (directory / name).exists():
             raise InvalidArgument(
-                "an earlier run is in this directory.",
+                "this directory has an earlier run.",
                 field="--data-dir",
                 value=directory,
                 remedy="Remove it or choose another: both runs start from nothing.",
@@ -90,7 +90,7 @@ def prepare_directory(directory: Path) -> None:
 
 
 def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job as both runs get it, and the changes, as `key.path=value`."""
+    """Return the job of both runs, and its changes, as `key.path=value`."""
     changes: dict[str, Any] = {}
     if spec.limits.worker_deaths < _MANY:
         changes["limits.worker_deaths"] = _MANY
@@ -100,10 +100,10 @@ def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     for section in ("tools", "rewards"):
         for name, function in getattr(spec, section).items():
             given = function.timeout_seconds or DEFAULTS["timeout_seconds"]
-            # A deployed function has the time that it was deployed with.
+            # The time limit of a deployed function was set at its deployment.
             if function.code is not None and given < _FUNCTION_SECONDS:
                 changes[f"{section}.{name}.timeout_seconds"] = _FUNCTION_SECONDS
-    # In the other modes the content of a step depends on time, so that no two runs are equal.
+    # In the other modes the content of a step depends on timing, so that no two runs are equal.
     pipeline = spec.pipeline
     first_come = pipeline.over_sampling or pipeline.redundant_trajectories
     timeless = pipeline.mode != "async" and not first_come

@@ -1,11 +1,11 @@
-"""TCP proxies on loopback, to disturb the connections between services.
+"""TCP proxies on loopback that disturb the connections between services.
 
-What it can do to the wire:
+Disturbances of a connection:
 
-- `hold`: nothing passes, connections stay (packets are lost, as behind a firewall that drops);
+- `hold`: nothing passes, connections stay (packets are lost, as behind a firewall that drops them);
 - `hold(forth=True, back=False)`: the callee's messages arrive, the caller's pile up until its
-  buffers are full (a queue that nobody empties);
-- `sever`: connections break and none are made (a host that is gone);
+  buffers are full (a queue that is not read);
+- `sever`: connections break and new ones are refused (a lost host);
 - `delay`: everything arrives late, in order.
 """
 
@@ -25,15 +25,15 @@ _CONNECT_SECONDS: Final = 5.0
 
 
 class Link:
-    """Forwards TCP connections from `address` to `target`. Used from one event loop."""
+    """A forwarder of TCP connections from `address` to `target`. Used from one event loop."""
 
     def __init__(self, target: str, name: str = "") -> None:
         """`target` is "host:port" and may be changed between connections."""
         self.target = target
         self.name = name
-        # Seconds by which every piece of either direction is late.
+        # Delay in seconds of all data in either direction.
         self.delay = 0.0
-        # Bytes passed on, both ways.
+        # Bytes forwarded in both directions.
         self.passed = 0
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -51,12 +51,12 @@ class Link:
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        """Starts listening on a free port."""
+        """Start listening on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_CHUNK)
         self._port = int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stops listening and breaks every connection."""
+        """Stop listening and break every connection."""
         if self._server is not None:
             self._server.close()
         for task in list(self._connections):
@@ -65,20 +65,20 @@ class Link:
         self._server = None
 
     def hold(self, *, forth: bool = True, back: bool = True) -> None:
-        """Holds data from caller to callee (`forth`), from callee to caller (`back`)."""
+        """Hold data from caller to callee (`forth`), from callee to caller (`back`)."""
         if forth:
             self._forth.clear()
         if back:
             self._back.clear()
 
     def sever(self) -> None:
-        """Breaks every connection and refuses new ones."""
+        """Break every connection and refuse new ones."""
         self._severed = True
         for writer in self._writers:
             writer.transport.abort()
 
     def heal(self) -> None:
-        """Ends `hold`, `sever` and `delay`; data that was held is forwarded."""
+        """End `hold`, `sever` and `delay`; data that was held is forwarded."""
         self._severed = False
         self.delay = 0.0
         self._forth.set()
@@ -109,7 +109,7 @@ class Link:
             self._connections.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A connection is not made through a held wire either.
+        # No connection is made through a held link either.
         await self._forth.wait()
         if self._severed:
             return
@@ -127,7 +127,7 @@ class Link:
                 group.create_task(self._pass_on(reader, far_writer, self._forth))
                 group.create_task(self._pass_on(far_reader, writer, self._back))
         except* (OSError, EOFError):
-            pass  # one side broke off: the other one is told by the abort below
+            pass  # one side broke off: the abort below tells the other one
         finally:
             self._writers -= {writer, far_writer}
             far_writer.transport.abort()
@@ -138,7 +138,7 @@ class Link:
         while piece := await reader.read(_CHUNK):
             if self.delay:
                 await asyncio.sleep(self.delay)
-            # While held nothing more is read: the sender's buffers fill, then it must wait.
+            # While held, nothing more is read: the sender's buffers fill, then it must wait.
             await gate.wait()
             writer.write(piece)
             await writer.drain()
@@ -161,7 +161,8 @@ class ProxiedNetwork:
         self._opened = False
 
     async def route(self, addresses: Mapping[str, str]) -> Routes:
-        """The `router` of an `EmbeddedCluster`: the proxies' addresses, which lead to `addresses`.
+        """Return the `router` of an `EmbeddedCluster`: the proxies' addresses, which lead to
+        `addresses`.
 
         A cluster that starts again has new addresses; the proxies keep theirs.
         """
@@ -174,20 +175,20 @@ class ProxiedNetwork:
         return {pair: link.address for pair, link in self._links.items()}
 
     def link(self, pair: Pair) -> Link:
-        """The proxy between two services."""
+        """Return the proxy between two services."""
         return self._links[pair]
 
     def heal(self) -> None:
-        """Ends the disturbances of every proxy."""
+        """End the disturbances of every proxy."""
         for link in self._links.values():
             link.heal()
 
     async def close(self) -> None:
-        """Closes all proxies. Services that still run lose their connections."""
+        """Close all proxies. Services that still run lose their connections."""
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
 
 def wire(pair: Pair) -> str:
-    """A pair of services, for messages."""
+    """Return the name of a pair of services, for messages."""
     caller, callee = pair
     return f"{'others' if caller == ANYBODY else caller} > {callee}"

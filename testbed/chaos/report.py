@@ -28,15 +28,15 @@ class JobOutcome:
     versions: dict[str, tuple[int, str]]
     accounts: SampleAudit
     transcript: Transcript
-    # Why the job failed, each time; it was resumed after all but the last.
+    # The reason of every failure of the job; it was resumed after all but the last.
     failures: tuple[str, ...] = ()
-    # The harness' own time was up first.
+    # The harness's time limit passed first.
     cut_short: bool = False
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How long one service took to be healthy again after it was killed."""
+    """Times that one service took to become healthy again after kills."""
 
     kills: int
     median: float
@@ -59,7 +59,7 @@ class ChaosReport:
 
     @property
     def bitwise_equal(self) -> bool | None:
-        """Whether the final weights of every policy are the same; None where nothing was compared.
+        """Whether the final weights of every policy are the same; None if nothing was compared.
 
         Without `deterministic` a difference means nothing, so nothing is compared.
         """
@@ -69,13 +69,13 @@ class ChaosReport:
 
     @property
     def lost(self) -> int | None:
-        """Samples and trajectories without account; None when there is no audit."""
+        """Samples and trajectories that are unaccounted for; None without an audit."""
         accounts = self.disturbed.accounts
         return None if accounts.missing else accounts.unaccounted
 
     @property
     def duplicated(self) -> int | None:
-        """Uses of samples beyond what the job allows; None when there is no audit."""
+        """Uses of samples beyond the job's limit; None without an audit."""
         accounts = self.disturbed.accounts
         return None if accounts.missing else accounts.duplicated
 
@@ -85,7 +85,7 @@ class ChaosReport:
         disturbed = self.disturbed
         found: list[str] = []
         if disturbed.cut_short:
-            found.append("the time was up before the job had ended")
+            found.append("the time limit passed before the job ended")
         elif disturbed.state != "succeeded":
             found.append(f"the disturbed job {disturbed.state}")
         if self.baseline is not None and self.baseline.state != "succeeded":
@@ -98,7 +98,7 @@ class ChaosReport:
             found.append(f"{self.duplicated} samples duplicated")
         found += disturbed.accounts.violations
         if self.bitwise_equal is False and not disturbed.cut_short:
-            found.append("the final weights differ from those of the undisturbed run")
+            found.append("the final weights differ from the undisturbed run's")
         return found
 
     @property
@@ -107,11 +107,11 @@ class ChaosReport:
         return not self.faults
 
     def recoveries(self) -> dict[str, Recovery]:
-        """Recovery times by service that was killed."""
+        """Return recovery times by service that was killed."""
         return recoveries(self.disturbance.injected)
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON values; the first four keys are the guarantees."""
+        """Return the report as JSON values; the first four keys are the guarantees."""
         disturbed, accounts = self.disturbed, self.disturbed.accounts
         kinds = Counter(one.kind for one in self.disturbance.injected)
         return {
@@ -153,7 +153,7 @@ class ChaosReport:
 
 
 def recoveries(injected: Sequence[InjectedFault]) -> dict[str, Recovery]:
-    """How long killed services took, by service."""
+    """Return the recovery times of killed services, by service."""
     seconds: dict[str, list[float]] = {}
     for one in injected:
         if one.kind == KILL:

@@ -1,7 +1,7 @@
 """A schedule of faults: a function of the seed, the services and their connections.
 
-The schedule fixes what happens and in which order; the moments depend on how fast services come
-back, which no seed can fix.
+The schedule fixes the faults and their order; the times depend on how fast services recover, which
+no seed can fix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KILL, STALL, FREEZE, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS 
     "duplicate",
     "full_queue",
 )
-# Kills are what is counted; of the rest there is one for every two kills or so.
+# Only kills are counted; about one other fault follows every two kills.
 _WEIGHTS: Final = {
     KILL: 6.0,
     STALL: 1.0,
@@ -34,13 +34,13 @@ _WEIGHTS: Final = {
     DELAY: 1.0,
     FULL_QUEUE: 1.0,
 }
-# How often two processes are killed at once, and how often one is killed while it comes back.
+# Probability that two processes are killed at once, and that one is killed while it recovers.
 _TWO_AT_ONCE, _WHILE_RECOVERING = 0.15, 0.15
-# Longer than the orchestrator waits for a worker's beats before it goes on without it (10 s).
+# Longer than the time after which the orchestrator continues without a silent worker (10 s).
 _FROZEN_SECONDS: Final = (12.0, 20.0)
-# Whoever writes to disk before something counts as done.
+# Services that write to disk before something counts as done.
 _WRITERS: Final = ("redis", "trainer", "orchestrator")
-# Wires on which messages pile up when their receiver reads no more.
+# Links on which messages pile up when their receiver stops reading.
 _QUEUES: Final = ("experience_store", "redis")
 
 
@@ -49,10 +49,10 @@ class PlannedFault:
     """A planned fault."""
 
     kind: str
-    # Processes; for faults of a wire see `pair`.
+    # Processes; for faults of a link see `pair`.
     victims: tuple[str, ...] = ()
     pair: Pair | None = None
-    # How long it lasts; of a kill during recovery: how long after the first one.
+    # Duration; for a kill during recovery: the time after the first kill.
     seconds: float = 0.0
     # Seconds between the last victim's recovery and this fault.
     pause: float = 0.0
@@ -61,14 +61,14 @@ class PlannedFault:
 
 
 def parse_kinds(text: str) -> frozenset[str]:
-    """Kinds from "kill,partition"; "" and "all" are all of them. Raises `InvalidArgument`."""
+    """Return the kinds in "kill,partition"; "" and "all" mean all. Raises `InvalidArgument`."""
     named = [part.strip().replace("-", "_") for part in text.split(",") if part.strip()]
     if not named or named == ["all"]:
         return frozenset(KINDS)
     for name in named:
         if name not in KINDS:
             raise InvalidArgument(
-                f"'{name}' is no kind of fault.",
+                f"'{name}' is not a kind of fault.",
                 field="--faults",
                 value=text,
                 remedy=f"Choose from {', '.join(KINDS)}.",
@@ -79,9 +79,9 @@ def parse_kinds(text: str) -> frozenset[str]:
 def schedule(
     seed: int, services: Sequence[str], pairs: Sequence[Pair], kinds: Collection[str] = KINDS
 ) -> Iterator[PlannedFault]:
-    """An endless schedule of faults. `services`: names of processes; `pairs`: connections.
+    """Yield an endless schedule of faults. `services`: names of processes; `pairs`: connections.
 
-    Empty when `kinds` holds nothing that happens at a moment (`duplicate` is always on).
+    Empty if `kinds` has no fault that happens at a point in time (`duplicate` is always on).
     """
     rng = random.Random(seed)
     writers = [s for s in services if s.partition("-")[0] in _WRITERS]
@@ -120,7 +120,7 @@ def _kill(rng: random.Random, services: Sequence[str], pause: float) -> PlannedF
 
 
 def scaled(pause: float, done: float, progress: float) -> float:
-    """`pause`, longer when faults run ahead of the job and shorter when they lag behind.
+    """Return `pause`, longer when faults run ahead of the job and shorter when they lag behind.
 
     `done` and `progress` are the shares, from 0 to 1, of the faults and of the job's steps.
     """

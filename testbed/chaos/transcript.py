@@ -1,4 +1,4 @@
-"""A job's steps as recorded by the services, to find where two runs differ."""
+"""Records of a job's steps by the services, to find where two runs differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepRecord(BaseModel):
     checksum: str = ""
     num_samples: int = 0
     samples_digest: int | None = None
-    # Computed by the trainer from what it accumulated.
+    # Computed by the trainer from the accumulated samples.
     metrics: dict[str, float] = {}
     # sample id -> "trained", or "dropped: reason". Empty where the store keeps no log.
     samples: dict[str, str] = {}
@@ -42,21 +42,21 @@ class Transcript(BaseModel):
 
     policies: dict[str, list[StepRecord]] = {}
     metrics: dict[int, dict[str, float]] = {}
-    # Why something is missing.
+    # The reasons of gaps.
     gaps: list[str] = []
 
     def save(self, path: Path) -> None:
-        """Writes the transcript as JSON."""
+        """Write the transcript as JSON."""
         path.write_text(self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Transcript:
-        """Reads a file of `save`."""
+        """Read a file that `save` wrote."""
         return cls.model_validate(json.loads(path.read_bytes()))
 
 
 async def transcribe(handle: AsyncJobHandle, store: str, settings: ClientSettings) -> Transcript:
-    """The transcript of a job of a cluster whose experience store is at `store`."""
+    """Return the transcript of a job of a cluster whose experience store is at `store`."""
     gaps: list[str] = []
     job = await handle.info()
     policies: dict[str, list[StepRecord]] = {}

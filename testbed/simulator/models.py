@@ -1,7 +1,8 @@
-"""Model services on GPUs: each on devices of its own, or all on a pool, evicted on execution.
+"""Model services on GPUs: each on its own devices, or all in a pool from which they are evicted on
+demand.
 
-In a pool the services are in host memory and are restored to devices when they are asked; which are
-evicted for it, `troupe.scheduling.elastic.cells` says (ARL-Tangram, section 3).
+In a pool the services are in host memory and are restored to devices when they are called;
+`troupe.scheduling.elastic.cells` chooses the services to evict (ARL-Tangram, section 3).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class ServedModel:
 
 
 class Dedicated:
-    """Model services with devices of their own."""
+    """Model services with their own devices."""
 
     def __init__(self, env: simpy.Environment, services: Sequence[ServedModel]) -> None:
         self._env = env
         self._places = {s.name: simpy.Resource(env, s.concurrency) for s in services}
 
     def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
-        """Waits for the service, then holds it for the call's seconds."""
+        """Wait for the service, then hold it for the call's seconds."""
         with self._places[service].request() as turn:
             yield turn
             yield self._env.timeout(seconds)
@@ -45,13 +46,13 @@ class _State:
     cell: DeviceCell | None = None
     last: float = 0.0
     running: int = 0
-    # Restored when this is done; None: it is not on its way.
+    # Fires when the service is restored; None: it is not being restored.
     ready: simpy.Event | None = None
     waiting: deque[tuple[int, simpy.Event]] = field(default_factory=deque)
 
 
 class SharedPool:
-    """All services on so many `devices`; restoring one takes `restore_seconds`."""
+    """All services on `devices` devices; restoring one takes `restore_seconds`."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class SharedPool:
         self.restores = 0
 
     def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
-        """Waits until the service is loaded and has a free place, then holds it."""
+        """Wait until the service is loaded and has capacity, then hold it."""
         state, started = self._states[service], self._env.event()
         self._arrivals += 1
         state.waiting.append((self._arrivals, started))
@@ -111,7 +112,7 @@ class SharedPool:
                 started.succeed()
 
     def _worth(self, state: _State) -> float:
-        """The eviction key of a service: the least is evicted first."""
+        """Return the eviction key of a service: the smallest is evicted first."""
         if self._next_call is None:
             return state.last
         return -self._next_call(state.service.name, self._env.now)

@@ -1,5 +1,5 @@
 """Trajectories that play a trace against an elastic pool or pods, calls that play one against model
-services; and what they waited."""
+services, and their waiting times."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from testbed.twin.actions import ActionPool, ElasticPool, Pods
 
 @dataclass
 class BatchResult:
-    """Times of one batch. `acts`: seconds from asking for an action to its end, in the order
-    of their ends; the wait for a pod is part of the first. `waited`: seconds of all of them before
-    they began. `core_seconds`: what they held while they ran. `seconds`: until the last ended."""
+    """Times of one batch. `acts`: seconds from the request of an action to its end, in order of the
+    ends; the wait for a pod is part of the first. `waited`: total seconds before actions began.
+    `core_seconds`: cores held times seconds. `seconds`: until the last trajectory ended."""
 
     acts: list[float] = field(default_factory=list)
     waited: float = 0.0
@@ -42,10 +42,11 @@ def play(
     *,
     held_by: int = 1,
 ) -> BatchResult:
-    """All trajectories begin at once. `held_by`: the place of a trajectory (its pod) is kept until
-    all of so many neighbouring ones have ended, as where the group of a query is rewarded together.
+    """Play all trajectories, which begin at once. `held_by`: number of neighbouring trajectories
+    that keep their places (pods) until all of them have ended, as if a query's group is rewarded
+    together.
 
-    Raises ValueError where there are fewer pods than a group needs at once.
+    Raises ValueError if there are fewer pods than a group needs at once.
     """
     if held_by < 1:
         raise ValueError(f"held_by = {held_by}: must be at least 1")
@@ -68,8 +69,8 @@ def play(
 
 @dataclass
 class _Group:
-    """Trajectories that free their places together: how many, and the places of those that
-    ended."""
+    """Trajectories that free their places together: their number, and the places of the ended
+    ones."""
 
     size: int
     places: list[Any] = field(default_factory=list)
@@ -103,7 +104,7 @@ def ask(
     names: Sequence[str],
     make: Callable[[simpy.Environment], Dedicated | SharedPool],
 ) -> BatchResult:
-    """Plays every call at its time, to the service of that index in `names`."""
+    """Play every call at its time, on the service with its index in `names`."""
     env, played = simpy.Environment(), BatchResult()
     pool = make(env)
 

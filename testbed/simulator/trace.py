@@ -1,11 +1,11 @@
 """Seeded workloads: the turns of coding agents, and the duration of each action.
 
-Everything is drawn per trajectory from (seed, index), so a batch of 256 is the beginning of one of
-1536. Published is: the share of its life that a coding sandbox is busy (47 %, ARL-Tangram section
-2); turns of coding agents, 26.4 on average and 408 at most among 80,036 trajectories that nobody
-cut off (the data set nebius/SWE-agent-trajectories), which is a lognormal with a sigma of 0.7; the
-longest response 5 to 9 times the mean (RollArt), a sigma of 0.5. How long actions take is ours, and
-how much of that is the query's.
+Everything is drawn per trajectory from (seed, index), so that a batch of 256 is the beginning of
+one of 1536. Published figures: a coding sandbox is busy for 47 % of its life (ARL-Tangram section
+2); coding agents take 26.4 turns on average and at most 408 among 80,036 trajectories without a
+turn limit (the data set nebius/SWE-agent-trajectories), a lognormal with a sigma of 0.7; the
+longest response is 5 to 9 times the mean (RollArt), a sigma of 0.5. The durations of actions are
+our assumption, and so is the part of their variance that the query determines.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class CodingLaw:
     """Distribution of a coding agent's turns. Seconds are of one core; spreads are
     sigmas of lognormals.
 
-    Most actions are commands; `test_share` of them are test runs, which can use many cores, and
-    the last of every trajectory is its reward, the whole test suite. `duty` is the part of a
-    trajectory's life in which its sandbox is busy when it has `duty_cores` cores of its own: it
-    says how long the model thinks in between.
+    Most actions are commands; `test_share` of them are test runs, which can use many cores, and the
+    last action of every trajectory is its reward, the whole test suite. `duty` is the part of a
+    trajectory's life in which its sandbox is busy with `duty_cores` cores of its own, from which
+    the model's thinking time follows.
 
-    `group` trajectories have one query, which decides `alike` of the variance of the logarithm of
-    their tests and rewards: wholly of rewards, which run the same suite; of tests half of it is the
-    query's and half that of the selection that is run, one of `selections`. 0: every action is
-    drawn by itself, and nothing that a scheduler may know says anything of it.
+    `group` trajectories share one query, which determines the part `alike` of the variance of the
+    logarithm of their tests' and rewards' durations. For rewards, which run the same suite, the
+    query determines all of that part; for tests it determines one half, and the selection of tests,
+    one of `selections`, the other. 0: every action is drawn independently, and a scheduler cannot
+    predict it.
     """
 
     turns: float = 26.0
@@ -77,7 +78,7 @@ class CodingLaw:
         return self.busy_seconds * (1 - self.duty) / self.duty / (self.turns + 1)
 
     def scaled(self, factor: float) -> CodingLaw:
-        """The same distribution with all times multiplied by `factor`."""
+        """Return the same distribution with all times multiplied by `factor`."""
         return replace(
             self,
             shell_seconds=factor * self.shell_seconds,
@@ -92,8 +93,8 @@ Trajectory: TypeAlias = Sequence[SimulatedTurn]
 def coding(
     count: int, law: CodingLaw, seed: int, epoch: int = 0, first: int = 0
 ) -> list[Trajectory]:
-    """`count` trajectories from the `first` on, those of a query one after another; the last turn
-    of each is its reward. With another `epoch` others of the same queries."""
+    """Return `count` trajectories from number `first` on, query by query; the last turn of each is
+    its reward. Another `epoch` gives other trajectories of the same queries."""
     return [
         _trajectory(
             law,
@@ -126,11 +127,11 @@ class ServiceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TeacherLaw:
-    """Calls of model services for scores: at the end of each group of trajectories the service of
-    its domain, in bursts, since the groups of a step end together.
+    """Calls of model services for scores: at the end of each group of trajectories a call of its
+    domain's service, in bursts, since the groups of a step end together.
 
-    `busy` is the part of the time in which a service of its own would be at work: dedicated reward
-    GPUs are used 7 % (RollArt). The rest is ours.
+    `busy` is the part of the time in which a dedicated service would be busy: dedicated reward GPUs
+    are busy 7 % of the time (RollArt). The other values are our assumptions.
     """
 
     services: int = 9
@@ -138,7 +139,7 @@ class TeacherLaw:
     seconds: float = 4.0
     seconds_spread: float = 0.5
     step_seconds: float = 600.0
-    # Of a step, when the first group ends on average, and the spread of ends.
+    # Mean end of the first group, as a fraction of the step, and the spread of ends.
     first_end: float = 0.5
     ends_spread: float = 0.25
 
@@ -149,7 +150,7 @@ class TeacherLaw:
 
 
 def teaching(steps: int, law: TeacherLaw, seed: int) -> list[ServiceRequest]:
-    """The calls of `steps` steps, ordered by time."""
+    """Return the calls of `steps` steps, ordered by time."""
     asked: list[ServiceRequest] = []
     for step in range(steps):
         rng = np.random.default_rng((seed, step))
@@ -186,7 +187,8 @@ def _trajectory(law: CodingLaw, rng: Rng, query: _Query) -> Trajectory:
 
 
 def _common(seconds: float, mean: float, common: float, law: CodingLaw) -> float:
-    """`seconds`, a draw about `mean`, with that part of its spread replaced by what is common."""
+    """Return `seconds`, a draw about `mean`, with the common part of its spread replaced by
+    `common`."""
     spread = law.seconds_spread
     own = (math.log(seconds / mean) + spread * spread / 2) / spread
     drawn = math.sqrt(1 - law.alike) * own + math.sqrt(law.alike) * common

@@ -1,8 +1,8 @@
 """Actions of environments in the twin: a shared elastic pool, or a pod for each trajectory.
 
-`ElasticPool` runs actions when, where and with as many cores as `troupe.scheduling.elastic`
-decides. `Pods` are the baseline: cores that a trajectory reserves for its life (static Kubernetes).
-A trajectory enters a pool, runs its actions there, and leaves.
+`ElasticPool` runs actions with the times, hosts and numbers of cores that
+`troupe.scheduling.elastic` decides. `Pods` are the baseline: cores that a trajectory reserves for
+its life (static Kubernetes). A trajectory enters a pool, runs its actions there, and leaves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Decide: TypeAlias = Callable[..., list[Placed]]
 @dataclass(frozen=True, slots=True)
 class SimulatedAction:
     """An action with its true duration: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. The scheduler does not know this duration, but it knows the
+    can use from `cores` to `max_cores`. The scheduler does not know this duration, but it knows the
     action's query, and whether it shares its arguments (`content`; empty: it does not)."""
 
     function: str
@@ -83,7 +83,7 @@ class ActionPool(Protocol):
     core_seconds: float
     """Cores times seconds that actions held while they ran."""
     waited: float
-    """Seconds of all actions, or of all trajectories for a pod, before they began."""
+    """Seconds that all actions waited before they began, or all trajectories for a pod."""
 
     def enter(self) -> Generator[simpy.Event, Any, Any]:
         """Wait for the trajectory's own place, if the pool has such places, and return it."""
@@ -145,10 +145,10 @@ class ElasticPool:
         stateful: bool = True,
         decide: Decide = decide_over,
     ) -> None:
-        """`hosts` are the capacities of each. `stateful`: what a trajectory runs stays on the host
-        that it was given, where its files are. `fixed`: every action that is elastic gets exactly
-        so many cores. `fractions` are what functions declare as their parallel part. `told`: how
-        long an action takes is known when it is asked for (the services' `expected_seconds`).
+        """`hosts`: the capacity of each. `stateful`: a trajectory's actions stay on its host, where
+        its files are. `fixed`: exact number of cores of every elastic action. `fractions`: the
+        parallel parts that functions declare. `told`: an action's duration is known at its request
+        (the services' `expected_seconds`).
         `decide`: replaces the decision function, to observe it."""
         self._env = env
         self._machines = {
@@ -162,7 +162,7 @@ class ElasticPool:
         self._told = told
         self._stateful = stateful
         self._decide = decide
-        # Function -> its action with a number of cores that none had yet.
+        # Function -> its action that tries a new number of cores.
         self._exploring: dict[str, str] = {}
         self._levels: dict[tuple[int, int], tuple[int, ...]] = {}
         # In the order of `turn`.
@@ -172,7 +172,7 @@ class ElasticPool:
         self._count = 0
         self._pumping = False
         self.core_seconds = 0.0
-        # Of all actions, from being asked for to their start.
+        # Of all actions, from their request to their start.
         self.waited = 0.0
 
     def enter(self) -> Generator[simpy.Event, Any, str | None]:
@@ -183,7 +183,7 @@ class ElasticPool:
         machine = min(self._machines.values(), key=lambda m: m.homes / m.capacity[CORES])
         machine.homes += 1
         return machine.name
-        yield  # nothing is waited for
+        yield  # without a wait
 
     def leave(self, place: str | None) -> None:
         """Remove an ended trajectory."""
@@ -200,7 +200,7 @@ class ElasticPool:
         self._waiting[action.action_id] = _Waiting(call, started)
         bisect.insort(self._queue, action, key=turn)
         self._kinds[action.kind] += 1
-        # Else it waits behind one that waits for the same.
+        # Otherwise it waits behind an action that waits for the same resource.
         if self._kinds[action.kind] == 1 or self._queue[0] is action:
             self._pump()
         try:
@@ -219,7 +219,7 @@ class ElasticPool:
         self._free(placed)
         self.core_seconds += seconds * cores
         held, function, last = max(1, cores), call.function, call.function == REWARD
-        # What it would have taken on the fewest, as far as is known.
+        # Its estimated time on the fewest cores.
         alone, given = before.seconds((max(1, call.cores), held))
         declared = call.seconds(call.cores) if self._told else 0.0
         kin = _kin(call, trajectory)
@@ -230,7 +230,7 @@ class ElasticPool:
 
     def _cancel(self, action: Action, started: simpy.Event) -> None:
         """Remove an action that its trajectory no longer wants."""
-        if started.triggered:  # in this very instant
+        if started.triggered:  # at this instant
             placed: Any = started.value
             self._free(placed)
             return
@@ -318,10 +318,10 @@ def _kin(call: SimulatedAction, trajectory: str) -> Kin:
 
 
 class Pods:
-    """Pods of `cores` on hosts; the control plane makes so many per second.
+    """Pods of `cores` cores on hosts; the control plane creates a limited number per second.
 
-    A trajectory waits for a pod of its own (first come, first served), holds all of its cores until
-    it ends, and runs every action in it, as parallel as its image is set to.
+    A trajectory waits for its own pod (first come, first served), holds all of its cores until it
+    ends, and runs every action in it, with the parallelism of its image.
     """
 
     def __init__(
@@ -334,11 +334,11 @@ class Pods:
         start_seconds: float = 0.0,
         made_per_second: float = float("inf"),
     ) -> None:
-        """`parallelism`: cores that an action uses of the pod's; None: all. `start_seconds`: from
-        being made to being ready. Raises ValueError where no pod fits."""
+        """`parallelism`: cores of the pod that an action uses; None: all. `start_seconds`: from
+        creation to readiness. Raises ValueError if no pod fits."""
         places = sum(host[CORES] // cores for host in hosts)
         if not places:
-            raise ValueError(f"cores = {cores}: no host has so many")
+            raise ValueError(f"cores = {cores}: no host has that many")
         self._env = env
         self._cores = min(cores, parallelism or cores)
         self._start_seconds = start_seconds
@@ -346,7 +346,7 @@ class Pods:
         self._next = 0.0
         self._places = simpy.Resource(env, places)
         self.core_seconds = 0.0
-        # Of all trajectories, for a pod.
+        # Total wait of all trajectories for their pods.
         self.waited = 0.0
 
     def enter(self) -> Generator[simpy.Event, Any, simpy.Event]:

@@ -1,4 +1,4 @@
-"""A job in the twin as published systems run it, and the baselines that they are measured against.
+"""A job in the twin with the mechanisms of published systems and of their baselines.
 
 Beyond the job that the planner runs (`troupe.twin.cluster`): classes of devices, pools of actions,
 environments that advance as a batch, steps that begin as whole batches, failing nodes.
@@ -38,18 +38,18 @@ class PublishedJob(TwinJob):
     classes_by_domain: tuple[tuple[str, str], ...] = ()
     """(domain, device class) of turns that a class of device fits best."""
     whole_batches: bool = False
-    """Whether a step's trajectories begin only when all of the step before have ended, and end with
-    the weights that they began with (one-step off-policy in mode `async`)."""
+    """Whether a step's trajectories begin only when all of the previous step's have ended, and keep
+    the weights with which they began (one-step off-policy in mode `async`)."""
     barrier: bool = False
-    """Whether environments advance as a batch: no trajectory begins its next turn before all of
-    its wave have ended theirs (what trajectory-level rollout is measured against)."""
+    """Whether environments advance as a batch: no trajectory begins its next turn before all of its
+    wave have ended their turns (the baseline of trajectory-level rollout)."""
     actions: Callable[[simpy.Environment], ActionPool] | None = None
-    """Makes the pool that turns' calls run in."""
+    """Factory of the pool in which turns' calls run."""
     faults: NodeFaults | None = None
 
 
 def check_mechanisms(job: PublishedJob) -> None:
-    """Raise ValueError naming the mechanism that is wrong."""
+    """Raise ValueError naming the invalid mechanism."""
     turns = (turn for one in job.workload(0) for turn in one.turns)
     calls = any(isinstance(turn, ActingTurn) for turn in turns)
     if calls and job.actions is None:
@@ -70,8 +70,8 @@ class _PublishedTrajectory(PlayedTrajectory):
     ) -> None:
         super().__init__(cluster, group, key, trajectory)
         self.cluster = cluster
-        # In the pool of actions: what runs or waits there, the trajectory's own place, and the
-        # seconds that it waited for it.
+        # In the pool of actions: the running or waiting process, the trajectory's own place, and
+        # the seconds that it waited for the place.
         self.acting: simpy.Process | None = None
         self.place: object = None
         self.waited = 0.0
@@ -126,7 +126,7 @@ class _PublishedTrajectory(PlayedTrajectory):
             super().trajectory_ended()
 
     def leave(self, pool: ActionPool) -> None:
-        """End what runs in the pool and free the trajectory's place."""
+        """End the trajectory's action in the pool and free its place."""
         if self.acting is not None:
             self.acting.interrupt()
         if self.place is not None:
@@ -134,7 +134,7 @@ class _PublishedTrajectory(PlayedTrajectory):
 
 
 class _Barrier:
-    """Environments that advance as a batch: the slowest of all holds up every trajectory."""
+    """Environments that advance as a batch: the slowest holds up every trajectory."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -149,7 +149,7 @@ class _Barrier:
         self.check()
 
     def check(self) -> None:
-        """Let all go on once all have arrived."""
+        """Let all continue once all have arrived."""
         if self._arrived and len(self._arrived) >= self.running:
             ready, self._arrived = self._arrived, []
             event = self._env.timeout(max(0.0, self._until - self._env.now))
@@ -177,7 +177,7 @@ class AffinityRouter(TwinRouter):
         self._by_domain = dict(classes_by_domain)
         self._rates: dict[str, Rates] = {}
         self.fetched = False
-        """Whether all engines have fetched the weights that they are about to load."""
+        """Whether all engines have already fetched the weights that they load next."""
         super().__init__(policy, engines, rules)
 
     def register(self, engine: TwinEngine) -> None:
@@ -230,18 +230,18 @@ class PublishedTwin(Twin):
         self.actions = job.actions(self.env) if job.actions is not None else None
         self._acts, self._act_seconds = 0, 0.0
         self.acts: list[tuple[int, float]] = []
-        """By step: actions that have ended in the pool, and their seconds from being asked for to
-        their ends, waits for a pod included; totals since the start."""
+        """By step: actions that have ended in the pool, and their seconds from request to end,
+        waits for a pod included; totals since the start."""
 
     def acted(self, seconds: float) -> None:
-        """Count an action that ended so many seconds after its request."""
+        """Count an action that ended `seconds` after its request."""
         self._acts += 1
         self._act_seconds += seconds
 
     def lose_worker(self, worker: int) -> bool:
         """Kill a rollout worker with its engines and trajectories, which restart elsewhere. The
-        last worker does not die, since nothing could continue without it. Returns whether the
-        worker died."""
+        last worker does not die, since nothing could continue without it. Return whether the worker
+        died."""
         if len(self._serving) < 2:
             return False
         self.failures += 1
@@ -352,7 +352,8 @@ class PublishedTwin(Twin):
             yield from super()._update(policy)
             return
         env, newest = self.env, self._open[-1]
-        # Between whole batches all engines load at once, what they fetched while serving.
+        # Between whole batches all engines load at once the weights that they fetched while
+        # serving.
         fetched = not newest.rolled_out.processed
         if fetched:
             fetches = (one.rates.fetch_seconds for one in self._job.policies[policy].engines)

@@ -27,7 +27,7 @@ class NodeFaults:
     mtbf_seconds: float
     down_seconds: float = 300.0
     restart_seconds: float = 0.0
-    """Additional time of a gang that has lost a rank: processes, groups, its last state."""
+    """Additional time of a gang that has lost a rank, for processes, groups and its last state."""
     seed: int = 0
 
 
@@ -43,7 +43,8 @@ class FailingTrainers(TrainingPool):
         restart_seconds: float,
         spans: list[tuple[str, str, float, float, float]] | None = None,
     ) -> None:
-        """`restart_seconds`: what a gang that has lost a rank needs before it computes again."""
+        """`restart_seconds`: time that a gang needs after the loss of a rank before it computes
+        again."""
         super().__init__(env, workers, changed=changed, spans=spans)
         self._restart = restart_seconds
         # Policies whose gang lost a rank and has to be built again.
@@ -68,7 +69,7 @@ class FailingTrainers(TrainingPool):
         self.touch()
 
     def rebuilding_seconds(self, policy: str) -> float:
-        """Return what the policy's gang needs after the loss of a rank."""
+        """Return the time that the policy's gang needs after the loss of a rank."""
         if policy not in self._broken:
             return 0.0
         self._broken.remove(policy)

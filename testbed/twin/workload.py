@@ -32,7 +32,7 @@ class MixedWorkload:
     """Queries of several kinds in turn: `parts` are (workload, share of the queries)."""
 
     def __init__(self, parts: Sequence[tuple[Workload, float]]) -> None:
-        """Raises ValueError without a positive share."""
+        """Raises ValueError unless the shares are positive."""
         total = sum(share for _, share in parts)
         if total <= 0 or any(share < 0 for _, share in parts):
             raise ValueError(f"parts = {[share for _, share in parts]}: shares must be positive")
@@ -40,7 +40,7 @@ class MixedWorkload:
 
     def __call__(self, index: int) -> Sequence[TwinTrajectory]:
         """Return the trajectories of a query; neighbouring queries are of different kinds."""
-        # Golden-ratio sequence: every stretch of queries has about the shares of all.
+        # Golden-ratio sequence: every run of queries has about the same shares as all queries.
         at = (index + 1) * 0.6180339887498949 % 1.0
         for workload, share in self._parts:
             if at < share:

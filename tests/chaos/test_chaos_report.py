@@ -87,7 +87,7 @@ def test_a_run_that_kept_every_promise() -> None:
         (outcome(versions={"solver": (2, "abc")}), "the final weights differ"),
         (outcome(versions={}), "the final weights differ"),
         (outcome(state="failed"), "the disturbed job failed"),
-        (outcome(state="running", cut_short=True), "the time was up"),
+        (outcome(state="running", cut_short=True), "the time limit passed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -201,7 +201,7 @@ def test_both_clusters_are_apart_and_only_one_is_disturbed(tmp_path: Path) -> No
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     prepare_directory(tmp_path / "runs")
     (tmp_path / "runs" / "disturbed").mkdir()
-    with pytest.raises(InvalidArgument, match="an earlier run is in this directory"):
+    with pytest.raises(InvalidArgument, match="this directory has an earlier run"):
         prepare_directory(tmp_path / "runs")
     (tmp_path / "file").touch()
     with pytest.raises(NotWritable, match="cannot be written"):

@@ -120,7 +120,7 @@ def test_a_pod_is_waited_for_once_and_its_cores_are_its_own() -> None:
 
     # One pod: 2 x (1 + 4) s, so the second waits for 10.
     assert play([trajectory, trajectory], make).acts == [4.0, 4.0, 14.0, 4.0]
-    with pytest.raises(ValueError, match="cores = 8: no host has so many"):
+    with pytest.raises(ValueError, match="cores = 8: no host has that many"):
         Pods(simpy.Environment(), [{CORES: 5}], cores=8)
 
 

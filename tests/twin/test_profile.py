@@ -174,7 +174,7 @@ def test_a_profile_of_another_job_is_refused(change: dict[str, Any], said: str) 
 
 def test_an_invalid_profile_is_refused_by_field() -> None:
     spec = JobSpec.model_validate(job())
-    with pytest.raises(FailedPrecondition, match="no trajectory yet"):
+    with pytest.raises(FailedPrecondition, match="no trajectories yet"):
         JobProfile.of_spec(spec).check(spec)
     for text in ("", "[]", "{}", '{"format": 99}', "null"):
         with pytest.raises(InvalidArgument, match="not a profile"):

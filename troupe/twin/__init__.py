@@ -1,9 +1,9 @@
 """A discrete-event twin of a cluster: engines, trainers and steps of a job in simulated time.
 
 The decisions come from the same functions as in the services, `troupe.scheduling`, called with the
-same records. The twin models the world around them: computing times of devices and travel times of
-bytes. simpy holds the clock and the queue of events. `testbed.twin` adds the mechanisms that only
-published tables need.
+same records. The twin models the world around them: computing times of devices and transfer times
+of bytes. simpy provides the clock and the queue of events. `testbed.twin` adds the mechanisms that
+only published tables need.
 
     costs      device classes and models: seconds of prefill, decoding, training, loading
     workload   what trajectories do: their turns, lengths and waits

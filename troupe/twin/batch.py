@@ -1,7 +1,7 @@
 """The batch of one engine under a cost model, and the clock of busy lanes.
 
-The twin's engines and the simulated engines of the testbed, which take the same times on a live
-cluster, share it.
+The twin's engines share it with the simulated engines of the testbed, which take the same times on
+a live cluster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class EnginePace(Protocol):
-    """The times of an engine, as `policies.X.simulated` of a job gives them."""
+    """The times of an engine, such as `policies.X.simulated` in a job."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -32,7 +32,7 @@ class EngineBatch:
     """The running turns of one engine by key, with their progress under the cost model.
 
     A decoding step takes `decode_seconds + decode_seconds_per_turn * running`; prompts are read at
-    `prefill_tokens_per_second` and hold decoding up meanwhile.
+    `prefill_tokens_per_second` and block decoding meanwhile.
     """
 
     def __init__(self, pace: EnginePace) -> None:
@@ -44,7 +44,7 @@ class EngineBatch:
         # Decoding steps so far.
         self._steps = 0.0
         self._count = 0
-        # By key: the steps at which it was admitted, its length.
+        # By key: the step at which the turn was admitted, and its length.
         self._turns: dict[Any, tuple[float, int]] = {}
         # (step at which the turn has its last token, number, key).
         self._heap: list[tuple[float, int, Any]] = []
@@ -54,7 +54,7 @@ class EngineBatch:
 
     def admit(self, key: Any, prompt_tokens: float, length: int, now: float) -> bool:
         """Admit a turn of `length` response tokens; its prefill blocks the whole batch first.
-        Returns whether it ends next."""
+        Return whether it ends next."""
         self._count = count = self._count + 1
         self._turns[key] = (self._steps, length)
         heap = self._heap
@@ -82,7 +82,7 @@ class EngineBatch:
             heapq.heapify(self._heap)
 
     def drawn(self, key: Any) -> int:
-        """Return the number of tokens that a turn has, as of the last `advance`."""
+        """Return a turn's number of tokens as of the last `advance`."""
         begin, length = self._turns[key]
         # Tolerates rounding of the step count.
         return min(length, math.floor(self._steps - begin + 1e-6))
@@ -123,7 +123,7 @@ class EngineBatch:
 
 class BusyClock:
     """Seconds in which at least one of several lanes was busy, and the busy seconds of all lanes
-    together. Lanes report their begins and ends in the order of time."""
+    together. Lanes report their begins and ends in order of time."""
 
     __slots__ = ("_busy", "_since", "any_seconds", "lane_seconds")
 

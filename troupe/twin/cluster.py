@@ -2,7 +2,7 @@
 measurements.
 
 `Twin` opens steps, starts waves of trajectories, closes rosters and spreads groups over rollout
-workers as `troupe.scheduling.admission` says; `services/orchestrator/pipeline` is the live side.
+workers by `troupe.scheduling.admission`; `services/orchestrator/pipeline` is the live counterpart.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TwinStep:
     trained_tokens: int
     trajectories: int
     staleness: float
-    """Mean of the trajectories of this step, in versions."""
+    """Mean over the step's trajectories, in versions."""
     exposed: float
-    """Seconds in which engines drew nothing for new weights, all engines together."""
+    """Seconds in which weight updates kept engines from drawing tokens, summed over all engines."""
 
 
 @dataclass
@@ -68,14 +68,14 @@ class TwinRun:
     moves: int = 0
     swaps: int = 0
     events: int = 0
-    """Turns that engines have ended: the unit of the twin's own work."""
+    """Turns that engines have ended: the unit of the twin's work."""
     bound: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     engine_spans: list[TwinSpan] = field(default_factory=list)
     trainer_spans: list[TwinSpan] = field(default_factory=list)
 
     def means(self, first: int = 1, after: int = 0) -> TwinMeans:
         """Return the means per step from the end of step `first` on (0: from the start), without
-        the last `after` steps. Raises ValueError if none is left."""
+        the last `after` steps. Raises ValueError if no step is left."""
         steps = self.steps[: len(self.steps) - after] if after else self.steps
         count = len(steps) - first
         if count < 1:
@@ -131,7 +131,7 @@ class QueryGroup:
         self.rows: dict[str, list[int]] = {}
         self.complete = False
         self.worker = -1
-        # Steps committed of each policy when it started.
+        # Committed steps of each policy when it started.
         self.started: Mapping[str, int] = {}
 
 
@@ -257,13 +257,14 @@ class Twin:
         self._limit = job.in_flight
 
     def run(self, steps: int) -> TwinRun:
-        """Run so many steps to their end. Raises RuntimeError if the job cannot go on."""
+        """Run `steps` steps to their end. Raises RuntimeError if the job cannot continue."""
         if steps < 1:
             raise ValueError(f"steps = {steps} is out of range")
         done = self.env.process(self._window(steps))
         self._start_processes()
         collected_at = gc.get_threshold()
-        # Turns and calls by the million, nearly all of which are freed without the collector.
+        # There are millions of turns and calls, nearly all of which are freed without the
+        # collector.
         gc.set_threshold(_COLLECTED_AT, *collected_at[1:])
         try:
             self._time.run_to(self.env, done)
@@ -276,19 +277,20 @@ class Twin:
         return run
 
     def _start_processes(self) -> None:
-        """Start what runs as long as the job."""
+        """Start the processes that run as long as the job."""
         for balancer in self._balancers:
             self.env.process(balancer.run())
 
     def after(self, seconds: float, call: Any) -> None:
-        """Call `call` with an event after so many seconds."""
+        """Call `call` with an event after `seconds`."""
         if seconds <= 0:
             call()
             return
         self._time.call(self._time.now + seconds, call)
 
     def trajectory_ended(self, one: PlayedTrajectory) -> None:
-        """Handle the end of a trajectory: its rows, its group, and whatever may start now."""
+        """Handle the end of a trajectory: its rows, its group, and the trajectories that may start
+        now."""
         group = one.group
         self._leave(one)
         self._ended_trajectories += 1
@@ -393,7 +395,7 @@ class Twin:
                 self._note(running.pop(0)[0])
 
     def _may_open(self, newest: OpenStep | None) -> bool:
-        """Return whether a step may open beside the newest one that is open."""
+        """Return whether a step may open while the newest step is open."""
         return True
 
     def _open_step(self) -> OpenStep:
@@ -453,7 +455,7 @@ class Twin:
             yield env.all_of([env.process(one) for one in updates])
 
     def _tell(self) -> None:
-        """Let `_window` look again."""
+        """Let `_window` check again."""
         news, self._news = self._news, self.env.event()
         news.succeed()
 
@@ -505,7 +507,7 @@ class Twin:
         limit = self._limit
         if self._job.mode == "serial":  # one query at a time
             limit = 1
-        # More than the window cannot start: the rest need not be looked at.
+        # More than the window cannot start: the rest need no check.
         sizes = [len(one.todo) for one in itertools.islice(waiting, limit)]
         if len(waiting) > len(sizes):
             sizes.append(limit + 1)
@@ -526,7 +528,7 @@ class Twin:
                 self._begin(group, number, trajectory)
 
     def _workers(self) -> Sequence[int]:
-        """Return the rollout workers that trajectories may be given to."""
+        """Return the rollout workers that may get trajectories."""
         return range(len(self.routers))
 
     def _begin(self, group: QueryGroup, number: int, trajectory: TwinTrajectory) -> None:

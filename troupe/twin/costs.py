@@ -1,10 +1,10 @@
 """Cost models: device classes, models, and times of engines and trainers.
 
 Peaks and bandwidths are the makers' published figures (dense bfloat16, without sparsity);
-`Efficiency` states the fraction that is reached. A decoding step reads all weights that the batch
-touches and every turn's keys and values once, so its time is linear in the running turns; prefill
-and training are bound by arithmetic (Kaplan et al. 2020, arXiv 2001.08361, section 2.1: two
-operations per parameter and token forward, four backward; attention besides).
+`Efficiency` states the fraction that programs reach. A decoding step reads all weights that the
+batch touches and every turn's keys and values once, so its time is linear in the running turns;
+prefill and training are bound by arithmetic (Kaplan et al. 2020, arXiv 2001.08361, section 2.1: two
+operations per parameter and token forward, four backward; plus attention).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class EngineRates:
     load_seconds: float = 0.0
     """Seconds in which new weights block the engine."""
     fetch_seconds: float = 0.0
-    """Seconds in which new weights travel to the engine's host while it still serves."""
+    """Seconds of the transfer of new weights to the engine's host, which still serves meanwhile."""
     start_seconds: float = 0.0
-    """Seconds of a start with another model, or after a fault."""
+    """Seconds of a start, with another model or after a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class TrainerRates:
     """The cost model of a policy's gang (`trainer_rates`)."""
 
     backward_tokens_per_second: float
-    """Tokens of forward and backward, over the whole gang."""
+    """Tokens of forward and backward passes per second, over the whole gang."""
     step_seconds: float
-    """An optimizer step; the new weights are published then."""
+    """Seconds of an optimizer step, after which the new weights are published."""
     swap_seconds: float = 0.0
-    """Moving the training state off the devices, or onto them."""
+    """Seconds of moving the training state off the devices, or onto them."""
     micro_batch_seconds: float = 0.0
-    """What a micro-batch costs besides its tokens: launches, collectives, fetching rows."""
+    """Fixed seconds per micro-batch: launches, collectives, fetching rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Parts of the published figures that programs reach.
+    """Fractions of the published figures that programs reach.
 
-    Our own kernels reach 25 % in training a 0.5B model on an H100 (docs/benchmarks/gpu.md); models
-    of 7B and more are reported at 35 to 45 % (FSDP, Megatron-LM). Decoding reads memory at 60 to 70
-    % of its bandwidth, prefill computes at about half of the peak.
+    Troupe's own kernels reach 25 % in training a 0.5B model on an H100 (docs/benchmarks/gpu.md);
+    for models of 7B and more, 35 to 45 % are reported (FSDP, Megatron-LM). Decoding reads memory at
+    60 to 70 % of its bandwidth, prefill computes at about half of the peak.
     """
 
     prefill: float = 0.5
@@ -78,7 +78,7 @@ class DeviceCosts:
     memory: int
     """Bytes."""
     link: float
-    """Bytes to the other devices of its host, both directions together."""
+    """Bytes to the other devices of its host, both directions combined."""
     host_link: float = 25e9
     """Bytes to host memory, each direction."""
     network: float = 20e9
@@ -114,11 +114,11 @@ def device_costs(
     gigabytes_per_second: float = 0.0,
     field: str = "devices",
 ) -> DeviceCosts:
-    """Return the costs of a device class; `tflops` and `gigabytes_per_second` replace or give its
+    """Return the costs of a device class; `tflops` and `gigabytes_per_second` replace or supply its
     peak and memory bandwidth, `memory` its bytes.
 
-    Raises InvalidArgument that names `field` for an unknown class without all three, and one for
-    rates that are not positive.
+    Raises InvalidArgument that names `field` for an unknown class without all three, and for rates
+    that are not positive.
     """
     for rate, value in (("tflops", tflops), ("gigabytes_per_second", gigabytes_per_second)):
         if value < 0 or not math.isfinite(value):
@@ -126,7 +126,7 @@ def device_costs(
                 f"a device's {rate} must be above 0",
                 field=rate,
                 value=value,
-                remedy="Give what its maker publishes: dense bfloat16, and memory bandwidth.",
+                remedy="Give its maker's published figures: dense bfloat16, and memory bandwidth.",
             )
     known = DEVICES.get(name.upper())
     if known is None:
@@ -148,8 +148,7 @@ def device_costs(
     )
 
 
-# Sizes in the order of `_NAMES`, and what else is the model's own: as the models' own
-# configurations say.
+# Sizes in the order of `_NAMES`, and further properties, from the models' configurations.
 _NAMES: Final = (
     "num_hidden_layers",
     "hidden_size",
@@ -207,8 +206,8 @@ def known_shape(path: str) -> ModelShape | None:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Return the parameters that one token is multiplied with: of a mixture the experts that it is
-    routed to; the output layer, but not the embedding."""
+    """Return the parameters that one token is multiplied with: in a mixture, only the experts that
+    it is routed to; with the output layer, without the embedding."""
     idle = max(0, shape.experts - shape.active_experts) * 3 * shape.hidden * shape.intermediate
     return shape.layers * (shape.layer - idle) + shape.vocabulary * shape.hidden
 
@@ -227,10 +226,10 @@ def _attention(shape: ModelShape, context: float) -> float:
 # step's launches and sampling.
 _REDUCE_SECONDS: Final = 8e-6
 _STEP_SECONDS: Final = 1.5e-3
-# Part of a device's memory that an engine may use, and bytes of its buffers.
+# Fraction of a device's memory that an engine may use, and bytes of its buffers.
 _ENGINE_MEMORY: Final = 0.88
 _ENGINE_BUFFERS: Final = 3 * GIB
-# Loading weights is repacking, too, not only bytes on the network.
+# Loading weights includes repacking, not only the transfer.
 _LOAD_PART: Final = 0.5
 _START_SECONDS: Final = 30.0
 
@@ -244,7 +243,7 @@ def engine_rates(
     running: float = 64.0,
 ) -> EngineRates:
     """Return the times of an engine. `context`: mean tokens of a turn in the cache; `running`:
-    turns that usually run at once, by which a mixture's touched experts are counted."""
+    turns that usually run at once, from which the touched experts of a mixture follow."""
     part, count = device.efficiency, tensor_parallel
     active = active_parameters(shape)
     prefill = device.flops * count * part.prefill / (2 * active + _attention(shape, context / 2))
@@ -271,8 +270,8 @@ def engine_rates(
 def engine_turns(
     shape: ModelShape, device: DeviceCosts, *, tensor_parallel: int, context: float, most: int = 512
 ) -> int:
-    """Turns of `context` tokens whose keys and values an engine holds at once, at most `most`; 0:
-    the weights do not fit."""
+    """Return how many turns of `context` tokens an engine can hold keys and values of, at most
+    `most`; 0: the weights do not fit."""
     room = tensor_parallel * (_ENGINE_MEMORY * device.memory - _ENGINE_BUFFERS)
     room -= shape.parameters * _HALF
     return max(0, min(most, int(room / (cache_bytes(shape) * max(1.0, context)))))

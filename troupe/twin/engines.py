@@ -1,7 +1,7 @@
-"""Engines in the twin: the batch of each, the router of a policy, moves between policies.
+"""Engines in the twin: each engine's batch, the router of a policy, moves between policies.
 
-`TwinRouter` makes the calls of `services.rollout.serving.router.PolicyRouter` to
-`troupe.scheduling.routing`, `TwinBalancer` those of the orchestrator's balancer.
+`TwinRouter` calls `troupe.scheduling.routing` like `services.rollout.serving.router.PolicyRouter`,
+and `TwinBalancer` calls it like the orchestrator's balancer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from troupe.twin.workload import TwinTurn
 
 
 class TwinClock:
-    """Simulated time and a queue of plain calls, which cost a tenth of simpy's events, in simpy's
-    queue. Unlike a subclass of simpy's environment it can be compiled."""
+    """Simulated time and simpy's event queue, with plain calls, which cost a tenth of simpy's
+    events. Unlike a subclass of simpy's environment it can be compiled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,11 +41,11 @@ class TwinClock:
         self.numbers = itertools.count()
 
     def call(self, at: float, function: Callable[[Any], None], argument: Any = None) -> None:
-        """Call `function` at a time, in the order of simpy's events of normal priority."""
+        """Call `function` at time `at`, in the order of simpy's events of normal priority."""
         heapq.heappush(self.queue, (at, _NORMAL, next(self.numbers), (function, argument)))
 
     def run_to(self, env: simpy.Environment, done: simpy.Event) -> None:
-        """Run until an event is processed. Raises RuntimeError if it never is."""
+        """Run until `done` is processed. Raises RuntimeError if no events are left before."""
         queue = self.queue
         while queue:
             entry = queue[0][3]
@@ -78,7 +78,7 @@ class TwinEnvironment(simpy.Environment):
 
 
 _NO_WORK: Final = Work(0, 0)
-# Between two looks of a balancer; for an engine's turns before it is taken away.
+# Seconds between two decisions of a balancer, and for an engine's turns before it is moved.
 _HEARTBEAT_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 10.0
 # simpy's priority of events that are not urgent.
@@ -86,7 +86,7 @@ _NORMAL: Final = 1
 
 
 class RoutedTurn:
-    """A turn that wants a place on an engine, or runs on one."""
+    """A turn that waits for an engine, or runs on one."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class RoutedTurn:
         left: int,
         previous: str | None,
     ) -> None:
-        """`key` names the conversation, `group` its query, of which `left` trajectories have not
-        ended; `previous`: the engine that served the conversation before."""
+        """`key`: the conversation; `group`: its query, of which `left` trajectories have not ended;
+        `previous`: the engine that served the conversation before."""
         self.turn = turn
         self.done = done
         self.key = key
@@ -111,7 +111,7 @@ class RoutedTurn:
         self.cost = 0.0
         self.beside = 0
         self.began = 0.0
-        # Tokens that lost engines have drawn of it.
+        # Its tokens drawn by lost engines.
         self.drawn = 0
         self.engine: TwinEngine | None = None
 
@@ -122,14 +122,15 @@ class EngineWatch:
 
     clock: BusyClock
     changed: Callable[[float], None]
-    """Called with the time before an engine begins or ends to be busy."""
+    """Called with the time just before an engine becomes busy or idle."""
     spans: list[tuple[str, str, float, float, float]] | None = None
     """(engine, policy, from, to, mean number of running turns)."""
     response_tokens: int = 0
     read_tokens: int = 0
     turns: int = 0
     exposed_seconds: float = 0.0
-    """Seconds in which engines drew nothing for new weights: loads, and kept turns read again."""
+    """Seconds in which weight updates kept engines from drawing: loads, and prefill of kept
+    turns."""
 
 
 class TwinEngine:
@@ -144,8 +145,8 @@ class TwinEngine:
         watch: EngineWatch,
         prefix_cache: bool = True,
     ) -> None:
-        """`fleet`: the engines of which this is one. `prefix_cache`: whether it keeps what a
-        conversation shares with its previous turn here."""
+        """`fleet`: the engine's fleet. `prefix_cache`: whether it caches the tokens that a turn
+        shares with the conversation's previous turn here."""
         self._env = env
         self._clock = env.clock
         self.engine_id = engine_id
@@ -164,7 +165,7 @@ class TwinEngine:
         self.drained: simpy.Event | None = None
 
     def admit(self, turn: RoutedTurn) -> None:
-        """Run a turn, from the tokens that it has."""
+        """Run a turn, continuing from its tokens."""
         now, watch = self._clock.now, self._watch
         self._tick(now)
         if not self.running:
@@ -180,7 +181,7 @@ class TwinEngine:
         if self.prefix_cache and turn.previous == self.engine_id and not turn.drawn:
             read -= want.shared
         watch.read_tokens += read
-        # The ends of the others become later: their timer is early, and set again then.
+        # The other turns end later now: the timer fires early and is then set again.
         if self._batch.admit(turn, read, want.response - turn.drawn, now):
             self._reschedule()
 
@@ -191,7 +192,7 @@ class TwinEngine:
         yield from self.load()
 
     def load(self) -> Generator[simpy.Event, Any, None]:
-        """Load fetched weights: nothing is drawn meanwhile, and kept turns are read again."""
+        """Load fetched weights: decoding stops meanwhile, and kept turns are prefilled again."""
         self._tick(self._clock.now)
         self.serving = False
         self._batch.block(math.inf, self._clock.now)
@@ -211,7 +212,7 @@ class TwinEngine:
             self.router.wake()
 
     def take_turns(self) -> list[RoutedTurn]:
-        """Remove all running turns, with the tokens that they have."""
+        """Remove all running turns, with their tokens."""
         now = self._clock.now
         self._tick(now)
         taken = list(self.running)
@@ -251,7 +252,7 @@ class TwinEngine:
         self._counted = now
 
     def _tick(self, now: float) -> None:
-        """Advance to now and hand out the turns that have ended."""
+        """Advance to now and report the turns that have ended."""
         turn: RoutedTurn
         for turn in self._batch.advance(now):
             if turn not in self.running:  # its query left at the end of another turn
@@ -272,8 +273,8 @@ class TwinEngine:
         self._reschedule()
 
     def _reschedule(self) -> None:
-        """Set the timer to the next end. A timer that is early fires and is set again: most changes
-        of a batch make ends later, and simpy cannot cancel."""
+        """Set the timer to the next end. An early timer fires and is set again: most changes of a
+        batch make ends later, and simpy cannot cancel events."""
         at = self._batch.next_end()
         if at is None or at == math.inf or at >= self._timer_at:
             return
@@ -284,14 +285,14 @@ class TwinEngine:
         self._clock.call(at, self._on_timer, at)
 
 
-# Tokens that a turn is expected to draw before any of its kind has ended.
+# Expected tokens of a turn before any turn of its kind has ended.
 _MOST_NEW: Final = 8192
 
 
 class TwinRouter:
-    """Queue and engines of one policy on one rollout worker: the calls that the live router makes.
+    """Queue and engines of one policy on one rollout worker, with the calls of the live router.
 
-    A turn waits at an engine that was chosen though it is full.
+    A turn waits at a full engine if the routing chose it nevertheless.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class TwinRouter:
 
     @property
     def backlog(self) -> int:
-        """Turns that wait or run, as the worker's heartbeat tells."""
+        """Turns that wait or run, as in the worker's heartbeat."""
         running = sum(len(one.running) for one in self._engines.values())
         return len(self._queue) + sum(map(len, self._bound.values())) + running + self._leaving
 
@@ -336,7 +337,7 @@ class TwinRouter:
         self.wake()
 
     def register(self, engine: TwinEngine) -> None:
-        """Tell the routing what it may know of an engine."""
+        """Register an engine, and its known properties, with the routing."""
         self.fleet.add(engine.engine_id, limit=engine.limit)
 
     def remove(self, engine: TwinEngine) -> None:
@@ -350,7 +351,7 @@ class TwinRouter:
         self.wake()
 
     def ask(self, turn: RoutedTurn) -> None:
-        """Place a turn, now or when an engine has room."""
+        """Assign a turn to an engine, now or when one has room."""
         want = turn.turn
         kind = (want.domain, want.policy)
         left = self._most - turn.drawn
@@ -373,7 +374,7 @@ class TwinRouter:
         turn.done(turn)
 
     def release(self, turn: RoutedTurn, drawn: int) -> None:
-        """Free the place of a turn whose engine drew `drawn` tokens."""
+        """Free the capacity of a turn for which its engine drew `drawn` tokens."""
         engine = turn.engine
         assert engine is not None
         engine_id = engine.engine_id
@@ -392,8 +393,8 @@ class TwinRouter:
     def update(
         self, env: simpy.Environment, *, overlapping: bool = True
     ) -> Generator[simpy.Event, Any, None]:
-        """Bring all engines to new weights, in waves that leave the policy serving where turns run
-        or may come (`overlapping`)."""
+        """Bring all engines to new weights, in waves that keep the policy serving if turns run or
+        may come (`overlapping`)."""
         todo = {one.engine_id: one for one in self._engines.values()}
         while todo := {name: one for name, one in todo.items() if one.alive}:
             wave = next_wave(
@@ -426,7 +427,7 @@ class TwinRouter:
                 self.release(turn, 0)
 
     def wake(self) -> None:
-        """Place waiting turns on engines with room."""
+        """Assign waiting turns to engines with room."""
         if self._bound:
             self._wake_bound()
         queue = self._queue
@@ -440,7 +441,7 @@ class TwinRouter:
             engine_id = self._choose(turn)
             if engine_id is None:
                 return
-            # Before it is given: an engine that takes it may end others, which wake this queue.
+            # Removed before it is assigned: its engine may end other turns, which wake this queue.
             queue.pop()
             self._settle(turn, engine_id)
 
@@ -469,11 +470,11 @@ class TwinRouter:
         )
 
     def classes(self, turn: TwinTurn) -> Sequence[str]:
-        """Return the device classes that fit a turn, best first; empty: all engines are alike."""
+        """Return the device classes that suit a turn, best first; empty: all engines are alike."""
         return ()
 
     def _settle(self, turn: RoutedTurn, engine_id: str) -> None:
-        """Give a turn to the engine that was chosen, or let it wait there."""
+        """Assign a turn to the chosen engine, or let it wait there."""
         if self.fleet.has_room(engine_id):
             self._give(self._engines[engine_id], turn)
         else:
@@ -500,7 +501,7 @@ class TwinRouter:
 
 
 def _nothing(turn: RoutedTurn) -> None:
-    """Ignore the end of a turn that nobody waits for anymore."""
+    """Ignore the end of a turn without a waiter."""
 
 
 class TwinBalancer:
@@ -515,8 +516,8 @@ class TwinBalancer:
         minimum: Mapping[str, int],
         barred: Collection[balancing.Pair] = (),
     ) -> None:
-        """`minimum`: by policy, engines that stay with it. `barred`: (source, target) of policies
-        between which no engine moves."""
+        """`minimum`: by policy, the number of engines that it keeps. `barred`: (source, target)
+        pairs of policies between which no engine moves."""
         self._env = env
         self._routers = {one.policy: one for one in routers}
         self._rules = rules

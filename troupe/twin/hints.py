@@ -2,8 +2,8 @@
 
 Rollout is a closed network: `in_flight` trajectories, each in an engine's batch, in a queue before
 it, or waiting for tools. Its throughput follows from Little's law and from an engine's seconds per
-token with so many turns at once (`EngineSpeed`); by what it would be with one engine more the
-measured part of a step scales that is neither its tail nor training.
+token at a given number of concurrent turns (`EngineSpeed`). The measured part of a step that is
+neither its tail nor training scales with the throughput that one engine more would give.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 
 from troupe.twin.profile import EngineSpeed
 
-# Steps that must have been measured before anything is said, and that are looked at.
+# Minimum number of measured steps for advice, and number of steps considered.
 LEAST_STEPS: Final = 3
 MOST_STEPS: Final = 8
-# A step that would be shortened by less is not worth a device.
+# A smaller gain is not worth a device.
 _LEAST_GAIN: Final = 0.1
 # Standard errors of the mean step that a gain must exceed.
 _ERRORS: Final = 2.0
-# Part of an engine's rate that the throughput may reach.
+# Fraction of an engine's rate that the throughput may reach.
 _FULL: Final = 0.999
 IDLE_TRAINERS: Final = "split/trainers_idle"
 IDLE_ENGINES: Final = "split/engines_idle"
@@ -37,7 +37,7 @@ class PolicyUse:
     limit: int
     """Turns that one engine runs at once."""
     turns: float
-    """Of the step, like all following fields."""
+    """In the step, like all following fields."""
     read_tokens: float
     drawn_tokens: float
     train_seconds: float = 0.0
@@ -53,9 +53,9 @@ class StepUse:
     rollout_seconds: float
     trajectories: float
     trajectory_seconds: float
-    """Mean, from beginning to end."""
+    """Mean seconds, from beginning to end."""
     wait_seconds: float
-    """Of these, outside of engines and their queues."""
+    """Part of these seconds outside of engines and their queues."""
     policies: Mapping[str, PolicyUse]
 
 
@@ -67,12 +67,13 @@ def split_metrics(
     in_flight: int,
     trainers: int,
 ) -> dict[str, float]:
-    """Return how idle engines and trainers were, and by which part a step would be shorter with one
-    engine of each policy more (`split/gain/engine/P`), one trainer more (`split/gain/trainer`), or
-    a gang of twice as many devices (`split/gain/gang/P`); 0 where that is within noise.
+    """Return the idle fractions of engines and trainers, and the fraction by which a step would be
+    shorter with one more engine of each policy (`split/gain/engine/P`), one more trainer
+    (`split/gain/trainer`), or a gang of twice as many devices (`split/gain/gang/P`); 0 if that is
+    within noise.
 
-    `trainers`: devices of all trainer workers. Empty before `LEAST_STEPS` steps, and while nothing
-    is known of a policy's engines.
+    `trainers`: devices of all trainer workers. Empty before `LEAST_STEPS` steps, and while a
+    policy's engines have no measurements.
     """
     steps = list(steps)[-MOST_STEPS:]
     if len(steps) < LEAST_STEPS or any(name not in speeds for name in steps[-1].policies):
@@ -95,7 +96,7 @@ def split_metrics(
         more = replace(one, engines=one.engines + 1)
         wider = replace(mean, policies={**mean.policies, name: more})
         faster = rate / max(rate, _throughput(wider, speeds, window))
-        # What runs with full concurrency scales; the longest trajectories stay as long.
+        # The part with full concurrency scales; the longest trajectories stay as long.
         rollout = min(mean.rollout_seconds, mean.seconds)
         full = min(rollout, mean.trajectories * mean.trajectory_seconds / window)
         shorter = rollout - full * (1 - faster)
@@ -143,7 +144,7 @@ def split_hint(metrics: Mapping[str, float]) -> str:
 
 
 def _mean_of(steps: Sequence[StepUse]) -> StepUse:
-    """Return the mean of the steps; engines, limits and gangs are those of the newest."""
+    """Return the mean of the steps; engines, limits and gangs come from the newest."""
     count = len(steps)
 
     def mean(name: str) -> float:
@@ -170,7 +171,7 @@ def _mean_of(steps: Sequence[StepUse]) -> StepUse:
 
 
 def _engines_busy(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> float:
-    """Return the part of the step that engines computed, over all of them."""
+    """Return the fraction of the step in which engines computed, over all engines."""
     busy = 0.0
     for name, one in step.policies.items():
         speed = speeds[name]
@@ -200,7 +201,7 @@ def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float)
 
 
 def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
-    """Return the most trajectories per second that a policy's engines can serve, with full
+    """Return the maximum trajectories per second that a policy's engines can serve, with full
     batches."""
     if step.trajectories <= 0 or one.engines < 1:
         return 0.0
@@ -215,7 +216,7 @@ def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> f
     for name, one in step.policies.items():
         speed = speeds[name]
         drawn, read = (x / step.trajectories for x in (one.drawn_tokens, one.read_tokens))
-        # Of an engine's time, the part in which it does not read prompts.
+        # The fraction of an engine's time in which it does not read prompts.
         left = max(1e-9, 1 - rate * read * speed.read_seconds / one.engines)
         tokens = rate * drawn / one.engines
         room = left - tokens * speed.decode_seconds_per_turn
@@ -227,8 +228,8 @@ def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> f
 
 
 def _training(step: StepUse, trainers: int) -> float:
-    """Return the seconds until all policies are trained: each with its gang, on the trainers that
-    are free first, the longest one first."""
+    """Return the seconds until all policies are trained, the longest first, each with its gang on
+    the trainers that become free first."""
     free = [0.0] * max(1, trainers)
     for one in sorted(step.policies.values(), key=lambda one: -one.train_seconds):
         if one.train_seconds > 0:
@@ -248,7 +249,8 @@ def _gain(
     more_trainers: int = 0,
     training: float | None = None,
 ) -> float:
-    """Return the part by which a step would be shorter with another rollout or other trainers."""
+    """Return the fraction by which a step would be shorter with another rollout or other
+    trainers."""
     before = min(step.rollout_seconds, step.seconds)
     after = before if rollout is None else rollout
     if mode == "serial":  # one policy after the other, whatever the number of trainers
@@ -259,8 +261,8 @@ def _gain(
     if mode in ("serial", "sync"):
         saved = before - after + trained - wanted
     else:
-        # What was left to train when the rollout was over shrinks with the training; and a step is
-        # never shorter than that.
+        # The training that was left when the rollout ended shrinks in proportion; a step is never
+        # shorter than the training.
         left = (step.seconds - before) * (wanted / trained if trained > 0 else 1.0)
         saved = step.seconds - max(after + left, wanted)
     return max(0.0, min(saved, step.seconds)) / step.seconds

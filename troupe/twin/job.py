@@ -1,7 +1,7 @@
-"""A job and its cluster, as the twin runs them.
+"""A job and its cluster in the form that the twin runs.
 
-Engines and trainers of each policy, what trajectories do, the pipeline mode and its bounds, and
-which mechanisms the job has.
+It has the engines and trainers of each policy, the workload, the pipeline mode and its bounds, and
+the job's mechanisms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mode: TypeAlias = Literal["serial", "sync", "micro_batch", "async"]
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """The `routing` section of a job, as far as it decides among engines that are alike."""
+    """The part of a job's `routing` section that decides among equal engines."""
 
     policy: RoutingPolicy = "least_work"
     sticky: bool = True
@@ -32,7 +32,7 @@ class RoutingRules:
 
 @dataclass(frozen=True, slots=True)
 class EngineFleet:
-    """Engines of one policy that are alike, on each rollout worker."""
+    """Equal engines of one policy, on each rollout worker."""
 
     count: int
     rates: EngineRates
@@ -55,7 +55,7 @@ class TwinPolicy:
     alpha: int | None = None
     """Staleness bound of this policy in mode `async`; None: the job's."""
     minimum: int = 1
-    """Engines that stay with it on each rollout worker (`balancing.minimum`)."""
+    """Number of engines that it keeps on each rollout worker (`balancing.minimum`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class ControlPlane:
     """Seconds that the services themselves add; see `docs/benchmarks/twin.md` for their origin."""
 
     turn: float = 0.0
-    """To a turn: workflow, tokenizer, messages between services."""
+    """Per turn: workflow, tokenizer, messages between services."""
     trajectory: float = 0.0
-    """From the end of one trajectory to the start of the next in its place: rows, events."""
+    """From the end of one trajectory to the start of the next one in its place: rows, events."""
     claim: float = 0.0
-    """To a micro-batch: claiming and fetching its rows."""
+    """Per micro-batch: claiming and fetching its rows."""
     commit: float = 0.0
-    """From an optimizer step to its version being told to engines."""
+    """From an optimizer step to the announcement of its version to engines."""
     step: float = 0.0
     """From the last commit of a step to the first turn of the next one."""
 
@@ -87,9 +87,9 @@ class TwinJob:
     micro_batch: int = 16
     in_flight: int = 1024
     spare: int = 0
-    """Queries that run besides those that the step wants (`pipeline.over_sampling`)."""
+    """Queries that run in addition to the step's (`pipeline.over_sampling`)."""
     redundant: int = 0
-    """Of each query's trajectories, so many are surplus: its group is complete without them
+    """Number of surplus trajectories of each query: its group is complete without them
     (`pipeline.redundant_trajectories`)."""
     rollout_workers: int = 1
     """Processes that run trajectories, each with the engines of `policies` in front of it."""
@@ -97,20 +97,20 @@ class TwinJob:
     balancing: BalancingRules | None = None
     """None: engines stay with their policies."""
     barred: Collection[Pair] = ()
-    """(source, target) of policies between which no engine moves, besides those whose engines
-    differ in speed."""
+    """(source, target) pairs of policies between which no engine moves, in addition to pairs whose
+    engines differ in speed."""
     switch_seconds: float = 0.0
-    """Colocated: from rollout to training and back, each."""
+    """In mode `colocated`: seconds of each switch between rollout and training."""
     share_prefixes: bool = False
-    """Whether the trainer computes what turns of a conversation share once."""
+    """Whether the trainer computes the shared tokens of a conversation's turns only once."""
     prefix_cache: bool = True
     control: ControlPlane = ControlPlane()
     spans: bool = False
-    """Whether every busy time is kept, for pictures."""
+    """Whether every busy span is kept, for pictures."""
 
 
 def check(job: TwinJob) -> None:
-    """Raise ValueError naming the field that is wrong."""
+    """Raise ValueError naming the invalid field."""
     if not job.policies:
         raise ValueError("policies: a job needs at least one")
     for name, policy in job.policies.items():

@@ -1,8 +1,8 @@
 """Costs of a job's policies on a class of device: engines, trainers, memory.
 
-Three origins, each preferred to the one before it: the cost models of devices and models
-(`troupe.twin.costs`), what a run of the job measured (`JobProfile`), and the cost model that a job
-gives of simulated policies.
+They have three origins, each preferred to the one before it: the cost models of devices and models
+(`troupe.twin.costs`), the measurements of a run of the job (`JobProfile`), and the job's own cost
+model of simulated policies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from troupe.twin.costs import (
 )
 from troupe.twin.profile import JobProfile
 
-# Turns of a simulated engine, and of any on a CPU, for which the job gives no number.
+# Turns of a simulated engine, and of an engine on a CPU, for which the job sets no number.
 _SIMULATED_TURNS: Final = 64
 _GIB: Final = 1 << 30
 
@@ -33,8 +33,8 @@ _GIB: Final = 1 << 30
 class JobRates:
     """The costs of a job's policies on one class of device.
 
-    `shapes` has the models of all policies but the simulated ones; `context` the mean tokens of
-    their turns, prompt and half of the response.
+    `shapes` has the models of all policies except simulated ones; `context` the mean tokens of
+    their turns: the prompt and half of the response.
     """
 
     spec: JobSpec
@@ -44,12 +44,12 @@ class JobRates:
     profile: JobProfile | None = None
 
     def simulated(self, name: str) -> SimulatedSpec | None:
-        """Return the cost model that the job gives of a policy; None: it is a real one."""
+        """Return the job's cost model of a simulated policy; None for a real one."""
         found = self.spec.policies[name].simulated
         return None if found is None else found.of_class(self.device.name)
 
     def engine(self, name: str, tensor_parallel: int, running: float = 64.0) -> EngineRates:
-        """Return the times of an engine of a policy over so many devices."""
+        """Return the times of a policy's engine over `tensor_parallel` devices."""
         if (pace := self.simulated(name)) is not None:
             return EngineRates(
                 pace.prefill_tokens_per_second,
@@ -62,7 +62,7 @@ class JobRates:
         speed = None if profile is None else profile.policies[name].engine.speed()
         if profile is None or speed is None:
             return found
-        # How much slower than assumed it was where it was measured.
+        # The factor by which it was slower than assumed where it was measured.
         same = self._assumed_engine(name, profile.tensor_parallel[name], speed.beside)
         whole = speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
         assumed = same.decode_seconds + same.decode_seconds_per_turn * speed.beside
@@ -81,7 +81,7 @@ class JobRates:
         )
 
     def turns(self, name: str, tensor_parallel: int) -> int:
-        """Turns that fit into an engine at once; 0: its weights do not fit."""
+        """Return the number of turns that fit into an engine at once; 0: its weights do not fit."""
         most = self.spec.policies[name].engine.max_running
         if self.simulated(name) is not None:
             return most or _SIMULATED_TURNS
@@ -106,7 +106,7 @@ class JobRates:
         return fitting[:3] if self.spec.policies[name].engine.is_server else fitting[:1]
 
     def trainer(self, name: str, ranks: int) -> TrainerRates:
-        """Return the times of a policy's gang of so many devices."""
+        """Return the times of a policy's gang of `ranks` devices."""
         if (pace := self.simulated(name)) is not None:
             return TrainerRates(pace.backward_tokens_per_second, pace.step_seconds)
         found = self._assumed_trainer(name, ranks)
@@ -121,7 +121,7 @@ class JobRates:
             found,
             backward_tokens_per_second=found.backward_tokens_per_second * faster,
             step_seconds=found.step_seconds * step,
-            # It is in the measured seconds of its tokens.
+            # The measured seconds of its tokens include it.
             micro_batch_seconds=0.0,
         )
 
@@ -149,7 +149,7 @@ class JobRates:
             assumed.append("turns, lengths and waits")
         for name in self.spec.policies:
             if self.simulated(name) is not None:
-                measured.append(f"{name}: engines and trainer as the job simulates them")
+                measured.append(f"{name}: engines and trainer with the job's simulated times")
                 continue
             what = ["weights' transfer"]
             used = self._measured(name)

@@ -1,6 +1,6 @@
 """Search for the best split of a cluster's devices for a job, with trials in the twin.
 
-A split says how many hosts (or, on one host, devices) train, over how many devices each policy's
+A split defines how many hosts (or, on one host, devices) train, over how many devices each policy's
 gang is sharded, how many devices one engine takes, and how many engines each policy has. Splits
 that do not fit into memory, or that `troupe.scheduling.devices.plan` cannot place, are left out;
 the others are ordered by a bound, and the best are run in the twin, on the same trajectories.
@@ -33,13 +33,14 @@ from troupe.twin.workload import Lengths, TeamWorkload, TwinTrajectory, TwinTurn
 
 Bottleneck = Literal["engines", "trainers", "longest trajectories", "hand-over"]
 
-# Policies up to which other shares of engines than those by work are considered.
+# Maximum number of policies for which shares of engines not proportional to work are considered.
 _SHARED_ANEW: Final = 3
-# Splits that are run in the twin, of those with the best bounds.
+# Number of splits with the best bounds that are run in the twin.
 _TRIED: Final = 8
 # Steps of a trial: the first one is not counted. In mode `async` nothing follows the last one.
 _STEPS: Final = 3
-# The services' own seconds on machines of a GPU cluster: a turn, a trajectory, a commit, a step.
+# The services' overhead in seconds on machines of a GPU cluster: per turn, trajectory, commit,
+# step.
 _CONTROL: Final = ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1)
 # A step whose parts are within this of each other is bound by its longest trajectories.
 _SLACK: Final = 0.1
@@ -47,10 +48,10 @@ _SLACK: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Assumptions about a job's trajectories, before its model has run any."""
+    """Assumptions about a job's trajectories before its first run."""
 
     turns: float = 4.0
-    """Rounds of a trajectory; in each one every agent speaks."""
+    """Rounds of a trajectory, in each of which every agent speaks."""
     prompt_tokens: float = 500.0
     """New tokens that a turn reads."""
     response_tokens: float = 0.0
@@ -78,7 +79,7 @@ class PolicySplit:
     """The devices of one policy."""
 
     engines: int
-    """Per host that runs engines (on one host: in all): `engine.replicas`."""
+    """Per host that runs engines (on one host: in total): `engine.replicas`."""
     tensor_parallel: int
     gang: int
     """`trainer.gang`; 0: not trained."""
@@ -90,7 +91,7 @@ class PolicySplit:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSplit:
-    """How a cluster's devices are divided. On one host devices are divided, on several hosts."""
+    """The division of a cluster: of its devices if it has one host, otherwise of its hosts."""
 
     policies: Mapping[str, PolicySplit]
     engine_hosts: int
@@ -102,7 +103,7 @@ class ClusterSplit:
 
     @property
     def devices(self) -> tuple[int, int]:
-        """Devices of engines and of trainers, in all."""
+        """Total devices of engines and of trainers."""
         return (
             self.engine_hosts * self.engine_devices,
             self.training_hosts * self.training_devices,
@@ -126,17 +127,17 @@ class JobPlan:
     others: Sequence[Prediction] = ()
     considered: int = 0
     more_seconds: float | None = None
-    """Seconds per step with one more host; None: not asked for, or nothing fits."""
+    """Seconds per step with one more host; None: not requested, or nothing fits."""
     measured: Sequence[str] = ()
     assumed: Sequence[str] = ()
     """The basis of the times, for people."""
     run: TwinRun | None = None
-    """The best split's trial with every busy time, if a picture was asked for."""
+    """The best split's trial with every busy time, if a picture was requested."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A job on a cluster, with what depends on neither split nor trial."""
+    """A job on a cluster, with values that depend on neither split nor trial."""
 
     spec: JobSpec
     device: DeviceCosts
@@ -160,7 +161,7 @@ class _Case:
 
     @property
     def simulated(self) -> bool:
-        """Whether no policy of the job is a real one."""
+        """Whether all policies of the job are simulated."""
         return all(self.rates.simulated(name) is not None for name in self.names)
 
 
@@ -177,10 +178,10 @@ def plan_job(
 ) -> JobPlan:
     """Return the best split of `devices`, which are spread evenly over `hosts`, for a job.
 
-    `habits`: what is assumed of trajectories; `profile`: what a run of the job measured, instead.
-    `more`: also look at one more host. Raises InvalidArgument: devices of several classes, hosts
-    that do not divide them, a job with networks, models whose shape is not known here, a profile of
-    another job, a cluster that is too small (it says what is missing).
+    `habits`: assumptions about trajectories; `profile`: measurements of a run of the job, which
+    replace them. `more`: also try one more host. Raises InvalidArgument: devices of several
+    classes, hosts that do not divide them, a job with networks, models whose shape is not known
+    here, a profile of another job, a cluster that is too small (the error says what is missing).
     """
     classes = {one.device_class for one in devices}
     if len(classes) != 1:
@@ -248,7 +249,7 @@ def _case(
                 "model's configuration, or has no rule for its architecture",
                 field=f"policies.{name}.model",
                 value=str(policy.model.path or "config"),
-                remedy="Run it where the checkpoint is, or give `model.config`.",
+                remedy="Run it on a host that has the checkpoint, or give `model.config`.",
             )
         shapes[name] = shape
     pipeline = spec.pipeline
@@ -291,14 +292,14 @@ def _add(
 ) -> None:
     decoded[turn.policy] += scale * turn.response
     read[turn.policy] += scale * new
-    # The trainer computes what turns of a conversation share once.
+    # The trainer computes the shared tokens of a conversation's turns once.
     rows[turn.policy] += scale * (new + turn.response)
     contexts[turn.policy].append(turn.prompt + turn.response // 2)
 
 
 def _workload(spec: JobSpec, habits: Habits, group_size: int) -> TeamWorkload:
-    """Return the trajectories of the job's agents, `group_size` per query. Agents of one policy are
-    its turns, one after another."""
+    """Return the trajectories of the job's agents, `group_size` per query. Agents of one policy
+    become turns of it, one after another."""
     policies, responses, most = [], {}, 0
     for one in spec.agents.values():
         policies.append(one.policy)
@@ -391,7 +392,7 @@ def _chosen_gangs(
     case: _Case, fitting: Mapping[str, list[tuple[int, int]]], devices: int
 ) -> list[dict[str, tuple[int, int]]]:
     """Return the gangs of all policies to try: the smallest of each; the largest, which take turns;
-    and those that train side by side, the larger the more a policy has to compute."""
+    and gangs that train side by side, larger for policies with more computation."""
     found = [{name: gangs[0] for name, gangs in fitting.items()}]
     side, left = dict(found[0]), devices - sum(size for size, _ in found[0].values())
     while left > 0:
@@ -414,10 +415,10 @@ def _chosen_gangs(
 
 
 def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[str, int]]:
-    """Return the engines of each policy on a host: by their work, one each, then one more to
-    whoever has most work per engine; and of few policies also those with one engine moved to
-    another policy, since an engine's work depends on what waits for it. Empty: there is no room for
-    one of each."""
+    """Return the engines of each policy on a host, by work: one each, then one more for the policy
+    with the most work per engine. With few policies also the shares with one engine moved to
+    another policy, since an engine's work depends on its queue. Empty: there is no room for one
+    engine each."""
     engines = dict.fromkeys(widths, 1)
     left = devices - sum(widths.values())
     if left < 0:
@@ -437,7 +438,8 @@ def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[s
 
 
 def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
-    """Return the seconds of one engine for all that a step reads and draws, with a full batch."""
+    """Return the seconds that one engine needs for a step's prefill and decoding, with a full
+    batch."""
     rates = case.rates.engine(name, tensor_parallel)
     turns = max(1, min(case.rates.turns(name, tensor_parallel), 64))
     each = rates.decode_seconds / turns + rates.decode_seconds_per_turn
@@ -462,7 +464,7 @@ def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool
         )
         for name, one in split.policies.items()
     ]
-    # Gangs that take turns on the same trainers need no devices of their own.
+    # Gangs that take turns on the same trainers need no separate devices.
     if gang := max(one.gang for one in split.policies.values()):
         wanted.append(DeviceRequest("trainer", "trainer", gang))
     return not place(hosts, wanted).refusals
@@ -497,7 +499,7 @@ def _turn_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
 
 
 def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
-    """Return the job on a split of the cluster, for the twin."""
+    """Return the twin's job for a split of the cluster."""
     spec, pipeline = case.spec, case.spec.pipeline
     policies = {}
     for name, one in split.policies.items():
@@ -514,7 +516,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
             minimum=spec.balancing.minimum_of(name),
         )
     if case.simulated:
-        # Their trainer workers are processes that have no device, as `troupe up --trainers` starts.
+        # Their trainer workers are processes without devices, as started by `troupe up --trainers`.
         trainers = single_rank_workers(split.devices[1])
     else:
         trainers = [
@@ -543,7 +545,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
         spare=pipeline.over_sampling,
         redundant=pipeline.redundant_trajectories,
         rollout_workers=split.engine_hosts,
-        # One class of device is planned, so `affinity` has nothing to choose.
+        # The plan has one class of device, so that `affinity` has no choice.
         routing=RoutingRules(
             routing.policy, routing.sticky, routing.priority, routing.adaptive_limit
         ),
@@ -558,7 +560,7 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
 
 def _balancing(spec: JobSpec, split: ClusterSplit) -> tuple[BalancingRules | None, frozenset[Pair]]:
     """Return the rules by which the twin moves engines between the policies of a split, and the
-    pairs between which none moves; no rules if engines stay with their policies."""
+    pairs between which no engine moves; no rules if engines stay with their policies."""
     # The twin models neither restarts of engines nor backlogs in tokens; see `_unmodelled`.
     section = spec.balancing.model_copy(update={"rebuild": False})
     policies = {}
@@ -592,7 +594,7 @@ def _predict(case: _Case, split: ClusterSplit) -> Prediction:
 
 
 def _bottleneck(means: TwinMeans) -> Bottleneck:
-    """Return the part that a step waits for most."""
+    """Return the component that a step waits for most."""
     if means.neither > 0.5 * means.seconds:
         return "hand-over"
     if means.trainers > 1 - 2 * _SLACK or means.training_alone > means.rollout_alone:
@@ -638,5 +640,5 @@ def _too_small(case: _Case) -> InvalidArgument:
 
 
 def _devices(devices: Sequence[Device], case: _Case) -> list[Device]:
-    """Return the devices of a cluster of `case.hosts` hosts like those given."""
+    """Return the devices of a cluster of `case.hosts` hosts like the given ones."""
     return [replace(devices[0], index=number) for number in range(case.hosts * case.per_host)]

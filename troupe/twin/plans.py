@@ -1,7 +1,7 @@
 """A plan as values: what `troupe plan --json` prints and the panel draws.
 
 As a program (`python -m troupe.twin.plans`) it reads a request as JSON and writes the plan, or the
-problem, so that a service can plan in a process of its own and end it.
+problem, so that a service can plan in a separate process and end it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from troupe.twin.costs import GIB, device_costs
 from troupe.twin.planner import Habits, JobPlan, Prediction, plan_job
 from troupe.twin.profile import JobProfile
 
-# Lanes of a picture of each kind: more look like these.
+# Lanes of each kind in a picture: further lanes look the same.
 _LANES: Final = 16
-# Busy times that are nearer to each other than this part of a step are drawn as one.
+# Busy spans closer to each other than this fraction of a step are drawn as one.
 _GAP: Final = 1 / 400
-# Devices that are written without their memory: 8xH100, H100.
+# Devices written without their memory: 8xH100, H100.
 _CLASS_ONLY: Final = re.compile(r"(?:\d{1,6}x)?(?P<name>[A-Za-z][\w.]*)", re.ASCII)
 
 
 def plan_devices(text: str, field: str) -> tuple[Device, ...]:
-    """Return the devices that `text` describes, as `parse_devices`; those of a class that the cost
-    model knows may be written without their memory (8xH100), and have that of the usual form then.
+    """Return the devices that `text` describes, like `parse_devices`. Devices of a class that the
+    cost model knows may be written without their memory (8xH100) and then have the usual one.
 
     Raises InvalidArgument that names `field`, also for an unknown class without memory.
     """
@@ -75,7 +75,7 @@ def planned(
 
 
 def assignments(spec: JobSpec, best: Prediction) -> list[str]:
-    """Return the fields of the job that make it run with this split, as `--set` takes them."""
+    """Return the fields of the job that set this split, in the form of `--set`."""
     changes = []
     for name, one in best.split.policies.items():
         section = f"policies.{name}"
@@ -128,8 +128,8 @@ def _prediction_values(one: Prediction) -> dict[str, Any]:
 
 
 def picture_values(run: TwinRun) -> dict[str, Any]:
-    """Return when engines and trainers were busy in the last step of a trial, in seconds from its
-    start: the policy and the times of each lane. Lanes beyond `_LANES` of a kind are only
+    """Return the busy spans of engines and trainers in the last step of a trial, in seconds from
+    its start: the policy and the times of each lane. Lanes beyond `_LANES` of a kind are only
     counted."""
     start = run.steps[-2].at if len(run.steps) > 1 else 0.0
     seconds = run.steps[-1].at - start
@@ -148,7 +148,8 @@ def picture_values(run: TwinRun) -> dict[str, Any]:
 
 
 def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[list[Any]]:
-    """Merge [policy, begin, end] of a lane where times of one policy touch or nearly touch."""
+    """Merge the spans [policy, begin, end] of a lane that have the same policy and touch or nearly
+    touch."""
     found: list[list[Any]] = []
     last: dict[str, list[Any]] = {}
     for _, policy, began, end, _ in sorted(spans, key=lambda one: one[2]):
@@ -186,7 +187,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request of stdin."""
+    """Answer the request on stdin."""
     problem: dict[str, str | None]
     try:
         print(json.dumps(answer(json.load(sys.stdin))))

@@ -1,8 +1,7 @@
 """The measured profile of a job, bounded in size: its trajectories, waits and speeds.
 
-The orchestrator adds every trajectory and step of training and keeps the profile with the job, for
-planners (`troupe plan --profile`). Older steps count less and less: the weight halves every
-`HALF_LIFE` steps.
+The orchestrator adds every trajectory and training step and keeps the profile with the job, for
+planners (`troupe plan --profile`). The weight of older steps halves every `HALF_LIFE` steps.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from troupe.twin.workload import Replayed, TwinTrajectory, TwinTurn
 
 HALF_LIFE: Final = 8
 _DECAY: Final = 0.5 ** (1 / HALF_LIFE)
-# Turns of the kept trajectories together, and of one of them.
+# Maximum turns of all kept trajectories, and of one of them.
 _MOST_TURNS: Final = 4096
 _MOST_OF_ONE: Final = 512
 _BUCKETS_PER_OCTAVE: Final = 8
@@ -36,8 +35,8 @@ _FORMAT: Final = 1
 
 
 class MeasuredTurn(NamedTuple):
-    """One turn as a rollout worker reports it. `beside`: turns that its engine ran meanwhile, with
-    itself; 0: unknown."""
+    """One turn as reported by a rollout worker. `beside`: mean number of turns that its engine ran
+    meanwhile, itself included; 0: unknown."""
 
     agent: str
     policy: str
@@ -58,7 +57,7 @@ class LogHistogram:
     buckets: dict[int, float] = field(default_factory=dict)
 
     def add(self, value: float) -> None:
-        """Count one value; what is below 0 or not finite is not counted."""
+        """Count one value; negative and non-finite values are not counted."""
         if not 0 <= value < math.inf:
             return
         self.count += 1
@@ -72,8 +71,8 @@ class LogHistogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, fraction: float) -> float:
-        """Return the value that `fraction` of all do not exceed, within a bucket's width; 0: no
-        values."""
+        """Return the value that a fraction `fraction` of all values do not exceed, within a
+        bucket's width; 0: no values."""
         left = fraction * self.count
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -101,28 +100,28 @@ class LogHistogram:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """Measured seconds of an engine: per token that it reads, per decoding step, and per decoding
-    step and running turn. 0: not told apart from the others."""
+    """Measured seconds of an engine: per prefilled token, per decoding step, and per decoding step
+    and running turn. 0: not distinguishable from the others."""
 
     read_seconds: float
     decode_seconds: float
     decode_seconds_per_turn: float
     beside: float
-    """Turns that usually ran on it at once."""
+    """Mean number of turns that ran on it at once."""
 
 
 @dataclass
 class EngineTimes:
     """Least squares of `seconds = read * r + tokens * (a + b * beside)` over the turns of a policy,
-    as sums: weighed by 1 / seconds, since a turn's deviation grows with its length."""
+    as sums weighted by 1 / seconds, since a turn's deviation grows with its length."""
 
     products: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
     sums: list[float] = field(default_factory=lambda: [0.0] * 3)
     beside: float = 0.0
-    """Turns beside, weighed by tokens."""
+    """Sum of concurrent turns, weighted by tokens."""
 
     def add(self, turn: MeasuredTurn) -> None:
-        """Count a turn; not one without times, tokens or neighbours."""
+        """Count a turn that has times, tokens and a number of concurrent turns."""
         seconds = turn.generate_seconds
         if not (0 < seconds < math.inf and turn.response > 0 and turn.beside > 0):
             return
@@ -171,13 +170,13 @@ class PolicyTimes:
     engine: EngineTimes = field(default_factory=EngineTimes)
     queue_seconds: LogHistogram = field(default_factory=LogHistogram)
     tokens_per_second: LogHistogram = field(default_factory=LogHistogram)
-    """Of single turns."""
+    """Times of single turns."""
     rows: float = 0.0
-    """Tokens that turns read anew or drew, in steps whose training was timed."""
+    """New prompt tokens and drawn tokens of turns, in steps whose training was timed."""
     train_seconds: float = 0.0
     publish_seconds: float = 0.0
     steps: float = 0.0
-    # Tokens of the step that has not ended.
+    # Tokens of the current step.
     pending: float = 0.0
 
     def add(self, turn: MeasuredTurn) -> None:
@@ -207,7 +206,7 @@ class PolicyTimes:
 
 @dataclass
 class _KeptQuery:
-    """Trajectories of one query: of each the seconds outside of engines, and its turns."""
+    """Trajectories of one query: the seconds outside of engines, and the turns, of each."""
 
     key: float
     turns: int = 0
@@ -215,7 +214,8 @@ class _KeptQuery:
 
 
 class JobProfile:
-    """The profile of one job. `agents`: the policy of each agent; `models`: of each policy."""
+    """The profile of one job. `agents`: the policy of each agent; `models`: the model of each
+    policy."""
 
     def __init__(
         self,
@@ -225,12 +225,12 @@ class JobProfile:
         tensor_parallel: Mapping[str, int] | None = None,
         gangs: Mapping[str, int] | None = None,
     ) -> None:
-        """`tensor_parallel`, `gangs`: devices of an engine and of a gang when it was measured."""
+        """`tensor_parallel`, `gangs`: devices of an engine and of a gang during the measurement."""
         self.agents, self.models = dict(agents), dict(models)
         self.tensor_parallel = dict(tensor_parallel or {})
         self.gangs = dict(gangs or {})
         self.device_classes: dict[str, str] = {}
-        """Classes of the devices that policies' engines run on, where workers report them."""
+        """Device classes of policies' engines, if workers report them."""
         self.steps = 0
         self.policies = {name: PolicyTimes() for name in models}
         self.prompts = {name: LogHistogram() for name in agents}
@@ -261,7 +261,7 @@ class JobProfile:
         self, query: str, step: int, seconds: float, turns: Sequence[MeasuredTurn], *, whole: bool
     ) -> None:
         """Count a trajectory that took `seconds`. `whole`: it was completed, so that its lengths
-        are those of a trajectory."""
+        count."""
         known = [one for one in turns if one.agent in self.agents and one.policy in self.policies]
         shared = _shared(known)
         for one, old in zip(known, shared, strict=True):
@@ -289,9 +289,9 @@ class JobProfile:
     def _keep(
         self, query: str, step: int, wait: float, rows: list[tuple[int, int, int, int]]
     ) -> None:
-        """Keep a trajectory if its query is of the sample: a reservoir of whole queries in which a
-        step weighs twice as much as the one `HALF_LIFE` steps before (Efraimidis and Spirakis 2006,
-        whose keys are compared as logarithms)."""
+        """Keep a trajectory if its query is in the sample: a reservoir of whole queries in which a
+        step has twice the weight of the one `HALF_LIFE` steps before (Efraimidis and Spirakis 2006,
+        with keys compared as logarithms)."""
         kept = self._queries.get(query)
         if kept is None:
             digest = hashlib.blake2b(query.encode(), digest_size=8).digest()
@@ -322,8 +322,7 @@ class JobProfile:
             one.fade()
 
     def of_same(self, other: JobProfile) -> bool:
-        """Return whether both were measured of the same agents, models and sizes of engines and
-        gangs."""
+        """Return whether both measure the same agents, models and sizes of engines and gangs."""
         names = ("agents", "models", "tensor_parallel", "gangs")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -339,15 +338,16 @@ class JobProfile:
                 differing = sorted(n for n in own.keys() | its.keys() if own.get(n) != its.get(n))
                 name = differing[0]
                 raise InvalidArgument(
-                    f"the profile is of another job: its {what} differ in {', '.join(differing)} "
+                    f"the profile belongs to another job: its {what} differ in "
+                    f"{', '.join(differing)} "
                     f"({name}: {own.get(name, 'none')} there, {its.get(name, 'none')} here)",
                     field="profile",
                     value=name,
-                    remedy="Give a run of this job, or the options for assumptions.",
+                    remedy="Give a run of this job, or use the options for assumptions.",
                 )
         if not self._queries:
             raise FailedPrecondition(
-                "the profile has no trajectory yet",
+                "the profile has no trajectories yet",
                 field="profile",
                 remedy="Wait for the job's first steps.",
             )
@@ -370,7 +370,7 @@ class JobProfile:
 
     @property
     def trajectories(self) -> int:
-        """Trajectories that are kept."""
+        """Number of kept trajectories."""
         return sum(len(one.trajectories) for one in self._queries.values())
 
     def to_json(self) -> str:
@@ -469,7 +469,7 @@ class JobProfile:
         return found
 
     def pack(self) -> bytes:
-        """Return the profile as it is stored."""
+        """Return the profile in its stored form."""
         return zlib.compress(self.to_json().encode(), 1)
 
     @classmethod
@@ -491,8 +491,8 @@ def _rate(values: Mapping[str, Any], name: str, policy: str) -> float:
 
 
 def _shared(turns: Sequence[MeasuredTurn]) -> list[int]:
-    """Return the tokens at the beginning of each turn's prompt that were in its agent's turn
-    before."""
+    """Return the number of tokens at the beginning of each turn's prompt that its agent's previous
+    turn also had."""
     last: dict[str, MeasuredTurn] = {}
     found = []
     for one in turns:
@@ -500,7 +500,8 @@ def _shared(turns: Sequence[MeasuredTurn]) -> list[int]:
         shared = 0
         if before is not None:
             whole = before.prompt + before.response
-            # A workflow that leaves thoughts out keeps the prompt; engines tell by their caches.
+            # A workflow that drops thoughts keeps the prompt; engines report the rest by their
+            # caches.
             shared = whole if one.prompt >= whole else min(one.cached, before.prompt)
         found.append(max(0, min(shared, one.prompt - 1)))
         last[one.agent] = one

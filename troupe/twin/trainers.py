@@ -1,8 +1,8 @@
 """Trainers in the twin: the store's tables of rows, gangs on trainer workers, a policy's steps.
 
-`TrainingPool` calls `troupe.scheduling.binding.decide` with the records that the orchestrator's
-`TrainerScheduler` builds, and carries out its moves. A policy's step claims micro-batches as the
-experience store hands them out, computes each on its gang, and ends with one optimizer step.
+`TrainingPool` calls `troupe.scheduling.binding.decide` with the same records as the orchestrator's
+`TrainerScheduler`, and carries out its moves. A policy's step claims micro-batches as from the
+experience store, computes each on its gang, and ends with one optimizer step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from troupe.twin.costs import TrainerRates
 class StepTable:
     """The rows of one policy and step in the experience store.
 
-    A row becomes claimable when its group is complete; what a claim takes, and when the table is
-    exhausted, is as in `services/experience_store/lua/claim.lua`.
+    A row becomes claimable when its group is complete. The contents of a claim, and the end of the
+    table, follow `services/experience_store/lua/claim.lua`.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -52,12 +52,12 @@ class StepTable:
         self._tell()
 
     def seal(self) -> None:
-        """Note that no further query joins the step."""
+        """Record that no further query joins the step."""
         self.sealed = True
         self._tell()
 
     def close_group(self) -> None:
-        """Close a group, which is complete or has left the step."""
+        """Close a group that is complete or has left the step."""
         self.open_groups -= 1
         self._tell()
 
@@ -80,7 +80,7 @@ class StepTable:
 
 
 class PolicyLease:
-    """A policy's claim to trainer workers, as the orchestrator's `TrainerLease` has it."""
+    """A policy's claim to trainer workers, like the orchestrator's `TrainerLease`."""
 
     def __init__(self, env: simpy.Environment, name: str, rates: TrainerRates, ranks: int) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class PolicyLease:
         self.moved_out = self.moved_in = 0.0
         self.near: tuple[str, ...] = ()
         self.prefetched: tuple[str, ...] = ()
-        # Workers that its state is on its way to.
+        # Workers to which its state is being moved.
         self.fetching: tuple[str, ...] = ()
         self.seen = False
         self.changed = env.event()
@@ -153,12 +153,12 @@ class TrainingPool:
         changed: Any,
         spans: list[tuple[str, str, float, float, float]] | None = None,
     ) -> None:
-        """`changed`: called with the time before a worker begins or ends to compute."""
+        """`changed`: called with the time just before a worker starts or stops computing."""
         self._env = env
         self.workers = {one.worker_id: one for one in workers}
         self._rules = binding.BindingRules()
         self._leases: dict[str, PolicyLease] = {}
-        # Policies that share a worker take turns by micro-batch, as in its one compute thread.
+        # Policies that share a worker alternate by micro-batch, as in its one compute thread.
         self._compute = {one: simpy.Resource(env) for one in self.workers}
         self._pending = False
         self._again = math.inf
@@ -317,7 +317,7 @@ class TrainingPool:
     def _work(
         self, lease: PolicyLease, seconds: float, tokens: int
     ) -> Generator[simpy.Event, Any, bool]:
-        """Compute on the gang's leader; whether the gang lived on to its end."""
+        """Compute on the gang's leader; return whether the gang survived to the end."""
         group = lease.bound
         with self._compute[group[0]].request() as turn:
             yield turn
@@ -339,6 +339,6 @@ class TrainingPool:
 
 
 def single_rank_workers(count: int) -> list[binding.RankWorker]:
-    """Return the workers of one device on hosts of their own, which bind any number of policies."""
+    """Return workers of one device each, on separate hosts, which bind any number of policies."""
     one = binding.RankWorker("", device="cpu")
     return [replace(one, worker_id=f"trainer {n}") for n in range(count)]

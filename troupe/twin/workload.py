@@ -1,7 +1,7 @@
 """Trajectories in the twin: their turns, lengths and waits.
 
-A workload is a function of a query's index, so that two splits of a cluster are compared on the
-same trajectories. `TeamWorkload` draws them from a few published properties of agentic jobs.
+A workload is a function of a query's index, so that splits of a cluster are compared on the same
+trajectories. `TeamWorkload` draws them from a few published properties of agentic jobs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 
 class TwinTurn:
-    """One turn: `policy` reads `prompt` tokens, of which the first `shared` are those of its
-    previous turn in the trajectory, and draws `response` tokens; `after` seconds pass before the
-    next turn (tools, environment)."""
+    """One turn: `policy` reads `prompt` tokens, of which the first `shared` repeat its previous
+    turn in the trajectory, and draws `response` tokens; `after` seconds pass before the next turn
+    (tools, environment)."""
 
     __slots__ = ("after", "domain", "policy", "prompt", "response", "shared")
 
@@ -49,13 +49,13 @@ Workload: TypeAlias = Callable[[int], Sequence[TwinTrajectory]]
 """The trajectories of query `index`, one per member of its group."""
 
 
-# Of Kinderman and Monahan's method for normal draws, as in the module `random`.
+# Constant of Kinderman and Monahan's method for normal draws, as in the module `random`.
 _NORMAL_CONSTANT: Final = 4 * math.exp(-0.5) / math.sqrt(2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A lognormal law: its mean, and sigma of its logarithm; draws end at `most`."""
+    """A lognormal law: its mean, and the sigma of its logarithm; draws are at most `most`."""
 
     mean: float
     sigma: float = 0.6
@@ -75,11 +75,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class TeamWorkload:
-    """Rounds of a team: in each one the k-th agent of the query's order speaks with probability
-    `1 / k ** skew`, so that calls per agent follow Zipf's law within a query (FlexMARL's skew).
+    """Rounds of a team, in each of which the k-th agent of the query's order speaks with
+    probability `1 / k ** skew`, so that calls per agent follow Zipf's law within a query
+    (FlexMARL's skew).
 
     `lead`: the agent that is always first; the order of the others depends on the query. With
-    `skew` 0 all speak in every round. Prompts grow by what was said before (`history`).
+    `skew` 0 all speak in every round. Prompts grow by earlier messages (`history`).
     """
 
     agents: tuple[str, ...]
@@ -91,14 +92,15 @@ class TeamWorkload:
     skew: float = 0.0
     lead: str = ""
     history: float = 1.0
-    """Part of a turn's prompt and response that the agent's next prompt contains again."""
+    """Fraction of a turn's prompt and response that the agent's next prompt repeats."""
     own_response: Mapping[str, Lengths] = field(default_factory=dict)
     group_spread: float = 0.0
-    """Sigma of a factor on all lengths of a query: hard questions are long for all of a group."""
+    """Sigma of a factor on all lengths of a query, since hard questions are long for the whole
+    group."""
     reset: Lengths = Lengths(0.0)
     most_context: int = 32_768
     domain: str = ""
-    """What its turns' `domain` says."""
+    """The `domain` of its turns."""
     seed: int = 0
 
     def __call__(self, index: int) -> list[TwinTrajectory]:
@@ -145,7 +147,7 @@ class TeamWorkload:
 
 
 class Replayed:
-    """A workload of recorded trajectories, as a rehearsal of the workflow made them."""
+    """A workload of recorded trajectories, such as a rehearsal of the workflow."""
 
     def __init__(self, queries: Sequence[Sequence[TwinTrajectory]]) -> None:
         """Raises ValueError without queries."""
@@ -154,5 +156,6 @@ class Replayed:
         self._queries = queries
 
     def __call__(self, index: int) -> Sequence[TwinTrajectory]:
-        """Return the recorded trajectories of a query, from the first one again after the last."""
+        """Return the recorded trajectories of a query; after the last recording the first one
+        follows."""
         return self._queries[index % len(self._queries)]
