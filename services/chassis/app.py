@@ -1,4 +1,4 @@
-"""A service process from its settings to its exit status: serve, become ready, drain, stop."""
+"""The life of a service process, from settings to exit status: serve, become ready, drain, stop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ServiceDefinition(Protocol):
     """
 
     name: str
-    """Full gRPC name, "troupe.v1.Reward"."""
+    """Full gRPC name, such as "troupe.v1.Reward"."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
@@ -242,8 +242,8 @@ _ENDING = frozenset(
 def run(make_service: Factory[S], settings: S | type[S]) -> int:
     """Serve until SIGTERM or SIGINT; return the status with which the caller must exit.
 
-    Settings are read from the environment when a class is given. `make_service` runs after the
-    thread budget is set, so it is the place to import numerical libraries.
+    If `settings` is a class, they are read from the environment. `make_service` runs after the
+    thread budget is set, so that it can import numerical libraries.
     """
     status = _run(make_service, settings)
     sys.stderr.flush()
@@ -350,7 +350,7 @@ def refuse_own_end() -> None:
             return
         target, number = arguments
         if number in _ENDING and target in protected:
-            raise PermissionError(f"{event} of a service's own process, by code that runs in it")
+            raise PermissionError(f"code in a service's process called {event} on that process")
 
     sys.addaudithook(refuse)
 
@@ -363,9 +363,9 @@ def _set_thread_budget(threads: int) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Let this process open as many files as it may: a conversation or a call takes one or two.
+    """Raise the limit of open files to the hard limit: a conversation or a call takes one or two.
 
-    Shells give 1,024 or fewer (`ulimit -Sn`) of far more (`ulimit -Hn`).
+    Shells set 1,024 or fewer (`ulimit -Sn`), far below the hard limit (`ulimit -Hn`).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -373,13 +373,14 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < _FEW_FILES:
         app_log.warning(
-            f"this process may have {most} open files; hundreds of conversations or calls at once "
-            f"need more: ulimit -n {_MOST_FILES}"
+            f"this process may have {most} open files; hundreds of concurrent conversations "
+            "or "
+            f"calls need more: ulimit -n {_MOST_FILES}"
         )
 
 
 def _program_name() -> str:
-    """ "services.reward" of `python -m services.reward`, else the program's file name."""
+    """Return "services.reward" for `python -m services.reward`, else the program's file name."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None:

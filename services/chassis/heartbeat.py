@@ -42,9 +42,9 @@ class Heartbeat:
 
     It has its own thread because a worker with a late event loop is not dead: with thousands of
     trajectories, seconds may pass between two rounds of the loop. `message()` builds the request in
-    the event loop. If the loop is not in time, the last request is sent again, with the seconds
-    since the loop last built one (`loop_seconds`), by which the orchestrator recognises a loop that
-    never advances. Worker id, address, memory and host are filled in if empty.
+    the event loop. If the loop is late, the last request is sent again, with the seconds since the
+    loop last built one (`loop_seconds`), so that the orchestrator recognises a loop that never
+    advances. Worker id, address, memory and host are filled in if empty.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Heartbeat:
             response = stub.Heartbeat(self._filled(self._newest), timeout=seconds)
         except TroupeError as error:
             if self._reached is not False and not self._stopped.is_set():
-                log.warning("orchestrator away", address=address, error=str(error))
+                log.warning("orchestrator unreachable", address=address, error=str(error))
             self._reached = False
             return min(self._interval, _AWAY_SECONDS)
         except ValueError:  # the channel was closed under the call

@@ -95,7 +95,7 @@ class IdempotencyCache:
         """Return the response of `call()`, which runs once per `key`.
 
         `size`: bytes of the request, if `payload` is only a part of it. `abandoned()` is called if
-        all callers disconnect before the end.
+        all callers disconnect before the call ends.
 
         Raises `AlreadyExists` if `key` came with another `payload` before, `InvalidArgument` for an
         id that is too long, `ResourceExhausted` (retryable) while too many bytes of requests are in

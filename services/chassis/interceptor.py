@@ -258,8 +258,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         given = context.time_remaining()
         limit = self._settings.server_deadline_seconds
         if given is not None:
-            # gRPC itself cancels at the client's deadline; a call that goes on without its
-            # client (idempotency) is bounded here.
+            # gRPC itself cancels at the client's deadline; a call that continues without its client
+            # (idempotency) is bounded here.
             limit = max(limit, given)
         timer = asyncio.timeout(limit)
         try:
@@ -292,10 +292,10 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
         if isinstance(raised, MemoryError):
-            # The caller repeats the call; a process without any memory ends meanwhile (`watchdog`),
-            # and another replaces it.
+            # The caller repeats the call; `watchdog` meanwhile ends a process without memory, and
+            # another process replaces it.
             starved = Unavailable(
-                f"{self._telemetry.service} has no memory for this call", kind="no_memory"
+                f"{self._telemetry.service} has not enough memory for this call", kind="no_memory"
             )
             return starved.code, starved
         if isinstance(raised, NotImplementedError) and context.code() == _UNIMPLEMENTED:

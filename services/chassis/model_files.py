@@ -1,4 +1,4 @@
-"""Directories of models that only some hosts have, and their copies on the other hosts.
+"""Model directories that exist only on some hosts, and their copies on the other hosts.
 
 A job names models by hub id or by path. A path must exist on one host of the cluster, a worker's or
 the orchestrator's: workers on other hosts copy the directory into `DATA_DIR/models/`, file by file,
@@ -57,7 +57,7 @@ _POLL_SECONDS: Final = 0.2
 # Characters of a copy's name.
 _NAME_CHARS: Final = 32
 # Maximum number of hosts to which a process sends models simultaneously: more would share its
-# network, and end together.
+# network bandwidth, and all end late.
 _READERS: Final = 4
 # Seconds after which a host whose sources all serve others asks again.
 _BUSY_SECONDS: Final = 1.0
@@ -66,7 +66,7 @@ _BUSY_SECONDS: Final = 1.0
 def model_folder(path: str) -> Path:
     """Return the directory of a model, tokenizer or adapter on this host. Blocking. Raises
     `NotFound`."""
-    # pathlib raises for too long a name, and for the home of an unknown user.
+    # pathlib raises for names that are too long, and for the home of an unknown user.
     root = Path(os.path.expanduser(path))
     if not any(os.path.isfile(root / mark) for mark in _MARKS):
         raise NotFound(
@@ -76,7 +76,7 @@ def model_folder(path: str) -> Path:
 
 
 def described_model(path: str) -> transfer_pb.FindModelResponse:
-    """Identity and size of the directory `path` of a model. Blocking. Raises `NotFound`."""
+    """Return identity and size of the model directory `path`. Blocking. Raises `NotFound`."""
     root = model_folder(path)
     digest, size = hashlib.sha256(), 0
     for file in files_below(root):
@@ -88,7 +88,7 @@ def described_model(path: str) -> transfer_pb.FindModelResponse:
 
 
 class ModelServer(transfer_grpc.HostModelsServicer):
-    """The directories of models of this host, for workers of hosts that lack them."""
+    """A server of this host's model directories, for workers on hosts that lack them."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._copies = settings.data_dir.absolute() / "models"
@@ -105,7 +105,7 @@ class ModelServer(transfer_grpc.HostModelsServicer):
     ) -> AsyncIterator[transfer_pb.ModelChunk]:
         """Stream the files of a model directory, or of this host's copy of it.
 
-        Raises ResourceExhausted of kind "host_busy" while `_READERS` others read.
+        Raises ResourceExhausted of kind "host_busy" while `_READERS` other hosts read.
         """
         root = await asyncio.to_thread(self._with, request.path, request.digest)
         if self._readers >= _READERS:
@@ -198,8 +198,8 @@ class ModelFiles:
         return str(await self._copied(await self._found(field, source, hosts)))
 
     async def _found(self, field: str, source: str, hosts: tuple[str, ...]) -> _Model:
-        """Return the directory as described by the first host that has it, and the hosts to copy
-        from.
+        """Return the description of the directory by the first host that has it, and the hosts to
+        copy from.
 
         Raises `InvalidArgument` of kind "model_not_found" if none has it.
         """
@@ -217,18 +217,18 @@ class ModelFiles:
                     log.info("no model there", path=source, at=address, error=error.message)
                     silent.append(f"{address} ({error.message})")
                     continue
-                # First the originals, beginning with the one that was found, then the copies.
+                # First the originals, beginning with the directory just found, then the copies.
                 rest = [one for one in others if one != address]
                 return _Model(source, found.digest, found.num_bytes, (address, *rest))
-        unheard = f"; no answer of {', '.join(silent)}" if silent else ""
+        unheard = f"; no answer from {', '.join(silent)}" if silent else ""
         raise InvalidArgument(
             f"there is no such directory on {self._settings.address}, nor on any of "
             f"{', '.join(others) or 'no others'}{unheard}",
             kind="model_not_found",
             field=field,
             value=source,
-            remedy="Put the model on one of these hosts (the last is the head), where it can be "
-            "copied from, or name it by its id on the hub.",
+            remedy="Put the model on one of these hosts (the last is the head), from which the "
+            "others copy it, or name it by its id on the hub.",
         )
 
     async def _copied(self, model: _Model) -> Path:
@@ -291,7 +291,7 @@ async def _reported(chunks: AsyncIterable[Any], model: _Model, address: str) -> 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[Any]:
-    """Context with a function that tries to lock `path` for this process; held until the end."""
+    """Yield a function that tries to lock `path` for this process; unlock it at the end."""
     with path.open("a") as file:
 
         def take() -> bool:

@@ -1,7 +1,7 @@
 """`python -m services.chassis.probe HOST:PORT [SERVICE]`: exit 0 when the server is SERVING.
 
-With `http://HOST:PORT/PATH` instead: exit 0 when that is answered with 200 (the panel's /healthz).
-Both use TLS if `TROUPE_TLS_*` say that servers do, and never a proxy.
+With `http://HOST:PORT/PATH` instead: exit 0 when the answer is 200 (the panel's /healthz). Both use
+TLS if the `TROUPE_TLS_*` variables configure it for servers, and never a proxy.
 
 This is the health check of containers. It runs every few seconds next to the service, so it imports
 only gRPC: the clients of `troupe.rpc` take several times as long to load.

@@ -50,7 +50,7 @@ Published: TypeAlias = tuple[bytes, bytes] | None
 
 # A cluster client learns which node serves a slot from redirections (MOVED).
 _CLUSTER_TRIES: Final = 3
-# Connections at most. Redis executes one command at a time, so a burst may as well queue here.
+# Maximum connections. Redis executes one command at a time, so a burst may as well queue here.
 _MAX_CONNECTIONS: Final = 32
 # Read timeout of a subscription, which is silent while nothing is published.
 _LISTEN_SECONDS: Final = 1.0
@@ -119,7 +119,7 @@ class RedisClient:
         patience: float,
         disk: Path | None = None,
     ) -> None:
-        """`scripts`: Lua texts by name. `name`: the client's name in Redis (CLIENT SETNAME).
+        """`scripts`: Lua sources by name. `name`: the client's name in Redis (CLIENT SETNAME).
 
         One attempt takes at most `timeout` seconds; retries by `retries` end after `patience`
         seconds. `disk`: the data directory of a Redis on this machine, to report a full disk.
@@ -129,7 +129,7 @@ class RedisClient:
         self.address = shown(url)
         self.clustered = urlsplit(url).scheme in CLUSTER_SCHEMES
         self.problem: str | None = None
-        """Why Redis cannot be reached, while `wait_ready` waits for it."""
+        """The reason why Redis cannot be reached, while `wait_ready` waits for it."""
         self.ready = False
         """Whether `wait_ready` has returned."""
         self._retries = retries

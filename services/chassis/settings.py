@@ -41,9 +41,9 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of Prometheus' `/metrics`; 0 takes a free one."""
     advertise_address: str | None = None
-    """The "host:port" at which others reach this server, if it is not `host:port`."""
+    """The "host:port" at which others reach this server, if it differs from `host:port`."""
     port_file: Path | None = None
-    """Written with "grpc_port metrics_port" once the service serves."""
+    """File to which "grpc_port metrics_port" is written once the service serves."""
 
     # Authentication and TLS.
     token: Token | None = None
@@ -74,7 +74,7 @@ class ServiceSettings(BaseSettings):
     stream_drain_seconds: float = Field(default=1, ge=0)
     """The same for streams, which a client resumes elsewhere."""
     stall_exit_seconds: float = Field(default=300, ge=0)
-    """The process ends after its event loop has been blocked for this time; 0: never."""
+    """Time after which a blocked event loop ends the process; 0: never."""
     threads: int = Field(default=1, gt=0)
     """Thread budget of numerical libraries in this process."""
 
@@ -132,7 +132,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def cluster_addresses(self) -> list[str]:
-        """The addresses of this server and of those that it calls."""
+        """Return the addresses of this server and of the servers that it calls."""
         others = (self.orchestrator_address, self.experience_store_address, self.reward_address)
         return [self.address, socket.gethostname(), *others, self.redis_url]
 
@@ -172,7 +172,7 @@ def read_settings(model: type[S], program: str) -> S | None:
         return model()
     except SettingsError as error:  # a variable with invalid JSON; the message names it
         print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
-    except InvalidArgument as error:  # a scheduler's variable, which gives a default
+    except InvalidArgument as error:  # from a scheduler's variable that sets a default
         print(f"{program}: {error}", file=sys.stderr)
     except ValidationError as error:
         from troupe.job.loading import explained

@@ -148,15 +148,15 @@ class LoopWatch(Collector):
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start to watch the running loop, in the thread that runs it."""
+        """Start watching the running loop; call it in the loop's thread."""
         self._look_later(asyncio.get_running_loop(), time.thread_time(), _LOOK_SECONDS)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yield the metric families of the counts; called by the registry, in another thread."""
         family = HistogramMetricFamily(
             "troupe_event_loop_late_seconds",
-            "By how much a timer of the event loop, forty times a second, ten where the loop does "
-            "next to nothing, came late (wall), and what the loop's thread computed meanwhile "
+            "Delay of an event-loop timer (wall), checked forty times a second, or ten in an idle "
+            "loop, and the computing time of the loop's thread meanwhile "
             "(cpu).",
             labels=["clock"],
         )

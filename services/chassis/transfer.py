@@ -1,15 +1,15 @@
-"""`HostTransfer`: a service's `Transfer`, which also fetches states from other hosts.
+"""`HostTransfer`: a service's `Transfer` that also fetches states from other hosts.
 
-A host's *owner* is the process that serves its states to other hosts. Which hosts hold a state is
-found from three sources, each of which may be out of date:
+A host's *owner* is the process that serves its states to other hosts. Three sources, each of which
+may be out of date, tell which hosts hold a state:
 
 - a reference may name holders (`WeightsRef.holders`), such as its publisher;
 - the orchestrator knows from heartbeats where the hosts are and what their workers have loaded
   (`Orchestrator.LocateState`), also after a restart of it or of the publisher;
 - an owner itself answers whether it has the key with the checksum.
 
-So there is no central list of holders that could be lost or wrong, and a host that has fetched a
-version can serve it. A worker whose orchestrator is unreachable asks the owners it knew last.
+There is no central list of holders that could be lost or wrong, and a host that has fetched a
+version can serve it. A worker whose orchestrator is unreachable asks the owners that it last knew.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class HostOwnership:
         """`start(port)` starts an owner process over `root`; 0: at any port.
 
         `port`: its fixed port; 0: the port of the previous owner, if that is free. Services with
-        the same `mark` share an owner. `certified`: the owner uses a TLS certificate, which may not
-        name the loopback.
+        the same `mark` share an owner. `certified`: the owner has a TLS certificate, which may lack
+        the loopback address.
         """
         self._path = root / f".owner-{mark}"
         socket = (root / f".socket-{mark}").absolute()
@@ -133,7 +133,7 @@ class HostOwnership:
         An owner that is just being started is left alone: it ends with this process.
         """
         if not self._mutex.acquire(timeout=_CLOSE_SECONDS):
-            log.warning("an owner that does not start is left behind")
+            log.warning("an owner that does not start is abandoned")
             return
         try:
             process, self._process = self._process, None
@@ -222,7 +222,7 @@ class HostTransfer(Transfer):
 
     @property
     def client(self) -> ClientSettings:
-        """How this process calls other services."""
+        """The settings with which this process calls other services."""
         return self._client
 
     @property
@@ -258,9 +258,9 @@ class HostTransfer(Transfer):
         except TroupeError as error:
             if not (hinted or self._known):
                 raise Unavailable(
-                    f"nobody says who has {key}: {error.message}", kind="directory_away"
+                    f"the hosts that have {key} are unknown: {error.message}", kind="directory_away"
                 ) from error
-            log.warning("nobody says who has a state now", key=key, error=str(error))
+            log.warning("the hosts that have a state are unknown", key=key, error=str(error))
             owners = self._known
         else:
             self._known = owners
@@ -269,7 +269,7 @@ class HostTransfer(Transfer):
     def directory(self, key: str) -> orchestrator_pb.LocateStateResponse:
         """Ask the orchestrator which hosts may have `key`. Blocking. Raises `TroupeError`."""
         if self._directory is None:
-            raise Unavailable("this host reaches no other one", kind="directory_away")
+            raise Unavailable("this host reaches no other host", kind="directory_away")
         request = orchestrator_pb.LocateStateRequest(key=key)
         answer: orchestrator_pb.LocateStateResponse = self._directory.LocateState(
             request, timeout=_LOCATE_SECONDS
@@ -289,14 +289,14 @@ class HostTransfer(Transfer):
         try:
             addresses = self.locate(keys[0])
         except Unavailable as error:
-            log.info("values of samples stay for now", keys=len(keys), error=str(error))
+            log.info("values of samples are kept for now", keys=len(keys), error=str(error))
             return
         for address in addresses:
             peer = Peer(address, self._settings.client(retry=NO_RETRY), use_ucx=False)
             try:
                 peer.delete(keys)
             except TroupeError as error:
-                log.info("values of samples stay", keys=len(keys), at=address, error=str(error))
+                log.info("values of samples are kept", keys=len(keys), at=address, error=str(error))
             finally:
                 peer.close()
 
@@ -313,9 +313,9 @@ class HostTransfer(Transfer):
                 return near
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"no process of this host serves {self.roots[0]} to others",
+                    f"no process of this host serves {self.roots[0]} to other hosts",
                     kind="transfer_owner_away",
-                    remedy="Look into the log of its workers for why none could be started.",
+                    remedy="Find the cause in the logs of its workers.",
                 )
             time.sleep(0.05)
 

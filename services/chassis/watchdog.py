@@ -1,9 +1,9 @@
-"""Ends a service's process that can no longer do its work and cannot find out by itself.
+"""Ending of a service's process that can no longer work and cannot notice it itself.
 
-Two conditions leave a process alive and useless. Its event loop stands still for good: a thread
-that gets no memory for its first frame makes `Thread.start` wait for ever. Or the process gets no
-more memory (a limit on its address space, a host without overcommit), so that every call fails.
-Whoever started the process starts it again, and the others repeat their calls meanwhile.
+Two conditions leave a process alive and useless. Its event loop is blocked forever: a thread that
+gets no memory for its first frame makes `Thread.start` wait forever. Or the process gets no more
+memory (a limit on its address space, a host without overcommit), so that every call fails. The
+supervisor of the process restarts it, and its callers repeat their calls meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 PERIOD_SECONDS: Final = 1.0
 MEMORY_SECONDS: Final = 10.0
-"""How long a process gets no memory before it ends; a neighbour may need it for less."""
+"""Time without memory after which a process ends; another process may need the memory briefly."""
 EXIT_STATUS: Final = 70  # EX_SOFTWARE of sysexits.h
 # A thread's stack: without it, no blocking call can begin.
 _PROBE_BYTES: Final = 8 * 2**20
@@ -28,23 +28,23 @@ _PROBE_BYTES: Final = 8 * 2**20
 def start_watchdog(name: str, stall_seconds: float) -> None:
     """Watch this process, and the event loop of the calling thread until the loop is closed.
 
-    A daemon thread looks once a second and ends the process with `EXIT_STATUS`. `stall_seconds`:
-    how long the loop may stand still; 0 is without a limit. Only time in which the thread itself
-    runs counts: a process that was stopped (SIGSTOP, a suspended host) lives on.
+    A daemon thread checks once a second and ends the process with `EXIT_STATUS`. `stall_seconds`:
+    how long the loop may be blocked; 0: without a limit. Only time in which the thread itself runs
+    counts, so that a process survives being stopped (SIGSTOP, a suspended host).
     """
     loop = asyncio.get_running_loop()
-    # Written out now: later there may be no memory for it.
+    # Formatted now: later there may be no memory for it.
     no_memory = (
         f"{name}: the process gets no more memory and ends; raise its limit (ulimit -v, a "
-        "container's limit), or give it less to do. Its threads:\n"
+        "container's limit), or reduce its load. Its threads:\n"
     ).encode()
     no_progress = (
-        f"{name}: the event loop has stood still for {stall_seconds:g} s "
+        f"{name}: the event loop has been blocked for {stall_seconds:g} s "
         "(TROUPE_STALL_EXIT_SECONDS) and the process ends. Its threads:\n"
     ).encode()
 
     def watch() -> None:
-        advanced = threading.Event()  # set by the loop once it comes to what is asked of it
+        advanced = threading.Event()  # set by the loop once it runs the callback
         asked = False
         stalled = starved = 0.0
         woke = time.monotonic()

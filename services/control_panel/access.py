@@ -4,9 +4,9 @@ A job is code that the cluster runs, so pages of other websites in a browser on 
 must not reach the panel. Three independent checks:
 
 - `Host` must be loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`):
-  another site's name that resolves to this machine (DNS rebinding) is refused.
-- `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, name the panel's own
-  page. Other programs send neither.
+another site's name that resolves to this machine (DNS rebinding) is refused.
+- `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, must name the panel's
+own page. Other programs send neither.
 - Bodies have a type that no HTML form and no simple cross-origin request can send.
 
 If the cluster has a token, everything below /api requires it: as a bearer token from programs, as
@@ -64,11 +64,11 @@ class PanelSettings(ServiceSettings):
     """Settings of the control panel."""
 
     panel_hosts: str = ""
-    """Host names, besides loopback, at which browsers reach the panel; separated by commas."""
+    """Host names, in addition to loopback, at which browsers reach the panel; comma-separated."""
 
     @property
     def host_names(self) -> frozenset[str]:
-        """Values of `Host`, besides loopback, that are names of this panel."""
+        """The values of `Host`, in addition to loopback, that are names of this panel."""
         given = [one for one in self.panel_hosts.split(",") if one.strip()]
         if not is_wildcard_host(self.host):
             given.append(self.host)
@@ -81,13 +81,13 @@ class Panel(FastAPI):
     """The FastAPI application of the panel, behind the access checks."""
 
     def __init__(self, *, hosts: Iterable[str], token: str | None, **options: Any) -> None:
-        """Accept `hosts` as names of the panel besides loopback. `options` are FastAPI's."""
+        """Accept `hosts` as names of the panel in addition to loopback. `options` are FastAPI's."""
         super().__init__(**options)
         self._hosts = frozenset(hosts)
         self.state.token = None if token is None else PanelToken(token)
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap all layers in the access checks, so that error answers have their headers, too."""
+        """Wrap all layers in the access checks, so that error answers also have their headers."""
         return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.token)
 
 
@@ -115,8 +115,8 @@ class AccessGuard:
     """ASGI middleware that refuses requests of other sites, and of callers without the token."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], token: PanelToken | None) -> None:
-        """Accept `hosts` as names of the panel besides loopback, and callers with `token` (None:
-        all callers)."""
+        """Accept `hosts` as names of the panel in addition to loopback, and callers with `token`
+        (None: all callers)."""
         self._app = app
         self._hosts = hosts
         self._token = token
@@ -218,8 +218,8 @@ def _with_session(request: Request, token: PanelToken | None, response: Response
 
 
 def _cookie_name(request: Request) -> str:
-    """Return the cookie's name has the port: browsers send cookies of a host to all of its
-    ports."""
+    """Return the cookie's name, which contains the port, since browsers send cookies of a host to
+    all of its ports."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"troupe-session-{port if port.isascii() and port.isdecimal() else request.url.scheme}"
 
@@ -236,7 +236,7 @@ def _unauthenticated() -> views.Problem:
 
 
 def _foreign_page(request: Request) -> views.Problem | None:
-    """Return the problem of a request by another site's page; None for the panel's and for
+    """Return the problem of a request by another site's page; None for the panel's page and for
     programs."""
     headers, path = request.headers, request.scope["path"]
     origins = headers.getlist("origin")
@@ -262,8 +262,8 @@ def _foreign(field: str, value: str) -> views.Problem:
         "and programs",
         field=field,
         value=value,
-        remedy="Open the panel itself. A proxy in front of it must pass on `Host` as the browser "
-        "sent it.",
+        remedy="Open the panel itself. A proxy in front of it must forward the browser's `Host` "
+        "header unchanged.",
     )
 
 
@@ -300,8 +300,7 @@ def protect(headers: MutableHeaders, path: str) -> None:
 
 
 def host_name(authority: str) -> str:
-    """Return the host that a name, an address or a `Host` header means; empty if it is
-    malformed."""
+    """Return the host in a name, an address or a `Host` header; empty if it is malformed."""
     text = authority.strip()
     if text.count(":") > 1 and not text.startswith("["):
         text = f"[{text}]"  # an IPv6 address in the settings
@@ -319,7 +318,7 @@ def _connected_to(request: Request) -> str:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Return whether `origin` ("scheme://host:port") is that of `host` ("host:port")."""
+    """Return whether `origin` ("scheme://host:port") belongs to `host` ("host:port")."""
     scheme, separator, authority = origin.strip().lower().partition("://")
     default = {"http": ":80", "https": ":443"}.get(scheme)
     if not separator or default is None or not authority:

@@ -40,7 +40,7 @@ def create_app(
     """Yield the panel of the orchestrator at `orchestrator_address`.
 
     With `token`, calls below /api need it as `Authorization: Bearer`, or need a session.
-    `hosts`: host names besides loopback at which browsers reach the panel.
+    `hosts`: host names, in addition to loopback, at which browsers reach the panel.
     """
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ def create_app(
 
     @app.get("/healthz", tags=["panel"])
     async def health() -> dict[str, str]:
-        """Whether the panel itself serves, whatever the state of the orchestrator."""
+        """Return whether the panel itself serves, regardless of the orchestrator's state."""
         return {"status": "serving"}
 
     @app.get("/metrics", include_in_schema=False)
@@ -95,19 +95,20 @@ def create_app(
 
     @app.get("/api/cluster", tags=["cluster"])
     async def cluster(request: Request) -> dict[str, Any]:
-        """The current state of workers, engines, bindings and services."""
+        """Return the current state of workers, engines, bindings and services."""
         reply = await upstream(request).stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return to_json(reply)
 
     @app.get("/api/engines", tags=["cluster"])
     async def engines(request: Request) -> list[dict[str, Any]]:
-        """Serving replicas with their state, version and load."""
+        """Return serving replicas with their state, version and load."""
         reply = await upstream(request).stub.GetCluster(orchestrator_pb.GetClusterRequest())
         return [to_json(engine) for engine in reply.engines]
 
     @app.get("/api/cluster/events", tags=["cluster"], **EVENT_STREAM)
     async def watch_cluster(request: Request) -> EventSourceResponse:
-        """The cluster and its newest jobs about every second: server-sent events `cluster`."""
+        """Stream the cluster and its newest jobs about every second: server-sent events
+        `cluster`."""
         return EventSourceResponse(request.app.state.feed.events(), ping=15)
 
     return app
@@ -185,7 +186,8 @@ async def known_query(request: Request) -> None:
 
 
 def openapi_of_errors(document: dict[str, Any]) -> dict[str, Any]:
-    """`document` (OpenAPI) with `application/problem+json` as the type of every error answer."""
+    """Return `document` (OpenAPI) with `application/problem+json` as the type of every error
+    answer."""
     for path in document["paths"].values():
         for operation in path.values():
             for status, answer in operation["responses"].items():

@@ -64,7 +64,7 @@ def of_error(error: TroupeError) -> Problem:
 
 
 def _encodable(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with lone surrogates escaped: JSON requests may have them, UTF-8 cannot."""
+    """Return `fields` with lone surrogates escaped: JSON requests may have them, UTF-8 cannot."""
     return {
         name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
         for name, value in fields.items()
@@ -144,7 +144,7 @@ class Upstream:
         self.stub: orchestrator_grpc.OrchestratorAsyncStub = (
             orchestrator_grpc.OrchestratorStub(self._channel)  # type: ignore[assignment]
         )
-        # The orchestrator answers the reward service's calls, too.
+        # The orchestrator also answers the reward service's calls.
         self.functions: reward_grpc.RewardAsyncStub = reward_grpc.RewardStub(self._channel)  # type: ignore[assignment]
 
     async def close(self) -> None:

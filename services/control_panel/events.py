@@ -46,8 +46,8 @@ EVENT_STREAM: dict[str, Any] = {
 async def job_events(
     source: Upstream, job_id: str, after: str, recent_metrics: int | None = None
 ) -> AsyncIterator[ServerSentEvent]:
-    """Events of a job after event `after`; reconnects while the orchestrator is unreachable.
-    Without `after`, metrics only of the newest `recent_metrics` events.
+    """Yield events of a job after event `after`; reconnect while the orchestrator is unreachable.
+    Without `after`, yield metrics only of the newest `recent_metrics` events.
 
     The last event is `end` when the job has ended, or `problem` when it cannot be watched.
     """
@@ -88,7 +88,7 @@ class ClusterFeed:
         self._due = 0.0
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
-        """A `cluster` event about every second, until the caller stops."""
+        """Yield a `cluster` event about every second, until the caller stops."""
         while True:
             yield await self._newest()
             await asyncio.sleep(CLUSTER_PERIOD_SECONDS)
@@ -118,7 +118,7 @@ class ClusterFeed:
 
 
 def _json(data: Any) -> str:
-    """`data` as JSON; NaN and infinite metrics, which JSON does not have, are null."""
+    """Return `data` as JSON; NaN and infinite metrics, which JSON does not have, become null."""
     return json.dumps(_finite(data), allow_nan=False)
 
 

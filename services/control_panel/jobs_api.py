@@ -39,7 +39,7 @@ specifications = APIRouter(prefix="/api/specification", tags=["jobs"])
 
 
 def specification_body(*, required: bool) -> dict[str, Any]:
-    """The OpenAPI description of a body that is read as text."""
+    """Return the OpenAPI description of a body that is read as text."""
     schema = {"type": "string", "description": "The job's specification."}
     content = {kind: {"schema": schema} for kind in (*YAML_TYPES, JSON_TYPE)}
     return {"requestBody": {"required": required, "content": content}}
@@ -95,7 +95,7 @@ async def submit_job(
 
 @router.get("/{job_id}")
 async def get_job(request: Request, job_id: JobId) -> views.JobView:
-    """One job."""
+    """Return one job."""
     reply = await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))
     return views.job(reply.job)
 
@@ -169,8 +169,8 @@ async def watch_job(
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> EventSourceResponse:
     """Stream the job's event log, then live events: server-sent events `state`, `metrics`,
-    `notice`, `activity`. A browser that reconnects continues where it was; `recent_metrics` omits
-    metrics that the browser reads as curves."""
+    `notice`, `activity`. A browser that reconnects continues where it stopped; `recent_metrics`
+    omits metrics that the browser reads as curves."""
     source = upstream(request)
     check_event_id(after, "query.after")
     check_event_id(last_event_id or "", "header.last-event-id")
@@ -191,7 +191,7 @@ async def list_metrics(
     name: Annotated[list[str] | None, Query(description="Only these metrics.")] = None,
     after_step: Annotated[int, Query(ge=-1, lt=2**63, description="Only later steps.")] = -1,
 ) -> list[views.MetricsRowView]:
-    """Metrics per step."""
+    """List metrics per step."""
     reply = await upstream(request).stub.ListMetrics(
         orchestrator_pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
     )
@@ -217,7 +217,7 @@ async def list_curves(
 
 @router.get("/{job_id}/policies/{policy}/versions")
 async def list_versions(request: Request, job_id: JobId, policy: str) -> list[dict[str, Any]]:
-    """Published versions of a policy with their checksums."""
+    """List published versions of a policy with their checksums."""
     reply = await upstream(request).stub.ListVersions(
         orchestrator_pb.ListVersionsRequest(job_id=job_id, policy=policy)
     )
@@ -226,7 +226,7 @@ async def list_versions(request: Request, job_id: JobId, policy: str) -> list[di
 
 @router.get("/{job_id}/checkpoints")
 async def list_checkpoints(request: Request, job_id: JobId) -> list[dict[str, Any]]:
-    """Checkpoints on disk."""
+    """List checkpoints on disk."""
     reply = await upstream(request).stub.ListCheckpoints(
         orchestrator_pb.ListCheckpointsRequest(job_id=job_id)
     )
@@ -277,7 +277,7 @@ async def get_trajectory(
     trajectory_id: str,
     tokens: Annotated[bool, Query(description="With the tokens of its turns, if kept.")] = False,
 ) -> dict[str, Any]:
-    """One trajectory with the conversation between its agents."""
+    """Return one trajectory with the conversation between its agents."""
     reply = await upstream(request).stub.GetTrajectory(
         orchestrator_pb.GetTrajectoryRequest(
             job_id=job_id, trajectory_id=trajectory_id, tokens=tokens
@@ -286,7 +286,7 @@ async def get_trajectory(
     found = to_json(reply)
     for turn in found["turns"]:
         for name in ("logprobs", "advantages", "ratios") if turn["tokens"] else ():
-            # They were 32 bits wide; 16 digits each would be most of the answer.
+            # They were 32 bits wide; with 16 digits each they would make up most of the answer.
             turn["tokens"][name] = [float(f"{value:.6g}") for value in turn["tokens"][name]]
     return found
 
@@ -335,7 +335,7 @@ async def generate(
 
 
 async def read_specification(request: Request) -> str:
-    """The body as text: a job's YAML or JSON."""
+    """Return the body as text: a job's YAML or JSON."""
     body = await request.body()
     if len(body) > MAX_SPEC_BYTES:
         raise InvalidArgument(
@@ -353,7 +353,7 @@ async def read_specification(request: Request) -> str:
 
 @specifications.get("/schema")
 async def job_schema() -> dict[str, Any]:
-    """The JSON schema of a job's specification, for editors."""
+    """Return the JSON schema of a job's specification, for editors."""
     return JobSpec.model_json_schema()
 
 
@@ -393,7 +393,7 @@ async def list_samples(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
 ) -> dict[str, Any]:
-    """Rows of a policy without their tensors, in order of step, query, group and id."""
+    """List rows of a policy without their tensors, in order of step, query, group and id."""
     job = (await upstream(request).stub.GetJob(orchestrator_pb.GetJobRequest(job_id=job_id))).job
     policy = policy_of(json.loads(job.spec_json), policy)
     wanted = store_pb.ListSamplesRequest(
@@ -419,7 +419,8 @@ async def audit_job(request: Request, job_id: JobId) -> dict[str, Any]:
 
 
 def _row(sample: store_pb.Sample) -> dict[str, Any]:
-    """A sample without its tensors, which can be megabytes: their lengths instead."""
+    """Return a sample with the lengths of its tensors instead of the tensors, which can be
+    megabytes."""
     lengths = {
         "prompt_tokens": sum(sample.prompt_ids.shape),
         "response_tokens": sum(sample.response_ids.shape),
@@ -437,7 +438,7 @@ def _row(sample: store_pb.Sample) -> dict[str, Any]:
 
 @populations.get("/{job_id}/population")
 async def get_population(request: Request, job_id: JobId) -> dict[str, Any]:
-    """Pools with their members, the payoff table, meta-strategies over time, ratings."""
+    """Return pools with their members, the payoff table, meta-strategies over time, ratings."""
     reply = await upstream(request).stub.GetPopulation(
         orchestrator_pb.GetPopulationRequest(job_id=job_id)
     )
@@ -452,7 +453,7 @@ async def list_matches(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     page: Annotated[str, Query(description="`next_page` of the previous answer.")] = "",
 ) -> dict[str, Any]:
-    """Matches between members, newest first. A match is a trajectory of the same id."""
+    """List matches between members, newest first. A match is a trajectory of the same id."""
     reply = await upstream(request).stub.ListMatches(
         orchestrator_pb.ListMatchesRequest(
             job_id=job_id, member_id=member, page_size=limit, page_token=page

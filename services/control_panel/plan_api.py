@@ -93,8 +93,8 @@ async def plan_job(
 
 @router.get("/jobs/{job_id}/profile")
 async def get_profile(request: Request, job_id: JobId) -> dict[str, Any]:
-    """Profile of a job as measured: lengths and waits as histograms, speeds of engines and
-    trainers, a sample of its trajectories' lengths. For planners."""
+    """Return the measured profile of a job for planners: histograms of lengths and waits, speeds of
+    engines and trainers, a sample of its trajectories' lengths."""
     reply = await upstream(request).stub.GetJobProfile(
         orchestrator_pb.GetJobProfileRequest(job_id=job_id)
     )

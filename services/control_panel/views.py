@@ -63,7 +63,7 @@ class JobView(View):
     mode: str
     """Pipeline mode."""
     step: int
-    """Steps done."""
+    """Number of steps done."""
     total_steps: int
     activity: str
     """Current activity of the job, for people."""
@@ -85,13 +85,13 @@ class JobView(View):
     started_at: str | None
     ended_at: str | None
     problem: dict[str, Any] | None
-    """Why it failed."""
+    """The reason of its failure."""
     split_hint: str
     """The change of engines or trainers that would shorten the job's steps; empty if none would, or
     if measurements are too few."""
     resolved: list[SettingView]
-    """Resolved values of settings that the job leaves open; a field has several where workers
-    differ."""
+    """Resolved values of settings that the job leaves open; a field has several values where
+    workers differ."""
     spec: str
     """The specification as JSON, defaults filled in."""
 
@@ -148,13 +148,13 @@ class Generated(View):
 
 
 def job(message: orchestrator_pb.Job) -> JobView:
-    """View of a job."""
+    """Return the view of a job."""
     return JobView(spec=message.spec_json, **to_json(message))
 
 
 def curves(reply: orchestrator_pb.ListMetricsResponse) -> Curves:
-    """View of a page of metrics. A step has rows of training and of evaluations: they share a
-    place."""
+    """Return the view of a page of metrics. A step's rows of training and of evaluations share an
+    index."""
     steps = sorted({row.step for row in reply.rows})
     places = {step: place for place, step in enumerate(steps)}
     columns: defaultdict[str, list[float | None]] = defaultdict(lambda: [None] * len(steps))

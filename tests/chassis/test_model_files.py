@@ -175,7 +175,7 @@ async def test_a_model_that_no_host_has_is_refused_with_the_hosts_named(
             assert caught.value.kind == "model_not_found"
             assert caught.value.field == "policies.checker.model.path"
             assert address in caught.value.message
-            assert "no answer of 127.0.0.1:9" in caught.value.message
+            assert "no answer from 127.0.0.1:9" in caught.value.message
             assert "the last is the head" in (caught.value.remedy or "")
         # On a single host, and while the orchestrator is away, whoever loads it says so.
         assert await here(tmp_path, address, transfer_serve="off").localized(team()) == team()

@@ -35,7 +35,7 @@ def test_a_process_whose_loop_stands_still_ends_and_shows_its_threads(
         )
     assert process.wait(PATIENCE) == EXIT_STATUS
     _, said = process.communicate()
-    assert "the event loop has stood still for 10 s (TROUPE_STALL_EXIT_SECONDS)" in said
+    assert "the event loop has been blocked for 10 s (TROUPE_STALL_EXIT_SECONDS)" in said
     assert "in _obey" in said  # where it stands
 
 
@@ -74,7 +74,7 @@ def test_a_call_that_gets_no_memory_is_unavailable(launch: Launch, tmp_path: Pat
     port, _ = ports_of(process, port_file)
     with (
         connect_sync(f"127.0.0.1:{port}", ONCE) as channel,
-        pytest.raises(Unavailable, match="has no memory for this call") as caught,
+        pytest.raises(Unavailable, match="has not enough memory for this call") as caught,
     ):
         OrchestratorStub(channel).GetJob(
             orchestrator_pb.GetJobRequest(job_id="starve"), timeout=PATIENCE

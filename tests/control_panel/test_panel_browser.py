@@ -43,7 +43,7 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
         # A specification with a fault: the form says which field and what to do, while one types.
         await page.click("#submit-open")
         await page.fill("#submit-spec", "name: [")
-        await expect(page.locator("#submit-checked")).to_have_text("1 to mend")
+        await expect(page.locator("#submit-checked")).to_have_text("1 to fix")
         await page.fill("#submit-spec", SPEC)
         await expect(page.locator("#submit-checked")).to_contain_text("valid: 2 agents")
         await page.click("#submit-send")

@@ -8,7 +8,7 @@ export class MetricTable {
     this.columns = new Map();
   }
 
-  // Values of one step. A step that is told again (a resumed job repeats it) replaces its values.
+  // Adds the values of one step. A repeated step (after a job was resumed) replaces its values.
   add(step, values) {
     let at = this.steps.length;
     if (at && step <= this.steps[at - 1]) {
@@ -47,7 +47,7 @@ export class MetricTable {
     }
   }
 
-  // The first place whose step is not before `step`.
+  // Returns the first index whose step is not before `step`.
   place(step) {
     let [low, high] = [0, this.steps.length];
     while (low < high) {
@@ -90,7 +90,7 @@ export async function* curves(job, names, after = -1) {
   } while (query.get("page"));
 }
 
-// How all charts over steps are drawn; kept in the browser.
+// The style of all charts over steps; kept in the browser.
 const LOOK = "troupe-charts";
 export const look = { smoothing: 0, log: false, ...JSON.parse(localStorage.getItem(LOOK) ?? "{}") };
 const charts = new Set();
@@ -136,7 +136,7 @@ const MARKED_POINTS = 60;
 // drawing time.
 const DENSE_POINTS = 1500;
 
-// Values between two gaps have no line: they are marked.
+// Values between two gaps have no line and are marked.
 function isolated(plot, index, show) {
   if (show) return null;
   const values = plot.data[index];
@@ -268,7 +268,7 @@ export class Chart {
     this.plot.series.forEach((one, i) => i && one.label === name && this.plot.setSeries(i, { show: !hide }));
   }
 
-  // Shows the values at a place of the x axis; null: the newest of each series.
+  // Shows the values at an index of the x axis; null: the newest of each series.
   read(at) {
     const place = at === null || at === undefined ? null : at;
     const said = [];

@@ -52,7 +52,7 @@ export function drawDevices(cluster) {
   byId("devices").tBodies[0].replaceChildren(...rows);
 }
 
-// "in_place · 0.41 of 2.3 s": how the last weights came in, and the part without service.
+// "in_place · 0.41 of 2.3 s": the way of the last weight update, and its part without service.
 function updateOf(engine) {
   if (!engine.update_way) return "–";
   const [exposed, whole] = [engine.update_exposed_seconds, engine.update_seconds];

@@ -9,7 +9,7 @@ const SHORT = /^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|r
 const chart = new Chart(byId("chart-evaluation"), { spans: true });
 const MOST_ROWS = 50;
 
-// Whether a metric is shown among evaluations.
+// Returns whether a metric is shown among evaluations.
 export const ofEvaluations = (name) => SHORT.test(name.replace(/\/(low|high)$/, "")) || /^evaluations?\/(?:[\w-]+\/)?version\//.test(name);
 
 // table: the metrics of evaluations; spec: the job's specification, null until it is known.
@@ -143,7 +143,7 @@ export async function compareJobs() {
     const key = `${id} ${metric}`;
     // Take all pages or none: the next request begins after `reached`.
     const table = tables.get(key) ?? new MetricTable();
-    // A step's row is there once the step is counted; one of an evaluation may come steps later.
+    // A step's row exists once the step is counted; an evaluation's row may come steps later.
     const done = metric.startsWith("evaluation") ? undefined : known.find((job) => job.job_id === id)?.step;
     const pages = [];
     for await (const page of curves(id, [metric], table.reached)) pages.push(page);

@@ -47,7 +47,7 @@ export function readYaml(text, end = text.length) {
         if (last) return { path: [], word: "", value: true, text: true, keys, lines };
         continue;
       }
-      // A list may stand as deep as its key.
+      // A list may be indented as deep as its key.
       const item = rest.startsWith("- ") || rest === "-";
       const over = (block) => block.indent > indent || (block.indent === indent && !(item && block.path.at(-1) !== "[]"));
       if (rest.trim() || last) while (blocks.length > 1 && over(blocks.at(-1))) blocks.pop();
@@ -71,7 +71,7 @@ export function readYaml(text, end = text.length) {
         if (/^\s*[|>][+-]?\s*$/.test(rest)) scalar = column;
       }
     }
-    // Flow mappings and lists, which may go on over lines.
+    // Flow mappings and lists, which may span lines.
     let quote = "";
     let word = "";
     const base = flows.length ? null : here.path;
@@ -144,7 +144,7 @@ export function schemasAt(path) {
 
 const kind = (nodes) => [...new Set(nodes.map((node) => (node.enum ? node.enum.join(" | ") : "const" in node ? String(node.const) : node.properties ? "section" : node.type)).filter((name) => name && name !== "null"))].join(", ");
 
-// Completions at a place: what may be written, each with the text that is put in.
+// Completions at a position, each with the text to insert.
 function completions(place) {
   if (place.text || !schema) return [];
   const wanted = place.word.replace(/^["']/, "").toLowerCase();
@@ -170,7 +170,7 @@ function completions(place) {
     const name = String(value);
     if (fits(name) && !found.some((one) => one.name === name)) found.push({ name, note, put: name });
   };
-  // Names that the job itself gives.
+  // Names that the job itself defines.
   if (place.path.at(-1) === "policy") for (const name of place.keys.get("policies") ?? []) offer(name, "policy of this job");
   for (const node of schemasAt(place.path)) {
     for (const value of node.enum ?? []) offer(value, "");
@@ -208,7 +208,7 @@ function show(found) {
   active = 0;
   if (!found.length) return close();
   list.replaceChildren(...found.map((one, i) => el("li", { role: "option", id: `completion-${i}`, "aria-selected": String(i === 0), onmousedown: (event) => { event.preventDefault(); take(i); } }, el("b", {}, one.name), el("small", {}, one.must ? `${one.note} · must be given` : one.note))));
-  // Below the line of the cursor, by the editor's font of equal widths.
+  // Below the line of the cursor; the editor's font is monospaced.
   const before = editor.value.slice(0, editor.selectionStart).split("\n");
   const style = getComputedStyle(editor);
   const line = parseFloat(style.lineHeight);
@@ -262,7 +262,7 @@ editor.addEventListener("keydown", (event) => {
   } else if (!list.hidden && event.key === "Escape") {
     close();
   } else if (event.key === "Enter" && !event.isComposing) {
-    // The next line stands as deep as this one, or deeper below a section's name.
+    // The next line is indented like this one, or deeper below a section's name.
     event.preventDefault();
     const line = editor.value.slice(0, editor.selectionStart).split("\n").at(-1);
     const deeper = /:\s*$/.test(line) ? 2 : 0;
@@ -290,7 +290,7 @@ async function check() {
   const found = text.trim() ? await api("/api/specification/check", yaml(text)) : { problems: [], advice: [] };
   // A newer text is being checked.
   if (mine !== checks) return;
-  byId("submit-checked").textContent = !text.trim() ? "" : found.problems.length ? `${found.problems.length} to mend` : `valid: ${found.summary}`;
+  byId("submit-checked").textContent = !text.trim() ? "" : found.problems.length ? `${found.problems.length} to fix` : `valid: ${found.summary}`;
   const { lines } = readYaml(text);
   byId("submit-problems").replaceChildren(
     ...found.problems.map((one) => problem(one, lines)),
@@ -300,7 +300,7 @@ async function check() {
 
 const yaml = (text) => ({ method: "POST", headers: { "content-type": "application/yaml" }, body: text });
 
-// A problem names its field; the nearest line that has a part of its path is where to look.
+// A problem names its field; the fault is at the nearest line that has a part of its path.
 function problem(one, lines) {
   const parts = one.field.split(".");
   let line;
@@ -334,7 +334,7 @@ async function submit() {
 }
 byId("submit-send").addEventListener("click", submit);
 
-// Makes the form ready. spec: a specification to start from, which JSON is: YAML reads it.
+// Prepares the form. spec: a specification to start from, as JSON, which is valid YAML.
 export async function openForm(spec) {
   schema ??= await api("/api/specification/schema");
   if (spec) {
@@ -344,7 +344,7 @@ export async function openForm(spec) {
   explain(readYaml(editor.value, editor.selectionStart));
 }
 
-// A value as block YAML; its leaves as JSON, which YAML reads.
+// Returns a value as block YAML, with leaves as JSON, which is valid YAML.
 function asYaml(value, depth) {
   const pad = "  ".repeat(depth);
   return Object.entries(value)

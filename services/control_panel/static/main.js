@@ -19,7 +19,7 @@ const LOSS = /^([\w-]+)\/loss\/policy$/;
 const NORM = /^([\w-]+)\/grad_norm$/;
 const IDLE = ["skipped", "samples", "no_signal"];
 const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, NORM].some((pattern) => pattern.test(name)) || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name);
-// Of the steps before, so many come with the stream; the others as columns of what is drawn.
+// Metrics of this many recent steps come with the stream; the drawn ones of earlier steps come as columns.
 const RECENT = 64;
 
 const charts = {
@@ -58,7 +58,7 @@ function showView() {
 }
 addEventListener("hashchange", showView);
 
-// What is not streamed is asked for where it is shown.
+// Data that is not streamed is requested when it is shown.
 function refresh() {
   const ignore = () => {};
   if (view() === "cluster") drawFunctions().catch(ignore);
@@ -75,7 +75,7 @@ function refresh() {
 
 let drawing = false;
 let drawn = 0;
-// At most every DRAW_MS: a log of thousands of steps comes in faster than it can be drawn.
+// At most every DRAW_MS: a log of thousands of steps arrives faster than it can be drawn.
 function drawCharts() {
   if (drawing) return;
   drawing = true;
@@ -89,7 +89,7 @@ function drawNow() {
     charts.reward.draw(training.steps, training.series(REWARD));
     charts.throughput.draw(training.steps, training.series(THROUGHPUT));
     performance.measure("troupe-charts", { start: began });
-    // In a frame of its own: what is drawn at once keeps the page from answering.
+    // In a separate frame: drawing everything at once would block the page.
     requestAnimationFrame(drawOthers);
   }
 }
@@ -104,7 +104,7 @@ function drawOthers() {
   drawn = performance.now();
 }
 
-// Whether a policy made no update in the step at a place: its loss is none, not that of before.
+// Returns whether a policy made no update in the step at an index: it has no loss then, not the previous one.
 function idle(policy) {
   const [skipped, samples, flat] = IDLE.map((name) => training.column(`${policy}/${name}`));
   return (i) => skipped[i] === 1 || samples[i] === 0 || flat[i] === 1;
@@ -124,7 +124,7 @@ function drawGaps() {
   byId("gaps").textContent = told.length ? `gaps: steps without an update (${told.join(", ")})` : "";
 }
 
-// The newest held-out value of what `before` and `after` call `name`, and its interval.
+// Returns the newest held-out value of the score that `before` and `after` call `name`, and its interval.
 function heldOut(name) {
   const named = /^(?!reward\/)[^/]+\//.test(name); // of a named evaluation: gsm8k/pass@1
   const mean = /(^|\/)reward\/[^/]+$/.test(name) ? `${name}/mean` : name.replace(/team_success$/, "team/mean");
@@ -249,14 +249,14 @@ function choose(id) {
   drawCharts();
 }
 
-// Those of training, those of evaluations.
+// Steps of training, and steps of evaluations.
 function byKind(values) {
   const parts = [{}, {}];
   for (const [name, value] of Object.entries(values)) parts[Number(name.startsWith("evaluation"))][name] = value;
   return parts;
 }
 
-// The steps before those that are streamed: only of what is drawn.
+// The steps before the streamed ones: only the metrics that are drawn.
 async function readCurves(id, names) {
   const began = performance.now();
   if (names.length) {
@@ -388,7 +388,7 @@ addEventListener("submitted", (event) => {
   choose(event.detail);
   toast(`submitted ${event.detail}`);
 });
-// One key each, where no field is written in.
+// Single keys, outside of input fields.
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
   if (/^[1-9]$/.test(event.key)) {

@@ -9,7 +9,7 @@ const percent = (value) => `${Math.round(100 * value)} %`;
 const field = (name) => form.elements.namedItem(name);
 const devices = () => 2 ** Number(field("count").value);
 
-// Hosts that are as full as they may be, and all equally.
+// Hosts as full as possible, and all equally.
 function hosts() {
   const most = Math.max(1, Number(field("per_host").value) || 1);
   let count = Math.ceil(devices() / most);
@@ -24,7 +24,7 @@ function drawDevices() {
 form.addEventListener("input", drawDevices);
 drawDevices();
 
-// Plans for the chosen job, whose specification is `spec`, or for what is written as a new job.
+// Plans for the chosen job, whose specification is `spec`, or for the text of a new job.
 export async function planFor(job, spec) {
   const mine = ++asked;
   const problem = byId("plan-problem");

@@ -5,7 +5,7 @@ import { api, byId, changed, el, number } from "./dom.js";
 const chart = new Chart(byId("chart-mixture"), { x: "iteration", range: [0, 1] });
 let shown = null;
 
-// Whether a job has one is known from its specification: nothing is asked of others.
+// The specification tells whether a job has a population; others cause no request.
 export async function drawPopulation(job, has, watch) {
   shown = job;
   byId("population-link").hidden = !has;
@@ -80,7 +80,7 @@ function memberRow(found, pool, one, ratings) {
 
 // Payoffs are shown for two players only; `troupe population show --json` has all.
 function payoffs(found) {
-  if (found.agents.length !== 2 || !found.cells.length) return [el("p", { class: "muted" }, found.cells.length ? "There is no map for payoffs of more than two players." : "No match has been played yet.")];
+  if (found.agents.length !== 2 || !found.cells.length) return [el("p", { class: "muted" }, found.cells.length ? "Payoffs of more than two players have no map." : "No match has been played yet.")];
   const pool = (agent) => found.pools.find((one) => one.agents.includes(agent));
   const [rows, columns] = found.agents.map(pool);
   const cells = new Map();

@@ -1,11 +1,11 @@
-// Replies down to their tokens, coloured by what the trainer and the engine knew of each.
-// A reply is shown as text; the tokens of a part of it are built when that part comes into view, so
-// that one of 32,000 tokens scrolls like a short one.
+// Replies with their tokens, coloured by values that the trainer and the engine recorded for each.
+// A reply is shown as text; the tokens of a part are built when the part comes into view, so that
+// a reply of 32,000 tokens scrolls like a short one.
 import { byId, colour, el, number } from "./dom.js";
 
 const PART = 500;
 
-// By name: the value of token i, and where in [-1, 1] its colour is.
+// By name: the value of token i, and its colour's position in [-1, 1].
 const SCALES = {
   advantage: { said: "advantage: red below 0, green above; strongest at this conversation's largest value", at: (value, most) => value / (most.advantage || 1) },
   logprob: { said: "log-prob under the engine that drew it: stronger colour, less likely (full at -5)", at: (value) => Math.max(-1, value / 5) },
@@ -75,7 +75,7 @@ export class TokenView {
     const about = this.parts.get(part);
     if (!about || near === about.built) return;
     about.built = near;
-    // Far ones become text again: their place stays.
+    // Distant parts become text again, and keep their place.
     if (near) part.replaceChildren(...this.spans(about));
     else part.textContent = about.tokens.texts.slice(about.start, about.end).join("");
   }

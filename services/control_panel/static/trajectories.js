@@ -10,7 +10,7 @@ export class Viewer {
   constructor() {
     this.job = null;
     this.selected = null;
-    // The conversation that is shown, as the REST interface told it.
+    // The conversation on display, as returned by the REST interface.
     this.shown = null;
     this.more = 0;
     this.tokens = new TokenView();
@@ -31,7 +31,7 @@ export class Viewer {
     this.drawPins();
   }
 
-  // Another job is chosen.
+  // Another job was chosen.
   forget(job) {
     this.job = job;
     this.selected = null;
@@ -96,7 +96,7 @@ export class Viewer {
     this.mark();
     const job = this.job;
     const found = await api(`/api/jobs/${encodeURIComponent(job)}/trajectories/${encodeURIComponent(id)}?tokens=true`);
-    // Another one was chosen meanwhile.
+    // Another conversation was chosen meanwhile.
     if (this.selected === id && this.job === job) this.show({ job, ...found });
   }
 
@@ -167,7 +167,7 @@ export class Viewer {
     }
   }
 
-  // --- pins: copies in the browser, which stay when the cluster has let go of a conversation ------
+  // --- pins: copies in the browser, which remain when the cluster has dropped a conversation ------
 
   async pin() {
     if (!this.shown) return;
