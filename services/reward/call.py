@@ -38,10 +38,10 @@ _REFUSAL_BYTES: Final = 256
 @dataclass(frozen=True)
 class CallDeadline:
     """The time limits of one invocation, made when it is accepted and carried with the call through
-    the queue and the host to its slot.
+    the queue and the host to its executor.
 
     `run_seconds` is the function's `timeout_seconds`. It bounds one attempt, and counts only while
-    the function's code runs, not in the queue or while a worker starts or imports. The slot
+    the function's code runs, not in the queue or while a worker starts or imports. The executor
     enforces it and reports `timed_out`.
 
     `caller_seconds` is the caller's total waiting time from acceptance, over all attempts; None

@@ -52,9 +52,9 @@ class ControlGroups:
     """The control groups of one service, below `{root}/{parent}` (v2) or
     `{root}/{controller}/{parent}` (v1).
 
-    Groups are named after their slot or sandbox. When its process is replaced, the name gets a new
-    group, so that leftovers of the old process do not count against the new one. All methods may
-    raise OSError: if the kernel refuses, or if the process has ended or was never adopted.
+    Groups are named after their executor or sandbox. When its process is replaced, the name gets a
+    new group, so that leftovers of the old process do not count against the new one. All methods
+    may raise OSError: if the kernel refuses, or if the process has ended or was never adopted.
     """
 
     def __init__(self, root: Path, parent: str) -> None:

@@ -233,8 +233,8 @@ class RegisteredFunction:
     def status(
         self, *, running: int, behind: int, warm_workers: int, confinement: Sequence[str]
     ) -> reward_pb.FunctionStatus:
-        """Return counts and estimates as a message. `running`: slots that run its calls; `behind`:
-        calls that wait behind these."""
+        """Return counts and estimates as a message. `running`: executors that run its calls;
+        `behind`: calls that wait behind these."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
         return reward_pb.FunctionStatus(
             function=self.spec,

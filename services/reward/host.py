@@ -1,4 +1,4 @@
-"""Slots, cores, models and other resources of one host, and their assignment to calls.
+"""Executors, cores, models and other resources of one host, and their assignment to calls.
 
 `FunctionHost` is a host as the dispatcher sees it, either this one or an attached one. `LocalHost`
 assembles this one from the settings.
@@ -26,6 +26,7 @@ from services.reward.cgroups import (
     open_groups,
     usable_cores,
 )
+from services.reward.executor import CallExecutor, ProcessExecutor
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import ModelManager, ModelUnavailable
 from services.reward.resources import CORES, MEMORY, PLENTY, SANDBOX, WORKERS, HostResources
@@ -33,7 +34,6 @@ from services.reward.sandboxes.kinds import PROVIDERS, open_providers
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.settings import RewardSettings
-from services.reward.slot import ProcessSlot, WorkerSlot
 from troupe.rpc import InvalidArgument
 from troupe.scheduling import elastic
 from troupe.v1 import reward_pb2 as reward_pb
@@ -47,16 +47,16 @@ MODEL_URL: Final = "TROUPE_MODEL_URL"
 
 
 class FunctionHost:
-    """The slots of one host, one per call that may run at once.
+    """The executors of one host, one per call that may run at once.
 
-    A slot that was idle for `idle_seconds` (or for its last function's time) loses its process,
-    except for `min_workers` and for processes that functions want kept.
+    An executor that was idle for `idle_seconds` (or for its last function's time) loses its
+    process, except for `min_workers` and for processes that functions keep.
     """
 
     def __init__(
         self,
         name: str,
-        slots: Sequence[WorkerSlot],
+        executors: Sequence[CallExecutor],
         cores: CoreManager | CoreCount | None = None,
         *,
         resources: HostResources | None = None,
@@ -70,32 +70,32 @@ class FunctionHost:
         self.name = name
         self.resources = resources or HostResources({}, plenty=(MEMORY, SANDBOX))
         self._models = models
-        # Slot -> the model that its calls use.
-        self._users: dict[WorkerSlot, str] = {}
-        # Slot -> event that ends its calls, even before the slot has begun them.
-        self._cancels: dict[WorkerSlot, asyncio.Event] = {}
+        # Executor -> the model that its calls use.
+        self._users: dict[CallExecutor, str] = {}
+        # Executor -> event that ends its calls, even before the executor has begun them.
+        self._cancels: dict[CallExecutor, asyncio.Event] = {}
         self.cores = cores
         # First invocation of a chunk -> what it holds, as the scheduler knows it.
         self.running: dict[str, elastic.Running] = {}
-        self._slots = tuple(slots)
+        self._executors = tuple(executors)
         # The longest idle first.
-        self._idle = list(slots)
-        # Busy slots of stateful sandboxes. They are not in `slots`, but each counts as one.
-        self._sandbox_slots: set[WorkerSlot] = set()
+        self._idle = list(executors)
+        # Busy executors of stateful sandboxes. They are not in `executors`, but each counts as one.
+        self._sandbox_executors: set[CallExecutor] = set()
         # Moves of models to devices.
         self._loading: set[asyncio.Task[str]] = set()
         self._min_workers = min_workers
         self._idle_seconds = idle_seconds
         self._clock = clock
-        # Since when a slot is idle or busy, and the function that it ran last.
-        self._since: dict[WorkerSlot, float] = {}
-        self._last: dict[WorkerSlot, RegisteredFunction] = {}
+        # The time since which an executor is idle or busy, and the function that it ran last.
+        self._since: dict[CallExecutor, float] = {}
+        self._last: dict[CallExecutor, RegisteredFunction] = {}
         self._busy_seconds = 0.0
 
     @property
     def workers(self) -> int:
         """Calls that may run at once."""
-        return len(self._slots)
+        return len(self._executors)
 
     @property
     def total_cores(self) -> int:
@@ -110,43 +110,43 @@ class FunctionHost:
     @property
     def free(self) -> int:
         """Calls that could begin now."""
-        return max(0, len(self._idle) - len(self._sandbox_slots))
+        return max(0, len(self._idle) - len(self._sandbox_executors))
 
     @property
     def alive(self) -> int:
-        """Slots that have a process, or are about to."""
+        """Executors that have a process, or are about to."""
         return self.workers - self.cold
 
     @property
     def cold(self) -> int:
-        """Slots without a process."""
-        return sum(not slot.warm for slot in self._idle)
+        """Executors without a process."""
+        return sum(not executor.warm for executor in self._idle)
 
     @property
     def restarts(self) -> int:
         """Processes replaced so far."""
-        return sum(slot.restarts for slot in self._slots)
+        return sum(executor.restarts for executor in self._executors)
 
     @property
     def provisioned_seconds(self) -> float:
-        """Seconds for which slots had a process, summed over slots."""
-        return sum(slot.process_seconds for slot in self._slots)
+        """Seconds for which executors had a process, summed over executors."""
+        return sum(executor.process_seconds for executor in self._executors)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds for which slots ran calls, or were made ready for one."""
+        """Seconds for which executors ran calls, or were made ready for one."""
         now, idle = self._clock(), set(self._idle)
         return self._busy_seconds + sum(
-            now - self._since[slot] for slot in self._slots if slot not in idle
+            now - self._since[executor] for executor in self._executors if executor not in idle
         )
 
     async def start(self) -> None:
         """Start the worker processes that the host always has."""
-        await asyncio.gather(*(slot.start() for slot in self._idle[: self._min_workers]))
+        await asyncio.gather(*(executor.start() for executor in self._idle[: self._min_workers]))
 
     async def stop(self) -> None:
         """End all processes."""
-        await asyncio.gather(*(slot.stop() for slot in self._slots))
+        await asyncio.gather(*(executor.stop() for executor in self._executors))
         for loading in self._loading:
             loading.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
@@ -163,7 +163,7 @@ class FunctionHost:
             free[CORES] = self.cores.free
         elif plenty:
             free[CORES] = PLENTY
-        warm = {f.key for f in functions if any(slot.holds(f) for slot in self._idle)}
+        warm = {f.key for f in functions if any(executor.holds(f) for executor in self._idle)}
         running = tuple(self.running.values())
         if others := dict.fromkeys(resource for f in functions for resource in f.needs):
             free |= self.resources.free(others, running)
@@ -177,65 +177,66 @@ class FunctionHost:
         return min(self.workers, self.resources.room(function.needs, self.running.values()))
 
     def take(
-        self, function: RegisteredFunction, cores: int, sandbox_slot: WorkerSlot | None = None
-    ) -> tuple[WorkerSlot, CoreLease | None]:
-        """Return a slot for calls of `function`, and `cores` cores; `sandbox_slot` is one that the
-        call brings along. Raises ValueError where there are no devices for the model that it
-        needs."""
+        self, function: RegisteredFunction, cores: int, sandbox_executor: CallExecutor | None = None
+    ) -> tuple[CallExecutor, CoreLease | None]:
+        """Return an executor for calls of `function`, and `cores` cores; `sandbox_executor`: the
+        executor of the call's sandbox. Raises ValueError if there are no devices for the model that
+        the function needs."""
         model = function.spec.model_service
         placement = self.resources.placement
         if model and placement is not None:
             placement.begin(model)
-        slot = sandbox_slot or self._choose(function)
-        self._cancels[slot] = asyncio.Event()
+        executor = sandbox_executor or self._choose(function)
+        self._cancels[executor] = asyncio.Event()
         if model and placement is not None:
-            self._users[slot] = model
-        if sandbox_slot is not None:
-            self._sandbox_slots.add(slot)
-            self._since[slot] = self._clock()
+            self._users[executor] = model
+        if sandbox_executor is not None:
+            self._sandbox_executors.add(executor)
+            self._since[executor] = self._clock()
         else:
-            self._occupy(slot, function)
-        return slot, None if self.cores is None else self.cores.take(slot.name, cores)
+            self._occupy(executor, function)
+        return executor, None if self.cores is None else self.cores.take(executor.name, cores)
 
-    def _occupy(self, slot: WorkerSlot, function: RegisteredFunction) -> WorkerSlot:
-        self._idle.remove(slot)
-        self._last[slot] = function
-        self._since[slot] = self._clock()
-        return slot
+    def _occupy(self, executor: CallExecutor, function: RegisteredFunction) -> CallExecutor:
+        self._idle.remove(executor)
+        self._last[executor] = function
+        self._since[executor] = self._clock()
+        return executor
 
-    def give_back(self, slot: WorkerSlot, lease: CoreLease | None) -> float:
-        """Release the slot and the cores of calls that have ended; the seconds that they had it."""
-        self._cancels.pop(slot, None)
+    def give_back(self, executor: CallExecutor, lease: CoreLease | None) -> float:
+        """Release the executor and the cores of calls that have ended; return the seconds for which
+        they held it."""
+        self._cancels.pop(executor, None)
         if lease is not None and self.cores is not None:
             self.cores.give_back(lease)
         placement = self.resources.placement
-        if (model := self._users.pop(slot, None)) and placement is not None:
+        if (model := self._users.pop(executor, None)) and placement is not None:
             placement.end(model)
         now = self._clock()
-        seconds = now - self._since.pop(slot)
-        if slot in self._sandbox_slots:
-            self._sandbox_slots.remove(slot)
+        seconds = now - self._since.pop(executor)
+        if executor in self._sandbox_executors:
+            self._sandbox_executors.remove(executor)
             return seconds
         self._busy_seconds += seconds
-        self._since[slot] = now
-        self._idle.append(slot)
+        self._since[executor] = now
+        self._idle.append(executor)
         return seconds
 
-    def cancel(self, slot: WorkerSlot) -> None:
-        """End the call that a slot runs, or is about to."""
-        if (cancelled := self._cancels.get(slot)) is not None:
+    def cancel(self, executor: CallExecutor) -> None:
+        """End the call that an executor runs, or is about to."""
+        if (cancelled := self._cancels.get(executor)) is not None:
             cancelled.set()
-            slot.cancel()
+            executor.cancel()
 
     async def run_many(
         self,
-        slot: WorkerSlot,
+        executor: CallExecutor,
         function: RegisteredFunction,
         calls: Sequence[FunctionCall],
         lease: CoreLease | None,
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """Run `slot.run_many` once the calls' model is on devices."""
-        began, cancelled = self._clock(), self._cancels[slot]
+        """Run `executor.run_many` once the calls' model is on devices."""
+        began, cancelled = self._clock(), self._cancels[executor]
         if self._models is not None and (model := function.spec.model_service):
             try:
                 url = await self._ready(self._models, model, cancelled)
@@ -250,7 +251,7 @@ class FunctionHost:
             kind = reward_pb.InvocationError.KIND_CANCELLED
             yield 0, CallOutcome.failed(kind, "cancelled before it ran")
             return
-        async with aclosing(slot.run_many(function, calls, lease)) as outcomes:
+        async with aclosing(executor.run_many(function, calls, lease)) as outcomes:
             async for found in outcomes:
                 yield found
 
@@ -274,21 +275,22 @@ class FunctionHost:
             loading.exception()  # marks it as seen: its callers may have left
 
     def warm_for(self, function: RegisteredFunction) -> int:
-        """Return the number of idle slots that have imported `function`."""
-        return sum(slot.holds(function) for slot in self._idle)
+        """Return the number of idle executors that have imported `function`."""
+        return sum(executor.holds(function) for executor in self._idle)
 
     async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have `function.spec.min_workers` processes that have imported it, if slots are free."""
-        holding = sum(slot.holds(function) for slot in self._slots)
+        """Start `function.spec.min_workers` processes that have imported it, if executors are
+        free."""
+        holding = sum(executor.holds(function) for executor in self._executors)
         wanted = max(0, function.spec.min_workers - holding)
         taken = [
             self._occupy(self._choose(function), function) for _ in range(min(wanted, self.free))
         ]
         try:
-            await asyncio.gather(*(slot.warm_up(function) for slot in taken))
+            await asyncio.gather(*(executor.warm_up(function) for executor in taken))
         finally:
-            for slot in taken:
-                self.give_back(slot, None)
+            for executor in taken:
+                self.give_back(executor, None)
 
     def idle_seconds(self, function: RegisteredFunction) -> float:
         """Return how long a process that ran `function` last waits for another call."""
@@ -301,44 +303,44 @@ class FunctionHost:
         now, next_look = self._clock(), None
         spare = self.alive - self._min_workers
         kept: dict[str, int] = {}
-        for slot in list(self._idle):
-            function = self._last.get(slot)
-            if not slot.warm or function is None:
+        for executor in list(self._idle):
+            function = self._last.get(executor)
+            if not executor.warm or function is None:
                 continue
             kept[function.key] = kept.get(function.key, 0) + 1
             if spare <= 0 or kept[function.key] <= function.spec.min_workers:
                 continue
-            left = self._since[slot] + self.idle_seconds(function) - now
+            left = self._since[executor] + self.idle_seconds(function) - now
             if left <= 0:
-                slot.rest()
+                executor.rest()
                 spare -= 1
             else:
                 next_look = left if next_look is None else min(left, next_look)
         return next_look
 
-    def _choose(self, function: RegisteredFunction) -> WorkerSlot:
-        """Return an idle slot, in order of preference: one that has imported the function, one
+    def _choose(self, function: RegisteredFunction) -> CallExecutor:
+        """Return an idle executor, in order of preference: one that has imported the function, one
         whose process could, one without a process, the longest idle."""
         latest = self._idle[::-1]
         ways = (
-            (slot for slot in latest if slot.holds(function)),
-            (slot for slot in latest if slot.warm and slot.confined_for(function)),
-            (slot for slot in latest if not slot.warm),
+            (executor for executor in latest if executor.holds(function)),
+            (executor for executor in latest if executor.warm and executor.confined_for(function)),
+            (executor for executor in latest if not executor.warm),
             self._idle,
         )
         return next(itertools.chain.from_iterable(ways))
 
 
 class LocalHost:
-    """This host: its slots, cores, models, control groups and stateful sandboxes."""
+    """This host: its executors, cores, models, control groups and stateful sandboxes."""
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         """Raises `InvalidArgument` for cores that do not exist, and models that fit nowhere."""
         self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
         providers = open_providers(groups, self._cores)
-        slots = [
-            ProcessSlot(
+        executors = [
+            ProcessExecutor(
                 settings.reward_import_seconds,
                 f"worker-{i}",
                 providers,
@@ -353,7 +355,7 @@ class LocalHost:
         placement = None if models is None else models.placement
         self.host = FunctionHost(
             OWN_HOST,
-            slots,
+            executors,
             self._cores,
             min_workers=settings.reward_min_workers,
             idle_seconds=settings.reward_idle_seconds,

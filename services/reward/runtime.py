@@ -18,6 +18,7 @@ from services.chassis.telemetry import Telemetry
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall, as_reward
 from services.reward.dispatch.dispatcher import Dispatcher
 from services.reward.dispatch.invocation import PendingInvocation, cost
+from services.reward.executor import CallExecutor
 from services.reward.function import (
     REWARD,
     FunctionRegistry,
@@ -29,9 +30,8 @@ from services.reward.function import (
 from services.reward.host import FunctionHost
 from services.reward.quota import QuotaManager
 from services.reward.resources import CORES
-from services.reward.sandboxes.manager import SandboxGone, SandboxManager, SandboxSlot
+from services.reward.sandboxes.manager import SandboxExecutor, SandboxGone, SandboxManager
 from services.reward.settings import RewardSettings
-from services.reward.slot import WorkerSlot
 from troupe.functions.validation import MAX_SECONDS, is_seconds
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic import Discipline
@@ -80,7 +80,7 @@ class Invocations:
             field="invocation_id",
         )
         # By invocation id: calls that wait for their sandbox, and those of them that are cancelled.
-        self._opening: dict[str, asyncio.Task[SandboxSlot]] = {}
+        self._opening: dict[str, asyncio.Task[SandboxExecutor]] = {}
         self._cancelled: set[str] = set()
 
     async def invoke(
@@ -194,13 +194,13 @@ class Invocations:
     async def _invoke_in_sandbox(
         self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
     ) -> reward_pb.InvokeResponse:
-        """Submit the call to its sandbox. Raises like `SandboxManager.slot` and `Runtime.submit`,
-        except SandboxGone, which is an outcome."""
+        """Submit the call to its sandbox. Raises like `SandboxManager.executor` and
+        `Runtime.submit`, except SandboxGone, which is an outcome."""
         async with AsyncExitStack() as stack:
-            entering = stack.enter_async_context(self._sandboxes.slot(function, call))
+            entering = stack.enter_async_context(self._sandboxes.executor(function, call))
             opening = self._opening[invocation_id] = asyncio.create_task(entering)
             try:
-                slot = await opening
+                executor = await opening
             except SandboxGone as gone:
                 return reward_pb.InvokeResponse(error=gone.error(), sandbox=gone.sandbox_id)
             except asyncio.CancelledError:
@@ -211,7 +211,7 @@ class Invocations:
             finally:
                 del self._opening[invocation_id]
                 self._cancelled.discard(invocation_id)
-            (done,) = self._runtime.submit([(invocation_id, call)], function, slot)
+            (done,) = self._runtime.submit([(invocation_id, call)], function, executor)
             return await done
 
     def _cancel_opening(self, invocation_id: str) -> bool:
@@ -301,7 +301,7 @@ class Runtime:
         self,
         calls: Sequence[tuple[str, FunctionCall]],
         function: RegisteredFunction,
-        sandbox_slot: WorkerSlot | None = None,
+        sandbox_executor: CallExecutor | None = None,
     ) -> list[asyncio.Future[reward_pb.InvokeResponse]]:
         """Queue `calls` with their invocation ids, all of them or none; a future for each outcome.
 
@@ -321,7 +321,7 @@ class Runtime:
                 done=loop.create_future(),
                 since=now,
                 rank=(self._rank(function, call, now), next(self._arrivals)),
-                sandbox_slot=sandbox_slot,
+                sandbox_executor=sandbox_executor,
             )
             call.printed = partial(self._listeners.printed, invocation)
             self._open[invocation_id] = invocation

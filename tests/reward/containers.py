@@ -87,7 +87,7 @@ async def test_a_containers_cores(docker: Any) -> None:
     call = FunctionCall("{}", "job")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContainerSandbox, "grant", told)
-        async with sandboxes.slot(what, call) as place:
+        async with sandboxes.executor(what, call) as place:
             outcome = await place.run(what, call, CoreLease("any", (0,)))
     await sandboxes.stop()
     assert asked == ["1000000000 0"]

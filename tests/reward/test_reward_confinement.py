@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from services.reward.executor import WorkerProcess
 from services.reward.sandboxes import landlock, seccomp
 from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.profile import SandboxProfile
-from services.reward.slot import WorkerProcess
 from tests.support.needs import BUBBLEWRAP
 from tests.support.waiting import PATIENCE
 

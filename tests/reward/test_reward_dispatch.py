@@ -1,4 +1,4 @@
-"""Nothing is lost between the queues and the slots, whatever slots do."""
+"""Nothing is lost between the queues and the executors, whatever executors do."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ class FragilePlace(BarePlace):
 @pytest.mark.parametrize("seed", range(2))
 async def test_every_call_has_one_outcome(seed: int) -> None:
     draw = random.Random(seed)
-    slots = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
-    host = FunctionHost("", slots, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0]))
+    executors = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
+    idle = draw.choice([0.0, 0.01, 9.0])
+    host = FunctionHost("", executors, min_workers=seed % 2, idle_seconds=idle)
     runtime = Runtime([host], Telemetry())
     functions = [
         RegisteredFunction(reward_pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
@@ -297,8 +298,8 @@ async def test_calls_without_a_host_do_not_hold_up_others(
     wide = RegisteredFunction(reward_pb.FunctionSpec(name="wide", timeout_seconds=60, **needs))
     plain = RegisteredFunction(reward_pb.FunctionSpec(name="plain", timeout_seconds=60))
     for nth in range(40):
-        slot = WarmPlace(f"sandbox {nth}") if wide.own_sandbox else None
-        runtime.submit([(f"w{nth}", FunctionCall("60", "job"))], wide, slot)
+        executor = WarmPlace(f"sandbox {nth}") if wide.own_sandbox else None
+        runtime.submit([(f"w{nth}", FunctionCall("60", "job"))], wide, executor)
     calls = [(f"p{nth}", FunctionCall("0", job)) for nth, job in enumerate(["job", "other"] * 20)]
     async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*runtime.submit(calls, plain))

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from services.reward.executor import WorkerProcess
 from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.profile import SandboxProfile, environment_of_functions
-from services.reward.slot import WorkerProcess
 
 SECRETS = {
     "TROUPE_TOKEN": "t0ken",

@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 
 from services.reward import worker
+from services.reward.executor import WorkerProcess
 from services.reward.sandboxes import seccomp
 from services.reward.sandboxes.local import LocalProvider
 from services.reward.sandboxes.manager import SandboxManager
 from services.reward.sandboxes.profile import SandboxProfile
-from services.reward.slot import WorkerProcess
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.v1 import reward_pb2 as reward_pb

@@ -56,7 +56,7 @@ class Trajectory:
             sandboxes=tuple(self.had),
             deadline=CallDeadline(what.spec.timeout_seconds),
         )
-        async with self.sandboxes.slot(what, call) as place:
+        async with self.sandboxes.executor(what, call) as place:
             outcome = await place.run(what, call)
         self.had = [outcome.sandbox]
         return outcome
@@ -142,7 +142,7 @@ async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
     await mine.call("writes", path="here")
     what = function("waits_for")
     call = FunctionCall(json.dumps({"path": "never"}), "job", mine.name)
-    async with mine.sandboxes.slot(what, call) as place:
+    async with mine.sandboxes.executor(what, call) as place:
         running = asyncio.create_task(place.run(what, call))
         waits = asyncio.create_task(mine.call("reads", path="here"))
         given_up = asyncio.create_task(mine.call("reads", path="here"))
@@ -222,7 +222,7 @@ async def test_sandboxes_are_bounded_in_number_and_memory(monkeypatch: pytest.Mo
         with pytest.raises(InvalidArgument, match="1000 MiB"):
             sandboxes.check(function("where", memory_mib=1000).spec)
         with pytest.raises(InvalidArgument) as nameless:
-            async with sandboxes.slot(function("where"), FunctionCall("{}", "job")):
+            async with sandboxes.executor(function("where"), FunctionCall("{}", "job")):
                 pass
         assert nameless.value.field == "trajectory_id"
 

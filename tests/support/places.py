@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from services.reward.executor import CallExecutor
 from services.reward.function import RegisteredFunction
-from services.reward.slot import WorkerSlot
 
 
-class BarePlace(WorkerSlot):
+class BarePlace(CallExecutor):
     """A place as hosts know it; what its calls do is said by who derives from it."""
 
     warm = False

@@ -1,4 +1,4 @@
-"""Dispatch of queued invocations to the slots of hosts.
+"""Dispatch of queued invocations to the executors of hosts.
 
 `troupe.scheduling.elastic` decides what runs where, whenever an invocation arrives or ends.
 """
@@ -95,7 +95,8 @@ class Dispatcher:
         self.dispatch()
 
     def detach(self, name: str) -> None:
-        """Begin no more calls on a host; its slots still report the outcomes of running calls."""
+        """Begin no more calls on a host; its executors still report the outcomes of running
+        calls."""
         self.hosts.pop(name, None)
 
     def warm_up(self, function: RegisteredFunction) -> None:
@@ -106,7 +107,7 @@ class Dispatcher:
 
     async def _warm_up(self, host: FunctionHost, function: RegisteredFunction) -> None:
         await host.warm_up(function)
-        # Invocations that arrived meanwhile found the slots taken.
+        # Invocations that arrived meanwhile found the executors taken.
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -121,11 +122,11 @@ class Dispatcher:
             self._timer = loop.call_later(self.autoscaler.cold_seconds, self._dispatch_late)
 
     def running(self, function: RegisteredFunction) -> int:
-        """Return the number of slots that run calls of `function`."""
+        """Return the number of executors that run calls of `function`."""
         return len(self._chunks.get(function, ()))
 
     def behind(self, function: RegisteredFunction) -> int:
-        """Calls of `function` that slots were given and have not begun."""
+        """Return the number of calls of `function` that executors have received and not begun."""
         return sum(chunk.behind for chunk in self._chunks.get(function, ()))
 
     def action(self, invocation: PendingInvocation, most_cores: int) -> Action:
@@ -169,7 +170,7 @@ class Dispatcher:
         functions = {one.function.key: one.function for one in first.values()}.values()
         startable = self.autoscaler.startable(self.queues, next(iter(first.values())), now)
         # Invocations that have a sandbox need no process of the host's.
-        in_sandboxes = sum(one.sandbox_slot is not None for one in first.values())
+        in_sandboxes = sum(one.sandbox_executor is not None for one in first.values())
         views = []
         for host in hosts:
             cold = min(host.cold, startable)
@@ -178,7 +179,8 @@ class Dispatcher:
         largest = self._most_cores(self.hosts) if with_cores else 0
         own = self._most_cores([OWN_HOST]) if with_cores else 0
         queue = [
-            self.action(one, largest if one.sandbox_slot is None else own) for one in first.values()
+            self.action(one, largest if one.sandbox_executor is None else own)
+            for one in first.values()
         ]
         # A worker that is kept idle brings no unit of a quota back, and no call of a model.
         limits = {r for f in functions for r in f.needs if r.startswith((QUOTA, MODEL))}
@@ -225,10 +227,10 @@ class Dispatcher:
     def _begin(self, invocation: PendingInvocation, grant: Placed) -> None:
         host, function = self.hosts[grant.host], invocation.function
         cores = grant.holds.get(CORES, 0) if host.cores is not None else 0
-        # Out of the queue first: if that fails, no slot was taken.
+        # Out of the queue first: if that fails, no executor was taken.
         self.queues.remove(invocation)
         try:
-            slot, lease = host.take(function, cores, invocation.sandbox_slot)
+            executor, lease = host.take(function, cores, invocation.sandbox_executor)
         except BaseException:
             self.queues.add(invocation)
             raise
@@ -239,7 +241,7 @@ class Dispatcher:
             one.cores, one.host = cores, host.name
             one.charged = one.cost
             self.queues.shares.charge(one.job, one.charged)
-        chunk = InvocationChunk(several, slot, partial(host.cancel, slot), self.requeue)
+        chunk = InvocationChunk(several, executor, partial(host.cancel, executor), self.requeue)
         for one in several:
             one.chunk = chunk
         self._chunks.setdefault(function, set()).add(chunk)
@@ -255,7 +257,7 @@ class Dispatcher:
         function, no more than the worker's share of them."""
         function = invocation.function
         # Cores, devices and quota units are handed out call by call.
-        alone = invocation.sandbox_slot is not None or function.elastic
+        alone = invocation.sandbox_executor is not None or function.elastic
         alone = alone or bool(function.spec.model_service or function.spec.quota)
         if alone or not function.stays_warm or not function.invocations:
             return []
@@ -289,7 +291,7 @@ class Dispatcher:
             function.cores_held -= held.holds.get(CORES, 0)
             if self._quotas is not None:
                 self._quotas.give_back(held.holds)
-            seconds = host.give_back(chunk.slot, lease)
+            seconds = host.give_back(chunk.executor, lease)
             if lease is not None and lease.cores:
                 self._held_cores(function, len(lease.cores), seconds)
             if not self._stopped:
@@ -311,7 +313,7 @@ class Dispatcher:
     ) -> None:
         self._begin_current(chunk)
         try:
-            running = host.run_many(chunk.slot, function, chunk.calls, lease)
+            running = host.run_many(chunk.executor, function, chunk.calls, lease)
             async with aclosing(running) as outcomes:
                 async for index, outcome in outcomes:
                     if outcome.cold_seconds:

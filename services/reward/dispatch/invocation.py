@@ -1,4 +1,4 @@
-"""Invocations without an outcome, one by one and in the chunks that slots run."""
+"""Invocations without an outcome, one by one and in the chunks that executors run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.reward.call import FunctionCall
+from services.reward.executor import CallExecutor
 from services.reward.function import LineSplitter, RegisteredFunction
 from services.reward.host import OWN_HOST
 from services.reward.resources import CORES, WORKERS
-from services.reward.slot import WorkerSlot
 from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.v1 import reward_pb2 as reward_pb
 
@@ -33,8 +33,8 @@ class PendingInvocation:
     done: asyncio.Future[reward_pb.InvokeResponse]
     since: float
     rank: tuple[float, int]
-    # The slot of its sandbox, on the service's own host; None: it runs in any free slot.
-    sandbox_slot: WorkerSlot | None = None
+    # The executor of its sandbox, on the service's own host; None: it runs in any free executor.
+    sandbox_executor: CallExecutor | None = None
     # The chunk with which it was given to a worker; None: it is queued.
     chunk: InvocationChunk | None = None
     host: str = ""
@@ -89,7 +89,7 @@ class PendingInvocation:
             elastic,
             self.call.estimated_seconds or function.seconds,
             function=function.key,
-            host=None if self.sandbox_slot is None else OWN_HOST,
+            host=None if self.sandbox_executor is None else OWN_HOST,
         )
         self._cached = (function.curve, most_cores, action)
         return action
@@ -101,17 +101,17 @@ def cost(function: RegisteredFunction, call: FunctionCall) -> float:
 
 
 class InvocationChunk:
-    """Invocations that one slot runs in order, until each has an outcome or was taken back."""
+    """Invocations that one executor runs in order, until each has an outcome or was taken back."""
 
     def __init__(
         self,
         invocations: Sequence[PendingInvocation],
-        slot: WorkerSlot,
+        executor: CallExecutor,
         cancel: Callable[[], None],
         recall: Callable[[list[PendingInvocation]], None],
     ) -> None:
         """`cancel` ends the call that runs. `recall` gets those that wait behind a slow one."""
-        self.slot, self.cancel = slot, cancel
+        self.executor, self.cancel = executor, cancel
         self.calls = [one.call for one in invocations]
         # None: it has its outcome, or was taken back.
         self._invocations: list[PendingInvocation | None] = list(invocations)

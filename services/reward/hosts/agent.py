@@ -17,11 +17,11 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall
 from services.reward.cgroups import CoreLease
+from services.reward.executor import CallExecutor
 from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost, LocalHost
 from services.reward.sandboxes.profile import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
-from services.reward.slot import WorkerSlot
 from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
 from troupe.v1 import reward_pb2 as reward_pb
@@ -190,17 +190,17 @@ class HostAgent:
         """Run the calls and send their outcomes to `messages`, of the stream that they came by."""
         try:
             function = self._function(request)
-            slot, lease = await self._take(function, request.cores)
-            run.cancel = partial(self._host.cancel, slot)
+            executor, lease = await self._take(function, request.cores)
+            run.cancel = partial(self._host.cancel, executor)
             try:
-                running = self._host.run_many(slot, function, run.calls, lease)
+                running = self._host.run_many(executor, function, run.calls, lease)
                 async with aclosing(running) as outcomes:
                     if run.cancelled:
                         run.cancel()
                     async for index, outcome in outcomes:
                         messages.put_nowait(_answer(request.run_id, index, outcome))
             finally:
-                self._host.give_back(slot, lease)
+                self._host.give_back(executor, lease)
         except Exception as error:
             log.exception("run", function=request.function.name)
             message = f"the host failed: {type(error).__name__}: {error}"
@@ -214,9 +214,9 @@ class HostAgent:
 
     async def _take(
         self, function: RegisteredFunction, cores: int
-    ) -> tuple[WorkerSlot, CoreLease | None]:
-        """Return a slot and cores, once there is room on devices for the model. The service saw
-        both free, but may have had an old report of where models are."""
+    ) -> tuple[CallExecutor, CoreLease | None]:
+        """Return an executor and cores, once there is room on devices for the model. The service
+        saw both free, but its report of models on devices may have been outdated."""
         placement = self._host.resources.placement
         async with asyncio.timeout(function.spec.timeout_seconds):
             while True:

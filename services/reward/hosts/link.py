@@ -1,4 +1,4 @@
-"""Attached hosts as the service sees them: the stream to each, its slots, and its offer.
+"""Attached hosts as the service sees them: the stream to each, its executors, and its offer.
 
 `HostFleet` decides whether a function can run on any of the hosts.
 """
@@ -19,6 +19,7 @@ import structlog
 from services.reward.call import CallOutcome, FunctionCall
 from services.reward.cgroups import CoreCount, CoreLease
 from services.reward.dispatch.dispatcher import Dispatcher
+from services.reward.executor import CallExecutor
 from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.host import FunctionHost
@@ -33,7 +34,6 @@ from services.reward.resources import (
     needs_of,
 )
 from services.reward.sandboxes.profile import OF_WORKERS, PROCESS
-from services.reward.slot import WorkerSlot
 from troupe.contracts import kinds
 from troupe.functions.sources import SourceStore
 from troupe.rpc import InvalidArgument, Unavailable, new_id
@@ -240,9 +240,9 @@ class HostLink:
             self._commands.put_nowait(command)
 
 
-class RemoteSlot(WorkerSlot):
-    """A slot on another host. That host starts its processes and assigns them to runs, so all its
-    slots are alike and always count as warm."""
+class RemoteExecutor(CallExecutor):
+    """An executor on another host. That host starts its processes and assigns them to runs, so that
+    all its executors are alike and always count as warm."""
 
     def __init__(self, link: HostLink, index: int) -> None:
         super().__init__(f"{link.name}/{index}")
@@ -441,11 +441,11 @@ class HostFleet:
         """Let calls run on a host that has attached."""
         offer = link.offer
         resources = resources_of(offer, link)
-        slots = [RemoteSlot(link, index) for index in range(offer.workers)]
+        executors = [RemoteExecutor(link, index) for index in range(offer.workers)]
         cores = CoreCount(offer.cores) if offer.cores else None
         self._resources[link.name] = (offer.workers, offer.cores, resources)
         self._left.pop(link.name, None)
-        self._dispatcher.attach(FunctionHost(link.name, slots, cores, resources=resources))
+        self._dispatcher.attach(FunctionHost(link.name, executors, cores, resources=resources))
 
     def detach(self, name: str) -> None:
         """Begin no more calls on a host."""

@@ -19,6 +19,7 @@ import structlog
 
 from services.reward.call import CallOutcome, FunctionCall, outcome_of, sendable
 from services.reward.cgroups import BASE_MIB, CoreLease
+from services.reward.executor import CallExecutor
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import OF_WORKERS, PROCESS, SandboxProfile
 from services.reward.sandboxes.provider import SandboxProvider
@@ -29,7 +30,6 @@ from services.reward.sandboxes.session import (
     SandboxSession,
 )
 from services.reward.sandboxes.supervisor import DIED, NO_ROOM
-from services.reward.slot import WorkerSlot
 from troupe.devices import host_memory
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as reward_pb
@@ -146,11 +146,11 @@ class SandboxManager:
             )
 
     @contextlib.asynccontextmanager
-    async def slot(
+    async def executor(
         self, function: RegisteredFunction, call: FunctionCall
-    ) -> AsyncIterator[SandboxSlot]:
-        """Hold the slot that runs a call in its sandbox, from before queueing until the call has
-        ended.
+    ) -> AsyncIterator[SandboxExecutor]:
+        """Hold the executor that runs a call in its sandbox, from before queueing until the call
+        has ended.
 
         The calls of one sandbox run one after another; a waiting call holds no worker. Raises
         InvalidArgument where no trajectory is named, SandboxGone when the call names a sandbox that
@@ -172,7 +172,7 @@ class SandboxManager:
             found.timer = None
         try:
             async with found.turn:
-                yield SandboxSlot(found)
+                yield SandboxExecutor(found)
         finally:
             found.users -= 1
             if found.users == 0 and found.session.gone is None:
@@ -308,8 +308,8 @@ class SandboxManager:
             granted.set_result(None)
 
 
-class SandboxSlot(WorkerSlot):
-    """A slot for one call, which has the sandbox to itself."""
+class SandboxExecutor(CallExecutor):
+    """An executor for one call, which has the sandbox to itself."""
 
     def __init__(self, found: OpenSandbox) -> None:
         super().__init__(found.name)

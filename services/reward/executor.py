@@ -1,7 +1,7 @@
-"""Slots in which calls run, including the slot of a worker process on this host, which it starts
-and replaces.
+"""Executors, in which calls run one at a time; on this host each starts and replaces a worker
+process.
 
-A call's timeout is enforced here (`ProcessSlot._answer`), by killing the process.
+A call's timeout is enforced here (`ProcessExecutor._answer`), by killing the process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 * 2**10
 
 
-class WorkerSlot:
-    """A place of a host in which calls run one at a time: in a worker process (`ProcessSlot`), on
-    another host (`RemoteSlot`), or in a sandbox that outlives them (`SandboxSlot`).
+class CallExecutor:
+    """An executor of calls, one at a time: in a worker process (`ProcessExecutor`), on another host
+    (`RemoteExecutor`), or in a sandbox that outlives them (`SandboxExecutor`).
 
-    The defaults are for a slot whose process is started and ended elsewhere.
+    The defaults are for an executor whose process is started and ended elsewhere.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,7 +55,7 @@ class WorkerSlot:
 
     @property
     def process_seconds(self) -> float:
-        """Seconds for which the slot has had a process, in total."""
+        """Seconds for which the executor has had a process, in total."""
         return 0.0
 
     async def start(self) -> None:
@@ -68,14 +68,14 @@ class WorkerSlot:
         """End the process; the next call starts another."""
 
     async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have a process that has imported `function`, if that works."""
+        """Start a process that has imported `function`, if that works."""
 
     def holds(self, function: RegisteredFunction) -> bool:
         """Return whether the process has imported `function` since its last registration."""
         return True
 
     def confined_for(self, function: RegisteredFunction) -> bool:
-        """Return whether the process is confined as `function` wants it."""
+        """Return whether the process is confined as `function` requires."""
         return True
 
     def cancel(self) -> None:
@@ -104,8 +104,8 @@ class WorkerLost(Exception):
         self.error = error
 
 
-class ProcessSlot(WorkerSlot):
-    """A slot with one worker process, or its successor after a loss."""
+class ProcessExecutor(CallExecutor):
+    """An executor with one worker process, or its successor after a loss."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class ProcessSlot(WorkerSlot):
         *,
         spares: bool = True,
     ) -> None:
-        """`name`: unique among slots. `providers`: by kind of sandbox. `spares`: the successor of a
-        sandbox that was used up is started at once, not by the next call."""
+        """`name`: unique among executors. `providers`: by kind of sandbox. `spares`: the successor
+        of a sandbox that was used up is started at once, not by the next call."""
         super().__init__(name)
         # Of the start of a process, and of an import.
         self._import_deadline = CallDeadline(import_seconds)
