@@ -1,7 +1,7 @@
-"""Memory and time of writing a checkpoint from training state that one device or ranks have kept.
+"""Memory and time of writing a checkpoint from the training state of one device or of ranks.
 
-The state of a model of 500 M parameters (float32) is written as `--ranks` files, as gangs keep it,
-and becomes a checkpoint in bfloat16 in a process of its own, whose resident memory is watched.
+The state of a model of 500 M parameters (float32) is written to `--ranks` files, as gangs do, and
+becomes a checkpoint in bfloat16 in a separate process, whose resident memory is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MMAP_THRESHOLD: Final = -3
 
 
 def outline(quick: bool) -> Any:
-    """The model without weights."""
+    """Return the model without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,8 +48,8 @@ def outline(quick: bool) -> Any:
 
 
 def keep(folder: Path, quick: bool, ranks: int) -> None:
-    """Write the rows of every parameter by turns into a file of each rank, as
-    torch.distributed.checkpoint does."""
+    """Distribute the rows of every parameter over one file per rank, like
+    torch.distributed.checkpoint."""
     import torch
     from safetensors.torch import save_file
 
@@ -65,8 +65,8 @@ def keep(folder: Path, quick: bool, ranks: int) -> None:
 
 
 def write(kept: Path, target: Path, quick: bool) -> dict[str, float]:
-    """Write the checkpoint in this process; its time, and its memory over the weights' and over the
-    largest tensor's in the checkpoint."""
+    """Write the checkpoint in this process; return its time, and its memory relative to the weights
+    and to the largest tensor of the checkpoint."""
     import torch
 
     from services.trainer.state.checkpoint import save_checkpoint
@@ -74,7 +74,7 @@ def write(kept: Path, target: Path, quick: bool) -> dict[str, float]:
 
     model, stored = outline(quick), StoredTensors(sorted(kept.iterdir()))
     nbytes = [2 * tensor.numel() for tensor in stored.layout.values()]
-    # Freed blocks go back to the kernel, so that what is measured is what is in use.
+    # Freed blocks are returned to the kernel, so that only memory in use is measured.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     (_PROCESS / "clear_refs").write_text("5")
     before, began = _resident("VmRSS"), time.perf_counter()
@@ -83,7 +83,7 @@ def write(kept: Path, target: Path, quick: bool) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - began,
         "gigabytes": sum(nbytes) / 1e9,
-        # The weights as the trainer has them, in float32.
+        # The trainer's weights, in float32.
         "rss_over_weights": grown / (2 * sum(nbytes)),
         "rss_over_largest": grown / max(nbytes),
     }
@@ -95,7 +95,7 @@ def _resident(field: str) -> int:
 
 
 def measure(ranks: int, quick: bool) -> dict[str, float]:
-    """`write` in a new process, from the files of so many ranks."""
+    """Run `write` in a new process, on the files of `ranks` ranks."""
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name) / "kept"
         kept.mkdir()
@@ -109,7 +109,7 @@ def measure(ranks: int, quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, show a table, and end with a line of JSON."""
+    """Measure, print a table, and end with a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")

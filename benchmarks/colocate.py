@@ -4,11 +4,11 @@
 
 Simulated engines and trainers of the research team (benchmarks/papers/pipeline/workload.py): five
 policies on ten devices. Split: each policy has one engine on a device and one trainer on another.
-Colocated (`pipeline.colocate`): both have both devices, so that rollout has twice the engines and
-training twice the rate, but one waits for the other; training states are moved to the host and
-back, and engines load weights anew. The last line is one JSON object: `colocate_over_split`
-(the seconds per step of split divided by colocated's, mode `sync`), the same ratio in mode
-`micro_batch`, and the seconds of every row.
+Colocated (`pipeline.colocate`): both use both devices, so that rollout has twice the engines and
+training twice the rate, but one waits for the other; training states move to the host and back, and
+engines reload their weights. The last line is one JSON object: `colocate_over_split` (the seconds
+per step of split divided by colocated's, mode `sync`), the same ratio in mode `micro_batch`, and
+the seconds of every row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from troupe.client.cli.options import make_table
 from troupe.job import JobSpec
 
 _STEPS: Final = 4
-# 14B parameters have 224 GB of weights, gradients and moments; over the PCIe links of two devices
-# they take about 2.2 s, of which one second here stands for sixteen: what a core copies in 0.14 s.
+# 14B parameters have 224 GB of weights, gradients and moments. Their transfer over the PCIe links
+# of two devices takes about 2.2 s; one second here stands for sixteen, so the state is as large as
+# the bytes that a core copies in 0.14 s.
 _STATE_BYTES: Final = 256 << 20
 _ROWS: Final = {
     "split_sync": Mode("sync", "split, sync", "engines | trainers", {"mode": "sync"}, _STEPS),
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 async def measure(
     setup: Setup, directory: Path, console: Console
 ) -> dict[str, tuple[Run, Figures]]:
-    """All rows on one cluster."""
+    """Measure all rows on one cluster."""
     rows = {}
     trace = directory / "trace"
     async with cluster(directory / "data", trace, trainers=len(AGENTS)) as client:
@@ -82,8 +83,8 @@ async def measure(
 
 
 def on_devices(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
-    """The job of one row: of each policy's two devices engines and trainers have one each, or
-    both."""
+    """Return the job of one row: a policy's engines and trainers have one of its two devices each,
+    or both."""
     each = 2 if mode.pipeline.get("colocate") else 1
     rate = setup.small["backward_tokens_per_second"] * each
     small = {**setup.small, "backward_tokens_per_second": rate, "state_bytes": _STATE_BYTES}
@@ -95,14 +96,14 @@ def on_devices(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
 
 
 def switching(done: Run) -> float:
-    """Seconds per step in which devices changed hands."""
+    """Return the seconds per step that switching took."""
     names = ("sleep", "offload", "wake")
     each = [sum(s.values.get(f"colocate/{n}_seconds", 0.0) for n in names) for s in done.steps]
     return statistics.fmean(each[1:] or each)
 
 
 def as_json(rows: Mapping[str, tuple[Run, Figures]], *, quick: bool) -> dict[str, Any]:
-    """The figures for programs."""
+    """Return the figures as JSON values."""
     seconds = {name: found.seconds for name, (_, found) in rows.items()}
     colocated = seconds["colocate_sync"]
     return {

@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: options, the machine they ran on, quantiles, ends."""
+"""Shared parts of the benchmarks' commands: options, machine, quantiles, ends."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ def options_of(
     parts: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """`quick` and `json`, as `arguments` or the command line say; `doc` is the module's.
+    """Return `quick` and `json` from `arguments` or the command line; `doc`: the module's
+    docstring.
 
-    With `parts`, what can be run alone, `only` is the one that is asked for, or None. `flags`: what
-    else can be asked for, by name, and its help.
+    With `parts`, which can be run alone, `only` is the requested part, or None. `flags`: names of
+    further options, with their help.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     if parts:
-        parser.add_argument("--only", choices=parts, help="a part of it")
+        parser.add_argument("--only", choices=parts, help="run only this part")
     for name, said in (flags or {}).items():
         parser.add_argument(f"--{name}", action="store_true", help=said)
     return parser.parse_args(arguments)
 
 
 def run_program(main: Callable[[], None]) -> NoReturn:
-    """Run a benchmark's `main` as this process' program, and exit with 0 when it returns.
+    """Run a benchmark's `main` as this process's program, and exit with 0 when it returns.
 
-    SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that the services and the Redis that it
-    started end with it.
+    SIGTERM and SIGHUP interrupt it like Ctrl-C, so that the services and the Redis that it started
+    end with it.
     """
     received: list[int] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        for one in _ENDING:  # another would interrupt what this one ends
+        for one in _ENDING:  # another signal would interrupt the cleanup
             signal.signal(one, signal.SIG_IGN)
         received.append(number)
-        # An event loop that runs now cancels its main task: an exception that is raised here may
-        # come between its callbacks, and what awaits the interrupted one would wait for ever.
+        # A running event loop cancels its main task instead: an exception raised here might come
+        # between its callbacks, and a task that awaits the interrupted one would wait forever.
         signal.raise_signal(signal.SIGINT)
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    # A shell's background job ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for one in _ENDING:
-        if signal.getsignal(one) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(one) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(one, interrupt)
     try:
         main()
@@ -71,18 +73,18 @@ def run_program(main: Callable[[], None]) -> NoReturn:
 
 
 def progress(text: str) -> None:
-    """Print a line for users who wait, apart from the benchmark's results."""
+    """Print a progress line, separate from the benchmark's results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, str]:
-    """Cores and CPU, and the instruction sets that torch's own kernels and oneDNN's compute with:
-    the same code is several times slower, and rounds otherwise, with another one."""
+    """Return cores, CPU, and the instruction sets of torch's own kernels and of oneDNN: the same
+    code is several times slower, and rounds differently, with another one."""
     from torch.backends.cpu import get_cpu_capability
 
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_cpu_name()}",
-        # As ATEN_CPU_CAPABILITY names it, which may ask for less than the CPU has.
+        # As named by ATEN_CPU_CAPABILITY, which may be below the CPU's capability.
         "cpu_capability": get_cpu_capability(),
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
     }
@@ -90,7 +92,7 @@ def machine() -> dict[str, str]:
 
 def finish(found: Mapping[str, Any], *, quiet: bool) -> None:
     """End a benchmark: a line about the machine below its tables, unless `quiet`, and one JSON
-    object that says the same beside what was `found`."""
+    object with the same information and `found`."""
     about = machine()
     if not quiet:
         print(
@@ -110,17 +112,17 @@ def _cpu_name() -> str:
 
 
 def scratch() -> Scratch:
-    """A directory in memory where there is one, else on disk; what killed benchmarks left of
-    theirs goes now.
+    """Return a directory in memory if there is one, else on disk; remove the directories of killed
+    benchmarks.
 
-    A job writes its state and rows through to the disk, and a peer that it is measured against
-    nothing: what other work does to the disk would be measured as ours.
+    A job writes its state and rows to the disk, and a peer in a comparison writes nothing: other
+    programs' disk load would count against Troupe.
     """
     return Scratch("troupe-bench-")
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The value below which the fraction `q` of `values` lies; never beyond the largest."""
+    """Return the value below which the fraction `q` of `values` lies, at most the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 

@@ -3,8 +3,8 @@
     python -m benchmarks.demo [--seeds 0 1 2] [--json]
 
 `before` and `after` are held-out team success (mean over seeds), both measured by the cluster
-itself on the same queries; the warm-start lies before `before`. `peak_rss_mib` is the largest sum
-of the proportional set sizes of all the cluster's processes, sampled once a second.
+itself on the same queries; the warm-start precedes `before`. `peak_rss_mib` is the largest sum of
+the proportional set sizes of all the cluster's processes, sampled once a second.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Run:
 
 
 def prepare(seed: int, data_dir: Path, changes: list[str]) -> tuple[JobSpec, float]:
-    """Warm-start the models of `seed`; returns the job that trains them and the seconds taken."""
+    """Warm-start the models of `seed`; return the job that trains them, and the seconds."""
     models = data_dir / "models" / f"seed-{seed}"
     started = time.monotonic()
     warm_start = [sys.executable, "-m", "troupe.demo.warm_start"]
@@ -104,7 +104,7 @@ async def run(seed: int, data_dir: Path, spec: JobSpec, warm: float, console: Co
 
 
 class PeakMemory:
-    """Largest total memory of this process's descendants, in bytes, while the context is open."""
+    """The peak total memory of this process's descendants, in bytes, while the context is open."""
 
     def __init__(self) -> None:
         self.peak = 0

@@ -1,12 +1,12 @@
-"""What deterministic mode costs in the trainer.
+"""The cost of deterministic mode in the trainer.
 
     python -m benchmarks.deterministic_trainer [--rounds 7] [--json]
 
-The same step (forward, backward, optimizer) of the same model and samples, in turns with and
-without `pipeline.deterministic`. Without it a micro-batch is what 32 samples happen to be; with
-it a group is the unit, and its gradient is added in fixed point, which costs a pass over all
-parameters. So the price falls with the tokens per group and rises with the parameters; two
-shapes show both. CPU seconds of one thread: what else runs on the machine does not count.
+The same step (forward, backward, optimizer) of the same model and samples, alternately with and
+without `pipeline.deterministic`. Without it a micro-batch is any 32 samples; with it the unit is a
+group, whose gradient is added in fixed point, which costs a pass over all parameters. So the cost
+falls with the tokens per group and rises with the number of parameters; two shapes show both. CPU
+seconds of one thread, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """All tokens of the step, those that are scored and those that are not."""
+        """All tokens of the step, scored or not."""
         return self.groups * self.members * (self.prompt + self.response)
 
 
@@ -56,7 +56,7 @@ SHAPES = (
 
 
 def make_rows(shape: Shape) -> list[Row]:
-    """Random tokens and rewards."""
+    """Return rows of random tokens and rewards."""
     rng = np.random.default_rng(0)
     rows = []
     for g in range(shape.groups):
@@ -81,7 +81,7 @@ def make_rows(shape: Shape) -> list[Row]:
 
 
 def make_learner(deterministic: bool) -> Learner:
-    """A Qwen3 of 3 layers, 128 wide."""
+    """Make the learner of a Qwen3 with 3 layers of width 128."""
     config: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -110,7 +110,7 @@ def make_learner(deterministic: bool) -> Learner:
 
 
 def step_seconds(learner: Learner, rows: list[Row]) -> float:
-    """CPU seconds of one step; samples arrive in another order each time."""
+    """Return the CPU seconds of one step, in which samples arrive in a new order."""
     groups = [[row for row in rows if row.group == g] for g in dict.fromkeys(r.group for r in rows)]
     random.shuffle(groups)
     order = [row for group in groups for row in group]
@@ -122,7 +122,7 @@ def step_seconds(learner: Learner, rows: list[Row]) -> float:
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, float]:
-    """Medians over `rounds` steps of either kind, in turns."""
+    """Return medians over `rounds` steps of either kind, alternately."""
     rows = make_rows(shape)
     learners = {"plain": make_learner(False), "deterministic": make_learner(True)}
     seconds: dict[str, list[float]] = {name: [] for name in learners}

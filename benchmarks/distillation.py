@@ -6,10 +6,10 @@ A teacher and a student of 0.38 million parameters answer the example team's que
 (examples/reasoning_team) in one turn. The teacher was trained on many answers, the student on few.
 Then jobs with the same student, questions and batches train it: with rewards (GRPO), with the
 teacher's whole distribution (`distillation.divergence: full`) and with its log-probs of the sampled
-tokens (`sampled`). What is compared is the number of samples at which held-out success first
-reaches the teacher's, less two standard errors of an evaluation, or what rewards alone end with, if
-that is less; all of it sampled at the agents' temperature. Each curve has the better of two
-learning rates. `--weak`: a teacher that is hardly better than what rewards alone end with.
+tokens (`sampled`). The comparison is the number of samples at which held-out success first reaches
+the teacher's, less two standard errors of an evaluation, or the final success of rewards alone, if
+that is lower; all at the agents' temperature. Each curve has the better of two learning rates.
+`--weak`: a teacher that is hardly better than the result of rewards alone.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class Work:
     rates: tuple[float, ...] = (6e-4, 2e-3)
 
 
-# Of both rates the first is the better one for all curves, measured with the other teacher.
+# The first of both rates is the better one for all curves, as measured with the other teacher.
 WEAK: Final = Work(teacher_steps=135, steps=96, rates=(6e-4,))
 QUICK: Final = Work(60, 20, 2, 4, 2, 1, 20, (6e-4,))
 
 
 async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """The workflow: one answer, right or wrong."""
+    """Run the workflow: one answer, right or wrong."""
     reply = await agents["student"].chat(propose(query["question"]))
     right = score(query["answer"], [reply.text])[0]
     return {"student": right, "team": right}
 
 
 def make_policy(directory: Path, steps: int, seed: int) -> Path:
-    """A model after `steps` supervised steps, as a checkpoint."""
+    """Make a model with `steps` supervised steps, as a checkpoint."""
     tokenizer = make_tokenizer()
     model = make_model("solver", tokenizer, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
@@ -90,7 +90,7 @@ def make_policy(directory: Path, steps: int, seed: int) -> Path:
 
 
 def job(student: Path, teacher: Path, work: Work, rate: float, way: dict[str, Any]) -> JobSpec:
-    """The student's job."""
+    """Return the student's job."""
     engine = {"kind": "embedded", "max_running": 256, "max_context": 128}
     policies: dict[str, Any] = {
         "student": {
@@ -101,7 +101,7 @@ def job(student: Path, teacher: Path, work: Work, rate: float, way: dict[str, An
     }
     algorithm: dict[str, Any] = {}
     if way:
-        # Both have one tokenizer, that of the student's directory.
+        # Both use the tokenizer in the student's directory.
         model = {"path": str(teacher), "tokenizer": str(student)}
         policies["teacher"] = {"model": model, "trainable": False, "engine": engine}
         algorithm = {"distillation": {"teachers": {"student": "teacher"}, **way}}
@@ -131,7 +131,7 @@ def job(student: Path, teacher: Path, work: Work, rate: float, way: dict[str, An
 
 
 async def curve(client: AsyncClient, spec: JobSpec, work: Work) -> list[tuple[int, float]]:
-    """(samples, held-out success) at each evaluation."""
+    """Return (samples, held-out success) at each evaluation."""
     handle = await client.submit(spec)
     found: dict[int, float] = {}
     async for event in handle.watch():
@@ -142,19 +142,19 @@ async def curve(client: AsyncClient, spec: JobSpec, work: Work) -> list[tuple[in
 
 
 def first_at(points: Sequence[tuple[int, float]], level: float) -> int | None:
-    """Samples at which the curve first reaches `level`; None: it does not."""
+    """Return the samples at which the curve first reaches `level`; None: it does not."""
     return next((samples for samples, success in points if success >= level), None)
 
 
 async def measure(directory: Path, work: Work, console: Console) -> dict[str, Any]:
-    """All curves, and the table."""
+    """Measure all curves, and print the table."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     teacher = make_policy(directory / "teacher", work.teacher_steps, 1)
     student = make_policy(directory / "student", work.student_steps, 0)
     curves: dict[str, dict[float, list[tuple[int, float]]]] = {}
     async with cluster(directory / "cluster") as client:
         one = Work(**{**vars(work), "steps": 1})
-        # What it knows before the only step.
+        # Its success before the only step.
         (_, goal), *_ = await curve(client, job(teacher, teacher, one, 1e-9, {}), one)
         for name, way in WAYS.items():
             curves[name] = {}
@@ -164,7 +164,7 @@ async def measure(directory: Path, work: Work, console: Console) -> dict[str, An
                 console.print(f"{name}, lr {rate:g}: " + " ".join(f"{y:.2f}" for _, y in points))
     level = goal - 2 * math.sqrt(max(goal * (1 - goal), 1e-4) / work.held_out)
     level = min(level, max(points[-1][1] for points in curves[next(iter(WAYS))].values()))
-    table = Table(title=f"Teacher {goal:.3f} held out; samples until a student has {level:.3f}")
+    table = Table(title=f"Teacher {goal:.3f} held out; samples until a student reaches {level:.3f}")
     for column in ("learns from", "lr", "before", "after", "samples", "of RL's"):
         table.add_column(column, justify="right")
     found: dict[str, Any] = {"teacher": goal, "level": level, "ways": {}}
@@ -194,7 +194,7 @@ async def measure(directory: Path, work: Work, console: Console) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it; the last line of stdout is the JSON object."""
-    options = options_of(__doc__, arguments, flags={"weak": "a teacher that knows little more"})
+    options = options_of(__doc__, arguments, flags={"weak": "a teacher that is hardly better"})
     console = Console(stderr=options.json)
     with scratch() as directory:
         work = QUICK if options.quick else WEAK if options.weak else Work()

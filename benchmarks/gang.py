@@ -1,12 +1,12 @@
-"""What a gang copies and holds: load, publication and checkpoint of a model of 500M parameters.
+"""Copies and memory of a gang: load, publication and checkpoint of a model of 500M parameters.
 
-Ranks are gloo processes on this machine, the model has random weights and lies in safetensors files
-in float32. *Load*: the growth of a rank's peak memory over what it had with a tiny model, as a
-fraction of the model's bytes; seconds beside one read of the files by one process into memory of
-its own, with the files in the page cache and without; and the seconds of them that do not depend on
-the bytes, measured with a model of as many tensors whose rows are short. *Publication*: bytes that
-are written of each byte that is published, by ranks and transfer. *Checkpoint*: the growth of the
-peak memory of the process that writes it from the state that ranks have saved.
+Ranks are gloo processes on this machine; the model has random weights in safetensors files in
+float32. *Load*: the growth of a rank's peak memory over its peak with a tiny model, as a fraction
+of the model's bytes; seconds, compared with one process that reads the files once into its memory,
+with and without the page cache; and the seconds that do not depend on the bytes, measured with a
+model of as many tensors with short rows. *Publication*: bytes written per published byte, by ranks
+and transfer. *Checkpoint*: the growth of the peak memory of the process that writes it from the
+ranks' saved state.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from troupe.transfer import Transfer
 RANKS = (2, 4)
 _SAMPLE_SECONDS = 0.005
 _BLOCK_BYTES = 16 << 20
-# Loads of which the fastest counts.
+# Number of loads, of which the fastest counts.
 _LOADS = 3
 # Unit of `st_blocks`.
 _DISK_BLOCK_BYTES = 512
 
 
 def config_of(hidden: int, layers: int) -> dict[str, Any]:
-    """A Qwen3 with tied embeddings."""
+    """Return the configuration of a Qwen3 with tied embeddings."""
     return {
         "model_type": "qwen3",
         "vocab_size": 32 * hidden,
@@ -61,7 +61,7 @@ def config_of(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def written(folder: Path, config: dict[str, Any]) -> int:
-    """Write a model with these dimensions to `folder`; returns the bytes of its weights."""
+    """Write a model with these dimensions to `folder`; return the bytes of its weights."""
     values = dict(config)
     about = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(about, dtype=torch.float32)
@@ -70,7 +70,7 @@ def written(folder: Path, config: dict[str, Any]) -> int:
 
 
 def spec_of(folder: Path, ranks: int) -> JobSpec:
-    """A job that trains the model in `folder` with a gang."""
+    """Return a job that trains the model in `folder` with a gang."""
     return JobSpec.model_validate(
         {
             "name": "gang",
@@ -89,19 +89,19 @@ def spec_of(folder: Path, ranks: int) -> JobSpec:
 
 
 def peak_bytes(pid: int) -> int:
-    """Peak memory of a process since `forget_peak`."""
+    """Return the peak memory of a process since `forget_peak`."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return 1024 * int(text.partition("VmHWM:")[2].split()[0])
 
 
 def forget_peak(pid: int) -> int:
-    """Begin with the present memory of a process; returns it."""
+    """Reset a process's peak memory to its current memory; return it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
     return peak_bytes(pid)
 
 
 def rank_pids() -> list[int]:
-    """The ranks below this process."""
+    """Return the ids of the ranks below this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         line = process.cmdline()
@@ -112,7 +112,7 @@ def rank_pids() -> list[int]:
 
 @contextmanager
 def largest(*folders: Path) -> Iterator[list[int]]:
-    """The sum of the largest sizes that each of the folders has meanwhile, in a list."""
+    """Yield a list that gets the sum of the folders' largest sizes during the context."""
     found, peaks, over = [0], [0] * len(folders), threading.Event()
 
     def watch() -> None:
@@ -132,7 +132,7 @@ def largest(*folders: Path) -> Iterator[list[int]]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes that the files below `folder` have; of one that is deleted meanwhile none."""
+    """Return the bytes of the files below `folder`, without files deleted meanwhile."""
     sizes: dict[int, int] = {}
     for file in folder.rglob("*"):
         try:
@@ -145,7 +145,7 @@ def size_of(folder: Path) -> int:
 
 
 def read_seconds(folder: Path) -> float:
-    """Seconds to read the files once, by one process, into fresh memory."""
+    """Return the seconds in which one process reads the files once into fresh memory."""
     began = time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         size, done = path.stat().st_size, 0
@@ -160,7 +160,7 @@ def read_seconds(folder: Path) -> float:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the files read from disk the next time."""
+    """Drop the files from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -168,7 +168,7 @@ def forget_pages(folder: Path) -> None:
 
 
 def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
-    """The figures of a gang of `size` ranks, for the model in `root`/large."""
+    """Return the figures of a gang of `size` ranks for the model in `root`/large."""
     settings = TrainerSettings(trainer_device="cpu", gang_ranks=size, data_dir=root / "data")
     gangs = Gangs(settings)
     try:
@@ -244,7 +244,7 @@ def main() -> None:
         for size, figures in found.items():
             print(f"{size} ranks: " + ", ".join(f"{n} {v:.2f}" for n, v in figures.items()))
     worst = {
-        # A rank's share is 1 / ranks: how much more than that.
+        # A rank's share is 1 / ranks; this is the excess.
         "load_rss_ratio": {
             str(size): round(one["load_rss_ratio"], 3) for size, one in found.items()
         },

@@ -1,20 +1,21 @@
 """Conversations longer than a forward pass: tokens computed over unique ones, and seconds.
 
-A conversation of 2, 10 and 40 turns is one row per turn, each of which repeats those before; a pass
-holds four turns, as 16,384 tokens do of turns of 4,096. Three ways to compute the gradient of all
-rows: `pieces` (a prefix tree larger than a pass is cut, services/trainer/learning/sequences),
-`trees` (prefix trees as far as they fit a pass, what was done before), `rows` (each row alone). The
-plans are those of turns of 4,096 tokens and Qwen3-4B's costs; gradients are computed with a small
-model and turns of 32 tokens, and compared.
+A conversation of 2, 10 or 40 turns is one row per turn, each of which repeats the earlier turns; a
+pass holds four turns, like 16,384 tokens with turns of 4,096. Three ways to compute the gradient of
+all rows: `pieces` (a prefix tree larger than a pass is cut, services/trainer/learning/sequences),
+`trees` (prefix trees as far as they fit a pass), `rows` (each row alone). Plans assume turns of
+4,096 tokens and Qwen3-4B's costs; gradients are computed with a small model and turns of 32 tokens,
+and compared.
 
 - `computed_over_unique`: tokens differentiated, over the tokens of the conversation, with `pieces`;
-- `work_over_unique`: the same with the forward passes that pieces cost besides: (3 differentiated +
-  1 only run forward) / (3 unique), by the FLOPs of a forward pass and a backward pass of two;
+- `work_over_unique`: the same including the additional forward passes of pieces: (3 differentiated
++ 1 only run forward) / (3 unique), since a backward pass has the FLOPs of two forward passes;
 - `before`: `computed_over_unique` of `trees`;
 - `largest_pass`: tokens of the largest pass over a pass's budget, by way, for 40 turns;
 - `seconds`: processor time of the small model's gradient, by way, for 10 and 40 turns;
-- `again`: processor time of ten turns of 256 tokens in pieces, of that what only runs forward, and
-  that of one pass over the uncut tree, for which no device has the memory at real sizes;
+- `again`: processor time of ten turns of 256 tokens in pieces, the part of it that only runs
+forward, and the time of one pass over the uncut tree, for which no device has the memory at real
+sizes;
 - `gradient_error`: largest relative difference of `pieces` from `rows` (L2 norm over parameters).
 """
 
@@ -34,12 +35,12 @@ from services.trainer.learning.samples import Row
 from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
 
 TURNS = (2, 10, 40)
-# Turns that a pass holds.
+# Turns per pass.
 HELD = 4
-# Tokens of a turn that is planned, and of one that is computed.
+# Tokens of a turn in plans, and in computed gradients.
 REAL, SMALL = 4096, 32
-# Tokens of a turn where pieces are compared with the uncut tree: with few tokens what a pass costs
-# besides is most of it.
+# Tokens of a turn in the comparison with the uncut tree: with few tokens the fixed costs of a pass
+# dominate.
 COMPARED = 256
 VOCABULARY = 512
 # FLOPs of Qwen3-4B: per token, and per pair of tokens in attention (see `costs_of`).
@@ -48,7 +49,7 @@ Layout = dict[str, Any]
 
 
 def conversation(turns: int, size: int) -> list[Row]:
-    """A row per turn of `size` tokens, half of which are the reply's."""
+    """Return a row per turn of `size` tokens, half of which are the reply's."""
     rng = np.random.default_rng(0)
     ids = rng.integers(VOCABULARY, size=turns * size)
     rows = []
@@ -61,7 +62,7 @@ def conversation(turns: int, size: int) -> list[Row]:
 
 
 def ways(size: int, costs: PassCosts) -> dict[str, Layout]:
-    """Arguments of `plan` by way, for turns of `size` tokens."""
+    """Return the arguments of `plan` by way, for turns of `size` tokens."""
     budget = HELD * size
     return {
         "pieces": {"budget": budget, "cut": budget, "sharing": costs},
@@ -71,13 +72,13 @@ def ways(size: int, costs: PassCosts) -> dict[str, Layout]:
 
 
 def tokens_of(batches: Sequence[PackedBatch]) -> tuple[int, int]:
-    """Tokens that are differentiated, and that are only run forward."""
+    """Return the tokens that are differentiated, and the tokens that only run forward."""
     sizes = [(batch.input_ids.numel(), batch.keeps) for batch in batches]
     return sum(n for n, keeps in sizes if not keeps), sum(n for n, keeps in sizes if keeps)
 
 
 def small_model() -> Any:
-    """A model with random weights."""
+    """Return a model with random weights."""
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=VOCABULARY,
@@ -96,8 +97,8 @@ def small_model() -> Any:
 def gradient(
     forward: Forward, rows: list[Row], layout: Layout
 ) -> tuple[torch.Tensor, float, float]:
-    """The gradient of the summed log-probs of all replies, flat, the processor time that it took,
-    and of that what passes took that only run forward."""
+    """Return the gradient of the summed log-probs of all replies, flat, its processor time, and the
+    part of this time in passes that only run forward."""
     forward.model.zero_grad()
     kept, started = 0.0, time.process_time()
     for batch in plan(rows, **layout):
@@ -116,7 +117,7 @@ def gradient(
 
 
 def computed_again(forward: Forward, costs: PassCosts) -> dict[str, float]:
-    """Seconds of ten turns of `COMPARED` tokens, in pieces and uncut (`again`)."""
+    """Return the seconds of ten turns of `COMPARED` tokens, in pieces and uncut (`again`)."""
     rows, pieces = conversation(10, COMPARED), ways(COMPARED, costs)["pieces"]
     uncut: Layout = {"budget": 10 * COMPARED, "sharing": costs}
     seconds, kept = min(gradient(forward, rows, pieces)[1:] for _ in range(3))
@@ -125,7 +126,7 @@ def computed_again(forward: Forward, costs: PassCosts) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the plans' tokens, then what gradients cost and how far they are apart."""
+    """Print the plans' tokens, then the costs of gradients and their differences."""
     options = options_of(__doc__, arguments)
     turns = TURNS[:2] if options.quick else TURNS
     found: dict[str, dict[str, float]] = {
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not options.json:
                 print(
                     f"{count:3} turns of {REAL}, {way:>6}: {learnt / unique:6.2f} x the unique "
-                    f"tokens differentiated, {kept / unique:4.2f} x run forward besides, work "
+                    f"tokens differentiated, {kept / unique:4.2f} x only run forward, work "
                     f"{work:6.2f}, largest pass {largest[way]:5.2f} x the budget"
                 )
     forward = Forward(small_model())
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = conversation(count, SMALL)
         grads = {}
         for way, layout in ways(SMALL, costs).items():
-            gradient(forward, rows[:2], layout)  # what is made once is made
+            gradient(forward, rows[:2], layout)  # warm-up
             grads[way], took, _ = gradient(forward, rows, layout)
             seconds.setdefault(str(count), {})[way] = round(took, 2)
         apart = (grads["pieces"] - grads["rows"]).norm() / grads["rows"].norm()

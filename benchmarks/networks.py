@@ -1,8 +1,9 @@
-"""Do small networks reach what was published? Three seeds per task.
+"""Do small networks reach the published results? Three seeds per task.
 
-`--only mappo` runs one of them. Draws `docs/figures/networks-TASK.svg` and writes the numbers to
-`docs/figures/networks.json`, where other tasks' stay. The last line is a JSON object: per task the
-plateau of every seed, their mean, what was published, whether it was reached, CPU seconds.
+`--only mappo` runs one task. Draws `docs/figures/networks-TASK.svg` and writes the numbers to
+`docs/figures/networks.json`, which keeps the other tasks' numbers. The last line is a JSON object:
+per task the plateau of every seed, their mean, the published value, whether it was reached, CPU
+seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from troupe.networks.vector import make_environment
 
 FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SEEDS: Final = (1, 2, 3)
-# Far from the seeds that training plays with.
+# Far from the seeds of training.
 _HELD_OUT = 10**9
 _POLICY = "team"
 _PAPOUDAKIS: Final = (
@@ -56,17 +57,17 @@ class Task:
     source: str
     settings: dict[str, Any] = field(default_factory=dict)
     trials: int = 4
-    """Episodes per copy in which a point is measured."""
+    """Episodes per copy for measuring a point."""
     ceiling: bool = False
-    """Whether it cannot be passed either."""
+    """Whether exceeding it is also impossible."""
 
     @property
     def spec(self) -> NetworkSpec:
-        """What is trained."""
+        """The network's specification."""
         return NetworkSpec.model_validate(self.network)
 
     def reached(self, mean: float) -> bool:
-        """Whether this mean of all seeds has reached the plateau."""
+        """Return whether this mean over all seeds reaches the plateau."""
         beyond = mean - self.published
         return beyond >= -self.margin and (not self.ceiling or beyond <= self.margin)
 
@@ -151,27 +152,27 @@ TASKS: Final = {
 
 @dataclass
 class Curve:
-    """What a seed came to."""
+    """The learning curve of a seed."""
 
     seed: int
     steps: list[int] = field(default_factory=list)
-    """Of the environment, in all copies together."""
+    """Steps of the environment, summed over all copies."""
     returns: list[float] = field(default_factory=list)
     """Mean return of an agent, without exploration."""
     seconds: float = 0.0
-    """CPU, playing, learning and measuring."""
+    """CPU seconds of playing, learning and measuring."""
     load: float = 0.0
-    """Of the machine in the last minute, when it ended."""
+    """The machine's load over the last minute, at the end."""
 
     @property
     def plateau(self) -> float:
-        """Of the last fifth of the curve."""
+        """Mean return over the last fifth of the curve."""
         last = self.returns[-max(1, len(self.returns) // 5) :]
         return sum(last) / len(last)
 
 
 def learn(task: Task, seed: int, updates: int, say: Any) -> Curve:
-    """A curve of so many updates; `say` is called with a line at each of its points."""
+    """Return the curve of `updates` updates; call `say` with a line at each of its points."""
     began = time.process_time()
     environment = make_environment(task.environment, task.copies, **task.settings)
     spec, agents = task.spec, environment.agents
@@ -201,10 +202,10 @@ _COLOURS: Final = ("#3366aa", "#dd7733", "#8855aa")
 
 
 def draw(task: Task, curves: Sequence[Curve]) -> str:
-    """An SVG document."""
+    """Return an SVG document."""
     values = [value for curve in curves for value in curve.returns] + [task.published]
     low, high = min(values), max(values)
-    # The first points, of an untrained greedy policy, would flatten all others.
+    # The first points, from an untrained greedy policy, would flatten all others.
     low = max(low, high - 3 * (high - sorted(values)[len(values) // 4]) - 1e-9)
     most = max(curve.steps[-1] for curve in curves)
 
@@ -246,7 +247,7 @@ def draw(task: Task, curves: Sequence[Curve]) -> str:
 
 
 def summary(task: Task, curves: Sequence[Curve]) -> dict[str, Any]:
-    """A task's part of the JSON object."""
+    """Return a task's part of the JSON object."""
     plateaus = [round(curve.plateau, 2) for curve in curves]
     mean = sum(plateaus) / len(plateaus)
     return {
@@ -262,7 +263,7 @@ def summary(task: Task, curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is asked for and print it."""
+    """Run the requested tasks and print their results."""
     options = options_of(__doc__, arguments, parts=list(TASKS))
     torch.set_num_threads(1)
     tasks = [TASKS[options.only]] if options.only else list(TASKS.values())

@@ -2,9 +2,9 @@
 
     python -m benchmarks.panel [--quick] [--json]
 
-A real orchestrator over Redis with jobs whose steps are written straight to its store, the panel
-in a process of its own, a headless Chromium. Before, with a short history: what an update costs
-must not depend on the steps that there are. Goals: a first paint within 1 s, updates within 100 ms.
+A real orchestrator over Redis with jobs whose steps are written straight to its store, the panel in
+a separate process, a headless Chromium. A first run has a short history: the cost of an update must
+not depend on the number of steps. Goals: a first paint within 1 s, updates within 100 ms.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from troupe.job import parse_job
 from troupe.v1 import common_pb2 as common_pb
 
 JOBS, UPDATES = 50, 20
-# Jobs that are laid over one another.
+# Number of jobs in the comparison.
 COMPARED = 5
 # Seconds between two steps: the page draws at most five times a second.
 BETWEEN = 0.5
@@ -58,7 +58,7 @@ policies:
   small: {model: {config: {model_type: qwen3}, tokenizer: somewhere}}
 pipeline: {steps: 20000, queries_per_step: 4}
 """
-# The slowest part of each kind of update, in milliseconds; and what keeps the page from answering.
+# The slowest part of each kind of update, in milliseconds, and tasks that block the page.
 MEASURED = """() => Object.fromEntries(
   ['troupe-charts', 'troupe-cluster', 'troupe-compare', 'troupe-history']
     .map(name => [name, performance.getEntriesByName(name).map(one => one.duration)]))"""
@@ -72,7 +72,7 @@ new PerformanceObserver(list =>
 
 
 def values_of(step: int, rng: random.Random) -> dict[str, float]:
-    """Metrics of a step as a job of two policies logs them."""
+    """Return the metrics of a step, like a job of two policies."""
     done = 1 - math.exp(-step / 3000)
     values = {f"reward/{agent}/mean": done + rng.gauss(0, 0.05) for agent in ("solver", "checker")}
     values |= {metric_names.TEAM_MEAN: done, metric_names.TOKENS_PER_SECOND: rng.gauss(900, 80)}
@@ -88,14 +88,14 @@ def values_of(step: int, rng: random.Random) -> dict[str, float]:
 
 @dataclass
 class Jobs:
-    """Jobs of the orchestrator's store, as their runners would write them."""
+    """Jobs in the orchestrator's store, in the form that runners write."""
 
     store: JobStore
     rng: random.Random
 
     async def make(self, job_id: str, steps: int, *, whole: bool = True) -> None:
-        """A running job after `steps` steps, with an evaluation after every hundredth. Unless it is
-        `whole` its steps have the team's reward only, which takes less time to write."""
+        """Make a running job after `steps` steps, with an evaluation after every hundredth. Unless
+        it is `whole`, its steps have only the team's reward, which takes less time to write."""
         directory = self.store._data_dir or Path("/nowhere")
         record = JobRecord(
             job_id=job_id,
@@ -116,7 +116,7 @@ class Jobs:
                 evaluated = step
 
     async def step(self, job_id: str, epoch: int, step: int, *, whole: bool = True) -> None:
-        """Writes one step (from 0)."""
+        """Write one step (from 0)."""
         values = values_of(step, self.rng)
         kept = values if whole else {metric_names.TEAM_MEAN: values[metric_names.TEAM_MEAN]}
         await self.store.finish_step(job_id, epoch, step, kept)
@@ -125,14 +125,14 @@ class Jobs:
 def started(
     stack: AsyncExitStack, command: list[str], log: Any, env: Mapping[str, str] | None = None
 ) -> int:
-    """Starts a process that ends with `stack`; its id."""
+    """Start a process that ends with `stack`; return its id."""
     process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | dict(env or {}))
     stack.callback(end, process)
     return process.pid
 
 
 async def until(good: Callable[[], bool]) -> None:
-    """Waits for up to a minute; an error of Redis counts as not yet."""
+    """Wait for up to a minute; an error of Redis counts as not yet good."""
     for _ in range(1200):
         with suppress(redis.RedisError):
             if good():
@@ -143,7 +143,7 @@ async def until(good: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def cluster(directory: Path) -> AsyncIterator[tuple[Jobs, str, psutil.Process]]:
-    """Jobs, the panel's address and its process. Logs go to `directory`."""
+    """Yield the jobs, the panel's address and its process. Logs go to `directory`."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         config, url = write_config(directory, int(sock.getsockname()[1]))
     async with AsyncExitStack() as stack:
@@ -171,7 +171,7 @@ async def cluster(directory: Path) -> AsyncIterator[tuple[Jobs, str, psutil.Proc
 
 
 async def opened(browser: Any, url: str) -> tuple[Any, dict[str, float]]:
-    """A page at `url`, and the bytes of the bodies that it gets, as they come: of `stream` and of
+    """Return a page at `url`, and the growing counts of bytes that it receives: `stream` and
     `answers`."""
     page = await browser.new_page(viewport={"width": 1400, "height": 1000})
     session = await page.context.new_cdp_session(page)
@@ -197,14 +197,14 @@ async def opened(browser: Any, url: str) -> tuple[Any, dict[str, float]]:
 
 
 async def measure(browser: Any, jobs: Jobs, url: str, steps: int) -> dict[str, float]:
-    """The page of a job with `steps` steps: until it shows all, and while more come."""
+    """Measure the page of a job with `steps` steps: until it shows all, and while more arrive."""
     job_id = f"job-{steps}"
     page, got = await opened(browser, f"{url}/?job={job_id}")
     painted = await page.evaluate(FIRST_PAINT)
     shown = '#chart-reward[data-points="{}"]'
     await page.wait_for_selector(shown.format(steps), timeout=PATIENCE_MS)
     complete = await page.evaluate("performance.now()")
-    await asyncio.sleep(1)  # what draws the last page of the history is no update
+    await asyncio.sleep(1)  # drawing the last page of the history is not an update
     load = dict(got)
     await page.evaluate("performance.clearMeasures(); window.longTasks.length = 0")
     stream = got["stream"]
@@ -230,7 +230,7 @@ async def measure(browser: Any, jobs: Jobs, url: str, steps: int) -> dict[str, f
 
 
 async def compare(browser: Any, url: str, ids: Sequence[str], steps: int) -> dict[str, float]:
-    """The comparison of jobs with `steps` steps each."""
+    """Measure the comparison of jobs with `steps` steps each."""
     page, _ = await opened(
         browser, f"{url}/?job={ids[0]}&with={','.join(ids)}&metric=team/mean#compare"
     )
@@ -250,7 +250,7 @@ async def compare(browser: Any, url: str, ids: Sequence[str], steps: int) -> dic
 
 
 async def run(steps: int) -> dict[str, dict[str, float]]:
-    """Figures by the number of steps."""
+    """Return the figures by number of steps."""
     from playwright.async_api import async_playwright
 
     found: dict[str, dict[str, float]] = {}
@@ -266,7 +266,7 @@ async def run(steps: int) -> dict[str, dict[str, float]]:
                 *(jobs.make(job_id, steps, whole=False) for job_id in compared[1:]),
                 *(jobs.make(f"job-{count}", count) for count in (steps // 10, steps)),
             )
-            # What comes first pays for imports and for Chromium's start.
+            # The first run pays for imports and for Chromium's start.
             page, _ = await opened(browser, url)
             await page.close()
             for count in (steps // 10, steps):
@@ -281,7 +281,7 @@ async def run(steps: int) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """A table, and the JSON object as the last line."""
+    """Print a table, and the JSON object as the last line."""
     options = options_of(__doc__, arguments)
     found = asyncio.run(run(200 if options.quick else 10_000))
     if not options.json:

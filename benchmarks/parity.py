@@ -1,13 +1,13 @@
-"""Does a job learn what TRL's GRPOTrainer learns? Same tasks, weights, batches, settings, seeds.
+"""Does a job learn as well as TRL's GRPOTrainer? Same tasks, weights, batches, settings, seeds.
 
     python -m benchmarks.parity [--quick] [--json] [--out DIR] [--seeds N] [--dtype T]
 
-Both begin every seed with the same weights (93,000 parameters) and train on the same 256 tasks
-with the same settings of GRPO and AdamW, on policy. Which tokens are drawn differs, as the two have
-generators of their own; so what is compared is the reward of the last steps over seeds. The
-verdict: the difference of the means lies within noise (Welch's t-test, two-sided, 5 %), and its
-95 % confidence interval is narrow enough to say something (half its width at most 0.03 of reward).
-TRL is installed apart (benchmarks/references.py).
+For every seed, both begin with the same weights (93,000 parameters) and train on the same 256 tasks
+with the same settings of GRPO and AdamW, on policy. The drawn tokens differ, since each has its own
+generator; so the comparison is the reward of the last steps over seeds. The verdict is parity if
+the difference of the means is within noise (Welch's t-test, two-sided, 5 %), and its 95 %
+confidence interval is narrow enough (half its width at most 0.03 of reward). TRL is installed
+separately (benchmarks/references.py).
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from troupe.contracts import metric_names
 SEEDS: Final = 5
 FULL: Final = Work(steps=60, lr=1.5e-3)
 QUICK: Final = Work(steps=4, lr=1.5e-3, queries=4)
-# The final reward of a seed is that of so many last steps; of fewer it is mostly which tasks came.
+# Last steps whose mean is the final reward of a seed; with fewer steps, the choice of tasks
+# dominates.
 LAST: Final = 10
 HALF_WIDTH: Final = 0.03
 _TRL_SECONDS: Final = 1200.0
-# Of the picture of the curves.
+# Size of the picture of the curves.
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 320, 50, 40, 30
 _COLOURS: Final = ("#1f77b4", "#d95f02")
 
@@ -48,7 +49,7 @@ Curve = list[float]
 
 
 def trl_curve(python: Path, model: Path, work: Work) -> Curve:
-    """Mean reward of every step."""
+    """Return the mean reward of every step."""
     done = subprocess.run(
         trl_command(python, model, work, threads=1),
         check=True,
@@ -62,14 +63,14 @@ def trl_curve(python: Path, model: Path, work: Work) -> Curve:
 
 
 def compare(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
-    """What the curves of all seeds say; `parity` is the verdict."""
+    """Return the statistics of all seeds' curves; `parity` is the verdict."""
     last = min(LAST, *(len(curve) for curve in (*ours, *theirs)))
     final = _test([curve[-last:] for curve in ours], [curve[-last:] for curve in theirs])
     low, high = final["interval"]
     return {
         "parity": bool(final["p"] > 0.05 and (high - low) / 2 <= HALF_WIDTH),
         **final,
-        # A difference in how fast they learn would show here before it shows at the end.
+        # A difference in learning speed would show here before the end.
         "whole_curve": _test(ours, theirs),
         "last_steps": last,
         "seeds": len(ours),
@@ -81,7 +82,7 @@ def compare(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
 
 
 def _test(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
-    """Welch's test of the curves' means."""
+    """Return Welch's test of the curves' means."""
     mine, others = [statistics.fmean(c) for c in ours], [statistics.fmean(c) for c in theirs]
     test = stats.ttest_ind(mine, others, equal_var=False)
     return {
@@ -102,7 +103,7 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 async def measure(directory: Path, work: Work, seeds: int, console: Console) -> dict[str, Any]:
-    """Both sides, seed after seed."""
+    """Measure both sides, seed after seed."""
     python = reference_python([TRL], directory / "reference")
     ours: list[Curve] = []
     theirs: list[Curve] = []
@@ -114,13 +115,14 @@ async def measure(directory: Path, work: Work, seeds: int, console: Console) -> 
             ours.append([step.values[metric_names.REWARD_MEAN] for step in steps])
             theirs.append(await asyncio.to_thread(trl_curve, python, model, own))
             console.print(
-                f"seed {seed}: last reward {ours[-1][-1]:.3f}, of TRL {theirs[-1][-1]:.3f}"
+                f"seed {seed}: last reward {ours[-1][-1]:.3f}, TRL's {theirs[-1][-1]:.3f}"
             )
     return compare(ours, theirs)
 
 
 def told(found: dict[str, Any]) -> Table:
-    """Mean reward over seeds along the way, and the final one of each seed."""
+    """Return the table of the mean reward over seeds at some steps, and the final one of each
+    seed."""
     table = Table(title="Reward, mean over seeds ± sd")
     curves = found["curves"]
     steps = len(curves["trl"][0])
@@ -137,7 +139,7 @@ def told(found: dict[str, Any]) -> Table:
 def draw(curves: Mapping[str, Sequence[Sequence[float]]]) -> str:
     """Draw `{system: [curve of each seed]}` as SVG: a line per seed, a thick one for their mean.
 
-    All curves have equally many steps.
+    All curves have the same number of steps.
     """
     steps = len(next(iter(curves.values()))[0])
     highest = max(value for seeds in curves.values() for curve in seeds for value in curve)
@@ -173,9 +175,11 @@ def draw(curves: Mapping[str, Sequence[Sequence[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two seeds of a few steps: it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="two seeds of a few steps, a smoke run"
+    )
     parser.add_argument("--seeds", type=int, help=f"default: {SEEDS}")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of products")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of products")
     parser.add_argument("--out", type=Path, help="directory for parity.svg and parity.json")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args(arguments)
@@ -188,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     low, high = found["interval"]
     console.print(
         f"difference {found['difference']:+.3f}, 95 % interval [{low:+.3f}, {high:+.3f}], "
-        f"p = {found['p']:.2f}: {'within noise' if found['parity'] else 'not shown to be alike'}"
+        f"p = {found['p']:.2f}: {'within noise' if found['parity'] else 'parity not shown'}"
     )
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

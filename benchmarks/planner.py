@@ -1,10 +1,10 @@
 """`python -m benchmarks.planner [--quick] [--json] [--only engines|trainers]`
 
-Whether the planner's split is the best one: all splits of a few devices, live and planned.
+Is the planner's split the best one? All splits of a few devices, live and planned.
 
 Devices are simulated: engines and trainers are real processes that take the time of cost models. A
-split gives each of two policies some engines, and the rest to trainer workers. The planner gets the
-profile of one live run, not the cost models' lengths.
+split gives each of two policies some engines, and the remaining devices to trainer workers. The
+planner gets the profile of one live run, not the cost models' lengths.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _ENGINE: Final = {
     "step_seconds": 0.05,
     "load_seconds": 0.02,
 }
-# Tokens per second of a trainer: engines are what a step waits for, or trainers are.
+# Tokens per second of a trainer, by the component that a step waits for.
 WORKLOADS: Final = {"engines": 20_000.0, "trainers": 1_500.0}
 
 Split = tuple[int, int, int]
 
 
 class Queries:
-    """Tasks that differ in their rounds: one to three."""
+    """Tasks with one to three rounds."""
 
     def __init__(self, split: str) -> None:
         self._split = split
@@ -64,7 +64,7 @@ class Queries:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """A solver and a checker speak in turns."""
+    """Let a solver and a checker speak alternately."""
     for number in range(query["rounds"]):
         for name in ("solver", "checker"):
             text = f"Task {query['index']}, round {number}: what does the {name} say?"
@@ -73,13 +73,13 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
 
 
 def splits() -> list[Split]:
-    """Engines of both policies, and trainers: all that give each at least one device."""
+    """Return all splits (engines of both policies, trainers) with at least one device each."""
     every = itertools.product(range(1, DEVICES), repeat=2)
     return [(a, b, DEVICES - a - b) for a, b in every if a + b < DEVICES]
 
 
 def job(workload: str, split: Split, directory: Path) -> JobSpec:
-    """The job of a workload with a split's engines."""
+    """Return the job of a workload with a split's engines."""
     vocabulary = save_tokenizer(directory / "tokenizer", ends=False)
     model = {
         "config": {"model_type": "qwen3", "vocab_size": vocabulary},
@@ -120,7 +120,7 @@ def job(workload: str, split: Split, directory: Path) -> JobSpec:
 
 
 async def _live(workload: str, directory: Path) -> tuple[dict[Split, float], JobProfile]:
-    """Mean seconds of a step of every split without the first one, and a profile."""
+    """Return the mean seconds of a step, without the first, for every split, and a profile."""
     found: dict[Split, float] = {}
     profile: JobProfile | None = None
     by_trainers: dict[int, list[Split]] = {}
@@ -152,7 +152,7 @@ async def _run(client: AsyncClient, spec: JobSpec) -> tuple[float, JobProfile]:
 
 
 def plan_of(workload: str, profile: JobProfile, directory: Path) -> JobPlan:
-    """The plan of the job, from a profile of any of its runs."""
+    """Return the plan of the job, from a profile of any of its runs."""
     spec = job(workload, (1, 1, 1), directory)
     return planned(
         spec,
@@ -169,8 +169,8 @@ def _split_of(one: Prediction) -> Split:
 
 
 def regret(workload: str, console: Console) -> tuple[float, float]:
-    """By which part the recommended split's live steps are longer than the best split's, and the
-    largest error of the predicted seconds of splits."""
+    """Return the fraction by which the recommended split's live steps are longer than the best
+    split's, and the largest error of the predicted seconds."""
     with tempfile.TemporaryDirectory(prefix="troupe-planner-") as name:
         live, profile = asyncio.run(_live(workload, Path(name)))
         plan = plan_of(workload, profile, Path(name))
@@ -192,7 +192,7 @@ def regret(workload: str, console: Console) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run the workloads that are asked for."""
+    """Run the requested workloads."""
     args = options_of(__doc__, None, parts=tuple(WORKLOADS))
     console = Console(stderr=args.json, width=None if args.json else 120)
     names = [args.only] if args.only else list(WORKLOADS)[: 1 if args.quick else None]

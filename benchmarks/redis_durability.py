@@ -1,10 +1,10 @@
-"""What it costs that Redis flushes every write to disk before it is answered.
+"""The cost of flushing every write to disk before Redis answers it.
 
     python -m benchmarks.redis_durability [--rounds 5] [--json]
 
-The same steps (append, reward, claim, commit) through two stores side by side, one with
-`appendfsync everysec` and one with `always`, in turns. The ratios are those of medians; the disk
-decides them, so run it where Redis' data will be.
+The same steps (append, reward, claim, commit) alternate between two stores, one with `appendfsync
+everysec` and one with `always`. Ratios are of medians. They depend on the disk, so run it on the
+disk of Redis's data.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SHAPE = Shape(tokens=4096, queries=8, turns=2)
 
 @dataclass
 class Figures:
-    """Of one setting and number of writers."""
+    """Figures of one setting and number of writers."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Seconds of each step."""
     appends: list[float] = field(default_factory=list)
-    """Of each AppendTrajectory."""
+    """Seconds of each AppendTrajectory."""
 
     @property
     def rows_per_second(self) -> float:
-        """Rows appended, rewarded, claimed and committed."""
+        """Rows appended, rewarded, claimed and committed per second."""
         return SHAPE.rows / statistics.median(self.seconds)
 
     @property
@@ -51,7 +51,7 @@ class Figures:
 
 
 async def play(stub: Stub, writers: int, figures: Figures) -> None:
-    """One step of a fresh job."""
+    """Run one step of a fresh job."""
     job = await create(stub)
     timings = Timings()
     endings = [Ending.of(append) for append in make_appends(job, 0, SHAPE)]
@@ -62,7 +62,7 @@ async def play(stub: Stub, writers: int, figures: Figures) -> None:
 
 
 async def measure(directory: Path, rounds: int) -> dict[tuple[Fsync, int], Figures]:
-    """Both settings in turns; the first round warms up and does not count."""
+    """Measure both settings alternately; the first round is warm-up and does not count."""
     found: dict[tuple[Fsync, int], Figures] = {}
     homes = {fsync: directory / fsync for fsync in SETTINGS}
     for home in homes.values():
@@ -78,10 +78,10 @@ async def measure(directory: Path, rounds: int) -> dict[tuple[Fsync, int], Figur
 
 
 def main() -> None:
-    """Measure, show a table, and end with a line of JSON."""
+    """Measure, print a table, and end with a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where Redis' data is (default: TMPDIR)")
+    parser.add_argument("--dir", type=Path, help="directory of Redis's data (default: TMPDIR)")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:

@@ -1,7 +1,8 @@
-"""Pythons that have a peer's packages (TRL ...) over what this one has; they are no dependencies.
+"""Python environments with a peer's packages (TRL ...) in addition to this one's packages.
 
-Tests and benchmarks that compare with a peer run it as a process of its own. With
-`TROUPE_REFERENCE_DIR` the environment is kept there and used again; otherwise it is made anew.
+The peers are not dependencies: tests and benchmarks that compare with one run it as a separate
+process. With `TROUPE_REFERENCE_DIR` the environment is kept there and reused; otherwise it is made
+each time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 TRL: Final = "trl==1.16.0"
 _MAKE_SECONDS: Final = 600.0
-# Exits 1 when a pinned package is not there at its version.
+# Exits with 1 if a pinned package is missing or has another version.
 _CHECK: Final = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -29,20 +30,20 @@ except PackageNotFoundError:
 
 
 class ReferenceUnavailable(Exception):
-    """The reference's packages cannot be installed here; says what pip says."""
+    """The reference's packages cannot be installed here; the message is pip's."""
 
 
 def reference_python(packages: Sequence[str], directory: Path, apart: str = "") -> Path:
-    """The interpreter of an environment that has `packages` and else what this one has.
+    """Return the interpreter of an environment with `packages` in addition to this one's packages.
 
     `packages` are pins (`name==version`). The environment is at `TROUPE_REFERENCE_DIR`, or at
-    `directory` when that is not set; what is there already is used. `apart` names one of its own
-    below that, for packages that suffer no others beside them. Raises `ReferenceUnavailable`.
+    `directory` if that is not set; an existing one is reused. `apart` names a separate environment
+    below it, for packages that conflict with others. Raises `ReferenceUnavailable`.
     """
     root = Path(os.environ.get("TROUPE_REFERENCE_DIR") or directory) / apart
     root.mkdir(parents=True, exist_ok=True)
     binary = root / "bin" / "python"
-    # Two runs may share the directory: the second one finds it made.
+    # Two runs may share the directory: the second one finds the environment.
     with (root / "making.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not binary.exists():

@@ -1,13 +1,14 @@
-"""Router replay (`algorithm.router_replay`): what it takes from the mismatch of engine and trainer.
+"""Router replay (`algorithm.router_replay`): its reduction of the mismatch between engine and
+trainer.
 
     OMP_NUM_THREADS=1 python -m benchmarks.router_replay [--quick] [--json]
 
 A mixture of random weights: the embedded engine serves it in bfloat16, the trainer computes the
-same weights in float32. Where two experts are nearly equal, rounding sends a token elsewhere, and
-its log-prob is that of another function. `k3_kl` is the trainer's metric over the same replies,
+same weights in float32. If two experts are nearly equal, rounding routes a token to another one,
+and its log-prob comes from another function. `k3_kl` is the trainer's metric over the same replies,
 without and with replay. The last line is one JSON object: both, their ratio, the share of tokens
-and layers whose experts differ, the seconds of a step without and with, the bytes of a sample of
-32,768 tokens of a model with 48 layers and 8 of 128 experts per token.
+and layers whose experts differ, the seconds of a step without and with replay, the bytes of a
+sample of 32,768 tokens of a model with 48 layers and 8 of 128 experts per token.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def job(tokenizer: Path, dtype: str, *, replays: bool = False) -> JobSpec:
-    """The mixture as a job whose weights engines compute in `dtype`."""
+    """Return the mixture as a job whose engines compute in `dtype`."""
     return JobSpec.model_validate(
         {
             "name": "router-replay",
@@ -95,11 +96,11 @@ def job(tokenizer: Path, dtype: str, *, replays: bool = False) -> JobSpec:
 
 
 def measure(directory: Path, *, prompts: int, tokens: int) -> dict[str, float]:
-    """The figures, of `prompts` replies of `tokens` tokens each."""
+    """Return the figures for `prompts` replies of `tokens` tokens each."""
     tokenizer = save_tokenizer(directory / "tokenizer")
     served = job(tokenizer, "bfloat16")
     model = load_model("solver", served.policies["solver"], 0)
-    # The trainer's weights are what the engine has: only computation differs.
+    # Trainer and engine have the same weights: only their computation differs.
     model.load_state_dict({n: t.bfloat16().float() for n, t in model.state_dict().items()})
     rows = asyncio.run(generated(served, model, directory, prompts, tokens))
     found: dict[str, float] = {"differing_routes": differing(model, rows)}
@@ -124,7 +125,7 @@ def measure(directory: Path, *, prompts: int, tokens: int) -> dict[str, float]:
 async def generated(
     spec: JobSpec, model: Any, directory: Path, prompts: int, tokens: int
 ) -> list[Row]:
-    """Replies of an engine, as rows of the trainer with the experts that it used."""
+    """Return replies of an engine as rows of the trainer, with the experts that it used."""
     learner = Learner(model, spec, "solver")
     transfer = Transfer(directory / "transfer")
     key = "job/solver/weights@0"
@@ -165,7 +166,7 @@ async def generated(
 
 @torch.no_grad()
 def differing(model: Any, rows: list[Row]) -> float:
-    """The share of (token, layer) whose set of experts is another one in the trainer."""
+    """Return the share of (token, layer) pairs with a different set of experts in the trainer."""
     routers = Routers.of(model)
     assert routers is not None
     counts = np.zeros(2)
@@ -180,7 +181,7 @@ def differing(model: Any, rows: list[Row]) -> float:
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """A tokenizer of the mixture's vocabulary."""
+    """Save a tokenizer of the mixture's vocabulary."""
     vocabulary = {chr(0x4E00 + index): index for index in range(CONFIG["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0x4E00)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

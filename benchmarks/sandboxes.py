@@ -1,9 +1,9 @@
-"""What a call in a sandbox costs: one of its own, with and without a spare, and a trajectory's.
+"""The cost of a call in a sandbox: its own, with and without a spare one, and a trajectory's.
 
     python -m benchmarks.sandboxes [--quick] [--json]
 
-Calls through a reward service on loopback, one after another, with time between them as between
-the actions of a trajectory; the function does next to nothing.
+Calls through a reward service on loopback, one after another, with pauses like between the actions
+of a trajectory; the function does almost nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from troupe.v1.reward_pb2_grpc import RewardStub
 
 
 async def measure(calls: int, pause: float, *, stateful: bool, **settings: Any) -> list[float]:
-    """Seconds of each call, as its caller sees them; the first is cold."""
+    """Return the seconds of each call, measured by its caller; the first is cold."""
     given = RewardSettings(reward_workers=1, drain_seconds=0.2, log_level="warning", **settings)
     async with serve(RewardService, given) as server, connect(server.address) as channel:
         stub = RewardStub(channel)
@@ -56,7 +56,7 @@ async def measure(calls: int, pause: float, *, stateful: bool, **settings: Any) 
 
 
 async def run(calls: int, pause: float) -> dict[str, float]:
-    """Milliseconds: the median of each kind of call."""
+    """Return the median milliseconds of each kind of call."""
     without = await measure(calls, pause, stateful=False, reward_spares=False)
     spare = await measure(calls, pause, stateful=False)
     kept = await measure(calls, pause, stateful=True)
@@ -73,7 +73,7 @@ async def run(calls: int, pause: float) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """A table, and the JSON object as the last line."""
+    """Print a table, and the JSON object as the last line."""
     options = options_of(__doc__, arguments)
     found = asyncio.run(run(3 if options.quick else 20, 0.5))
     if not options.json:

@@ -1,22 +1,22 @@
-"""What thousands of long conversations ask of the services, beside engines and trainers.
+"""The load of thousands of long conversations on the services, without engines and trainers.
 
     python -m benchmarks.scale [--quick] [--json] [--conversations N ...] [--workers N ...]
 
 Real services, Redis, gRPC and rows; engines and trainers are paced (`policies.X.simulated`). One
-step of so many conversations at once, 10 turns and about 4,000 tokens each, with so many rollout
-workers. The last line is one JSON object, of the most conversations and workers:
+step of N concurrent conversations, 10 turns and about 4,000 tokens each, with N rollout workers.
+The last line is one JSON object for the most conversations and workers:
 
-- `cpu_s_per_1000_turns`: CPU seconds of each service; `total`: of all. `engines` is what the paced
-  engines cost, which live in the rollout workers: part of `rollout`; `services` is `total` without
-  them. Goal: `services` <= 2.5, and the orchestrator at most 5 % of `total`.
-- `bytes_over_unique`: what rollout sends to the store over the tokens of the conversations, each
-  once (4 bytes of an id, 4 more of a log-prob). Goal 1.15.
-- `growth_2000_to_8000`: `total` of the most conversations over that of the fewest. Goal 1.1.
-- `stall_ms`: by service, the longest time in which an event loop advanced nothing else, and the
-  most that its thread computed in such a time, which does not depend on what else the machine does;
-  both as the upper bound of a bucket (`troupe_event_loop_late_seconds`). Goal 100.
+- `cpu_s_per_1000_turns`: CPU seconds of each service; `total`: of all. `engines` is the cost of the
+paced engines, which is part of `rollout`; `services` is `total` without it. Goal: `services` <=
+2.5, and the orchestrator at most 5 % of `total`.
+- `bytes_over_unique`: bytes from rollout to the store over the unique tokens of the conversations
+(4 bytes of an id, 4 more of a log-prob). Goal 1.15.
+- `growth_2000_to_8000`: `total` with the most conversations over `total` with the fewest. Goal 1.1.
+- `stall_ms`: by service, the longest stall of an event loop, and the most that its thread computed
+in a stall, which does not depend on other load on the machine; both as the upper bound of a bucket
+(`troupe_event_loop_late_seconds`). Goal 100.
 
-Rows go through proxies that count bytes, whose CPU time is the benchmark's own.
+Rows pass through proxies that count bytes, whose CPU time is not counted for the services.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from troupe.v1 import common_pb2 as common_pb
 from troupe.workflow.backend import Sampling
 
 TURNS: Final = 10
-# Characters, which are tokens here: of a question, and of a reply on average.
+# Characters, which are tokens here, of a question, and of an average reply.
 QUESTION, REPLY = 200, 200
 GROUP: Final = 8
-# Engines of a cluster, and how many turns each runs: all conversations have a place.
+# Engines of a cluster, and the turns of each, with room for all conversations.
 ENGINES: Final = 16
 PACE: Final = {
     "prefill_tokens_per_second": 200_000,
@@ -65,8 +65,8 @@ PACE: Final = {
     "step_seconds": 0.05,
     "load_seconds": 0.05,
 }
-# A GPU that generates, by what SGLang publishes for 8 to 32 B parameters at such contexts; half of
-# a cluster's generate, half train.
+# Rate of a generating GPU, by SGLang's published figures for 8 to 32 B parameters at such contexts;
+# half of a cluster's GPUs generate, half train.
 TOKENS_PER_GPU: Final = 2_500
 CLUSTERS: Final = (64, 256)
 _ROW_SECONDS: Final = 3000.0
@@ -78,8 +78,8 @@ _LATE: Final = re.compile(
 
 @dataclass
 class Figures:
-    """What one row measured. By service, workers of a kind summed: CPU seconds, most resident
-    bytes; longest stalls (wall, CPU) in seconds; bytes by (caller, callee)."""
+    """Measurements of one row. By service, summed over workers of a kind: CPU seconds, peak
+    resident bytes; longest stalls (wall, CPU) in seconds; bytes by (caller, callee)."""
 
     conversations: int
     workers: int
@@ -99,25 +99,26 @@ class Figures:
 
     @property
     def per_1000(self) -> dict[str, float]:
-        """CPU seconds per 1,000 turns by service, of all (`total`), of the paced engines, and of
-        all without these (`services`)."""
+        """CPU seconds per 1,000 turns by service, in total (`total`), of the paced engines, and in
+        total without these (`services`)."""
         found = {name: 1000 * seconds / self.turns for name, seconds in self.cpu.items()}
         total = sum(found.values())
         return {**found, "total": total, "engines": self.engines, "services": total - self.engines}
 
     @property
     def unique_bytes(self) -> float:
-        """Bytes of each token's id once, and of a log-prob per token of a reply."""
+        """Bytes of each unique token's id, and of a log-prob per token of a reply."""
         return 4 * (self.tokens + self.replied)
 
     @property
     def over_unique(self) -> float:
-        """Bytes that rollout workers sent to the store, and got from it, over the unique ones."""
+        """Bytes between rollout workers and the store, both ways, over the unique bytes."""
         return self.sent[("rollout", "experience_store")] / self.unique_bytes
 
 
 def job(conversations: int, workers: int, directory: Path) -> JobSpec:
-    """A step of so many conversations at once; the tokenizer is put under `directory`."""
+    """Return a job with a step of `conversations` concurrent conversations; save the tokenizer
+    under `directory`."""
     vocabulary = save_tokenizer(directory / "tokenizer", ends=False)
     return JobSpec.model_validate(
         {
@@ -171,7 +172,7 @@ class Cluster:
             rollouts=workers,
             trainers=1,
             panel=False,
-            start_seconds=900,  # beside whatever else the machine computes
+            start_seconds=900,  # the machine may be busy
         )
         self._pairs = links(self._settings)
         self._network = ProxiedNetwork(self._pairs)
@@ -179,7 +180,7 @@ class Cluster:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncClient]:
-        """Starts it; the client of its orchestrator."""
+        """Start the cluster; yield the client of its orchestrator."""
         try:
             async with (
                 self._running,
@@ -190,7 +191,7 @@ class Cluster:
             await self._network.close()
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far by service, child processes included."""
+        """Return the CPU seconds so far by service, child processes included."""
         found: dict[str, float] = defaultdict(float)
         for name, process in self._processes():
             for one in (process, *process.children(recursive=True)):
@@ -199,14 +200,14 @@ class Cluster:
         return dict(found)
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes now by service."""
+        """Return the current resident bytes by service."""
         found: dict[str, int] = defaultdict(int)
         for name, process in self._processes():
             found[name] += process.memory_info().rss
         return dict(found)
 
     def sent(self) -> dict[tuple[str, str], int]:
-        """Bytes so far by (caller, callee), both ways."""
+        """Return the bytes so far by (caller, callee), both ways."""
         found: dict[tuple[str, str], int] = defaultdict(int)
         for caller, callee in self._pairs:
             passed = self._network.link((caller, callee)).passed
@@ -215,8 +216,8 @@ class Cluster:
         return dict(found)
 
     async def late(self) -> dict[str, dict[tuple[str, float], float]]:
-        """By service: how many looks at its event loop were late by at most so many seconds, by
-        clock and seconds."""
+        """Return, by service, how many checks of its event loop were late by at most a number of
+        seconds, by clock and seconds."""
         found: dict[str, dict[tuple[str, float], float]] = {}
         for service in self._running.state.services:
             if service.metrics_address:
@@ -243,16 +244,15 @@ def _kind(service: str) -> str:
 def longest(
     before: Mapping[tuple[str, float], float], after: Mapping[tuple[str, float], float], clock: str
 ) -> float:
-    """The seconds of the longest of the stalls that were counted since `before`: the bound of the
-    bucket in which it is."""
+    """Return the seconds of the longest stall since `before`, as the bound of its bucket."""
     new = {most: count - before[c, most] for (c, most), count in after.items() if c == clock}
     total = max(new.values())
     return min(most for most, count in new.items() if count == total)
 
 
 async def row(conversations: int, workers: int, directory: Path, engines: float) -> Figures:
-    """Measures one step on a cluster of its own, which has run a small job before: imports and
-    first connections are no part of it. Raises `JobFailed`."""
+    """Measure one step on a separate cluster, after a small job that takes imports and first
+    connections. Raises `JobFailed`."""
     cluster = Cluster(directory / f"data-{conversations}-{workers}", workers)
     found = Figures(conversations, workers, engines=engines)
     async with cluster.open() as client:
@@ -275,7 +275,7 @@ async def row(conversations: int, workers: int, directory: Path, engines: float)
 
 
 async def _run(client: AsyncClient, spec: JobSpec) -> dict[str, float]:
-    """Runs a job to its end; its metrics. Raises `JobFailed`."""
+    """Run a job to its end; return its metrics. Raises `JobFailed`."""
     handle = await client.submit(spec)
     values: dict[str, float] = {}
     async with asyncio.timeout(_ROW_SECONDS):
@@ -294,7 +294,7 @@ async def _watch(cluster: Cluster, found: Figures) -> None:
 
 
 async def engine_cost(directory: Path, turns: int) -> float:
-    """CPU seconds of this process per 1,000 turns of a paced engine alone, all of them at once."""
+    """Return the CPU seconds per 1,000 turns of a paced engine alone, with all turns at once."""
     import torch
 
     transfer = Transfer(directory / "transfer")
@@ -317,7 +317,7 @@ async def engine_cost(directory: Path, turns: int) -> float:
 
 
 def show(rows: list[Figures], console: Console) -> None:
-    """Tables for people."""
+    """Print the tables."""
     table = Table(title=f"CPU seconds per 1,000 turns ({TURNS} turns, 4,000 tokens each)")
     names = ("rollout", "experience_store", "redis", "trainer", "reward", "orchestrator", "total")
     for heading in ("at once", "workers", *names, "engines", "without", "wall s"):
@@ -352,9 +352,9 @@ def show(rows: list[Figures], console: Console) -> None:
 
 
 def cluster_table(one: Figures) -> Table:
-    """What clusters would ask of the services by the figures of a row."""
+    """Return the table of clusters' load on the services, from the figures of a row."""
     table = Table(
-        title=f"asked of the services if half of the GPUs generate {TOKENS_PER_GPU:,} tokens/s each"
+        title=f"load on the services if half of the GPUs generate {TOKENS_PER_GPU:,} tokens/s each"
     )
     values = one.per_1000
     names = ("rollout", "experience_store", "redis", "trainer", "orchestrator")
@@ -368,7 +368,8 @@ def cluster_table(one: Figures) -> Table:
 
 
 def clusters(one: Figures) -> dict[str, dict[str, float]]:
-    """By number of GPUs: turns per second, cores for all services, bytes of rows per second."""
+    """Return, by number of GPUs: turns per second, cores for all services, bytes of rows per
+    second."""
     found = {}
     for gpus in CLUSTERS:
         rate = gpus / 2 * TOKENS_PER_GPU * one.turns / one.replied
@@ -382,7 +383,7 @@ def clusters(one: Figures) -> dict[str, dict[str, float]]:
 
 
 def summary(rows: list[Figures]) -> dict[str, Any]:
-    """The JSON object."""
+    """Return the JSON object."""
     last = rows[-1]
     alike = [one for one in rows if one.workers == last.workers]
     share = last.per_1000["orchestrator"] / last.per_1000["total"]
@@ -399,7 +400,7 @@ def summary(rows: list[Figures]) -> dict[str, Any]:
 
 
 def summary_of(one: Figures) -> dict[str, Any]:
-    """A row of the JSON object."""
+    """Return a row of the JSON object."""
     return {
         "conversations": one.conversations,
         "workers": one.workers,
@@ -419,7 +420,7 @@ def _ms(both: tuple[float, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run it all."""
+    """Run everything."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="200 conversations, two workers")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")

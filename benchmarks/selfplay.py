@@ -3,11 +3,11 @@
     python -m benchmarks.selfplay [--quick] [--json] [--only JOB] [--seed N] [--out DIR]
 
 Each JOB (naive, fictitious, psro) is one of examples/self_play, through all services of an embedded
-cluster, from the same random weights. The measure is exploitability: half of NashConv, which
-the job itself computes exactly (`population.game`) from the log-probs of its members in every
-information state, under its rule for illegal answers (a random legal move). Naive self-play is
-measured by its newest version, the others by an equilibrium between their members. A job takes
-about three minutes.
+cluster, from the same random weights. The measure is exploitability: half of NashConv, which the
+job itself computes exactly (`population.game`) from its members' log-probs in every information
+state, under its rule for illegal answers (a random legal move). For naive self-play it is the
+newest version's, for the others an equilibrium's between their members. A job takes about three
+minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from troupe.v1 import orchestrator_pb2_grpc as orchestrator_grpc
 JOBS: Final = ("naive", "fictitious", "psro")
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "self_play"
 POLICY: Final = "player"
-# The naive job has no pool; here it has one that is measured, and that nobody is drawn from.
+# The naive job has no pool; here it has one for measuring, from which no opponents are drawn.
 _NAIVE: Final = {
     "algorithm": "self_play",
     "meta_solver": "latest",
@@ -46,24 +46,24 @@ _NAIVE: Final = {
 }
 # Steps of a smoke run, and of its iterations.
 _QUICK: Final = (4, 2)
-# For people only: what is measured is read when the job is over.
+# Only for progress: the measurements are read at the end of the job.
 _LOOK_SECONDS: Final = 5.0
 _CALL_SECONDS: Final = 60.0
 
 
 @dataclass
 class Curve:
-    """What came of one job. Exploitability is half of NashConv: what a best response gets per game,
-    over the seats, against who plays so; the value of the game being 0 for who changes seats."""
+    """The result of one job. Exploitability is half of NashConv: the payoff per game of a best
+    response, averaged over the seats; a player that changes seats has a game value of 0."""
 
     points: list[tuple[int, float]] = field(default_factory=list)
-    """Steps done, and exploitability of what the job's meta-solver makes of its members: of naive
-    self-play the newest one, else an equilibrium between them."""
+    """Steps done, and the exploitability of the meta-solver's mixture of members: the newest one
+    for naive self-play, otherwise an equilibrium between them."""
     seconds: float = 0.0
 
     @property
     def untrained(self) -> float:
-        """Before the first step."""
+        """Exploitability before the first step."""
         step, value = self.points[0]
         if step:
             raise ValueError(f"the first of these members was made after step {step}")
@@ -71,7 +71,7 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """After the last step."""
+        """Exploitability after the last step."""
         return self.points[-1][1]
 
     @property
@@ -82,7 +82,7 @@ class Curve:
 
 
 def points_of(population: orchestrator_pb.Population) -> list[tuple[int, float]]:
-    """The curve that the job has computed so far."""
+    """Return the job's curve so far."""
     return [
         (one.step, one.nash_conv / 2) for one in population.history if one.HasField("nash_conv")
     ]
@@ -105,7 +105,7 @@ async def measured(
     async def keep_telling() -> None:
         told = 0
         while True:
-            with contextlib.suppress(TroupeError):  # nothing is known before it has begun
+            with contextlib.suppress(TroupeError):  # there is no curve before it has begun
                 found = await look()
                 for step, value in found[told:]:
                     tell(f"{spec.name}: step {step}, exploitability {value:.3f}")
@@ -129,7 +129,7 @@ _COLOURS: Final = ("#1f77b4", "#d95f02", "#2ca02c")
 
 
 def draw(curves: Mapping[str, Curve]) -> str:
-    """SVG: exploitability over steps, of what `Curve.points` says."""
+    """Return an SVG document of exploitability over steps, from `Curve.points`."""
     steps = max(curve.points[-1][0] for curve in curves.values()) or 1
     highest = max(value for curve in curves.values() for _, value in curve.points)
 
@@ -151,13 +151,13 @@ def draw(curves: Mapping[str, Curve]) -> str:
         f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 10}" fill="none" stroke="#333"/>',
         f'<path d="M{goal}L{end}" stroke="#999" stroke-dasharray="4 3"/>',
         f'<text x="{_WIDTH - 12}" y="{float(goal.split(",")[1]) - 4}" text-anchor="end" '
-        'fill="#666">a third of the untrained</text>',
+        'fill="#666">a third of the untrained value</text>',
         f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">optimizer steps (of '
         f"{steps})</text>",
         f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{highest:.2f}</text>',
         f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">0</text>',
-        f'<text x="{_LEFT}" y="16">exploitability on Kuhn poker; thick: the pool mixture, '
-        "or the newest where there is none</text>",
+        f'<text x="{_LEFT}" y="16">exploitability on Kuhn poker; thick: the mixture of the pool, '
+        "or the newest version</text>",
     ]
     for number, ((name, curve), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
         parts.append(line(curve.points, colour, 2))
@@ -166,7 +166,7 @@ def draw(curves: Mapping[str, Curve]) -> str:
 
 
 def job(name: str, model: Path, *, quick: bool, seed: int = 0) -> JobSpec:
-    """The example's job, beginning with `model`."""
+    """Return the example's job, starting from `model`."""
     spec: dict[str, Any] = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
     spec["policies"][POLICY]["model"]["path"] = str(model)
     spec["seed"] = seed
@@ -179,7 +179,7 @@ def job(name: str, model: Path, *, quick: bool, seed: int = 0) -> JobSpec:
 
 
 async def run(names: Sequence[str], *, quick: bool, seed: int) -> dict[str, Curve]:
-    """One job after the other on one cluster."""
+    """Run one job after the other on one cluster."""
     found = {}
     with scratch() as directory:
         model = make_player(directory / "model", seed=seed)
@@ -190,7 +190,7 @@ async def run(names: Sequence[str], *, quick: bool, seed: int) -> dict[str, Curv
 
 
 def row(name: str, curve: Curve) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     lowest = min(value for _, value in curve.points)
     return (
         f"{name:12} {curve.untrained:>10.3f} {curve.final:>9.3f} {lowest:>9.3f} "
@@ -203,9 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    parser.add_argument("--only", choices=JOBS, help="one of them")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of the jobs")
-    parser.add_argument("--out", type=Path, help="where curves (JSON, SVG) go")
+    parser.add_argument("--only", choices=JOBS, help="run only this job")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model and the jobs")
+    parser.add_argument("--out", type=Path, help="directory for the curves (JSON, SVG)")
     options = parser.parse_args(arguments)
     names = [options.only] if options.only else list(JOBS)
     curves = asyncio.run(run(names, quick=options.quick, seed=options.seed))

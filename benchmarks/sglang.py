@@ -1,20 +1,19 @@
-"""SGLang behind Troupe's router and engine beside the same SGLang asked directly.
+"""SGLang behind Troupe's router and engine, against the same SGLang server called directly.
 
     python -m benchmarks.sglang --device cuda [--python PYTHON] [--updates N] [--quick] [--json]
 
 One server of a 0.5B-class Qwen2.5 architecture with random weights made here (`--quick`: a tiny
-model), launched as a job's engine is. In alternation, at the same concurrency and with the same
-prompts, lengths and log-probs: bare HTTP requests, and turns through the policy's router. Then new
-weights come again and again under turns that never stop. `--python` is what has SGLang: an
-interpreter, or a script that takes its arguments (`-m sglang.launch_server ...`). The last line is
-one JSON object:
+model), launched like a job's engine. Bare HTTP requests alternate with turns through the policy's
+router, at the same concurrency and with the same prompts, lengths and log-probs. Then weights are
+updated repeatedly under continuous turns. `--python`: an interpreter with SGLang, or a script that
+takes its arguments (`-m sglang.launch_server ...`). The last line is one JSON object:
 
 - `ratio_vs_bare`: response tokens/s through Troupe over bare, medians; `troupe_tokens_per_second`,
   `bare_tokens_per_second`.
-- `updates`, `exposed_ms_p50`, `exposed_ms_p99`: seconds that the engine could not serve, as it
-  reports them; `update_ms_p50`: from being told of published weights to serving them, verified.
-- `failed_turns`, `wrong_versions`: turns during the updates that failed, and tokens of a version
-  that was not in service while their turn ran. Both must be 0.
+- `updates`, `exposed_ms_p50`, `exposed_ms_p99`: times in which the engine could not serve, as it
+reports them; `update_ms_p50`: from the announcement of published weights to serving them, verified.
+- `failed_turns`, `wrong_versions`: failed turns during the updates, and tokens of a version that
+was not in service during their turn. Both must be 0.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ TINY = HALF_BILLION | {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. `turns` per round and way, `concurrency` of them at once."""
+    """The extent of the measurement. `turns`: per round and way; `concurrency`: of them at once."""
 
     config: dict[str, Any]
     dtype: Literal["float32", "bfloat16"]
@@ -96,7 +95,7 @@ QUICK = Plan(TINY, "float32", 8, 24, 2, 16, 24, 4)
 
 
 class Bench:
-    """One server as a policy's only engine, and two versions of weights in turn."""
+    """One server as a policy's only engine, and two alternating versions of weights."""
 
     def __init__(self, plan: Plan, python: str, place: Path, launch: list[str]) -> None:
         self.plan = plan
@@ -108,7 +107,7 @@ class Bench:
             start_timeout_seconds=900,
             launch=launch,
         )
-        # The tokenizer is never loaded: token ids go in and come out.
+        # The tokenizer is never loaded: inputs and outputs are token ids.
         model = ModelSpec(config=plan.config, dtype=plan.dtype, tokenizer="none")
         spec = PolicySpec(model=model, engine=engine)
         self.transfer = Transfer(place / "transfer")
@@ -144,7 +143,7 @@ class Bench:
         )
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Prompts of one round; none shares a beginning with another, so that none is cached."""
+        """Return the prompts of one round, without common prefixes, so that none is cached."""
         rng = random.Random(seed)
         plan = self.plan
         return [
@@ -153,14 +152,14 @@ class Bench:
         ]
 
     async def turn(self, name: str, prompt: list[int]) -> EngineResponse:
-        """One turn as a trajectory asks for it."""
+        """Generate one turn, like a trajectory."""
         sampling = Sampling(max_new_tokens=self.plan.response_tokens)
         return await self.policy.router.generate(
             name, prompt, sampling, route=StickyRoute(), deadline_seconds=600
         )
 
     async def through_troupe(self, seed: int) -> float:
-        """Response tokens per second."""
+        """Return response tokens per second through Troupe."""
 
         async def one(number: int, prompt: list[int]) -> int:
             return len((await self.turn(f"t{seed}-{number}", prompt)).token_ids)
@@ -168,7 +167,7 @@ class Bench:
         return await self._rate(one, seed)
 
     async def bare(self, seed: int) -> float:
-        """The same by plain requests."""
+        """Return response tokens per second of plain requests."""
         sampling = {"max_new_tokens": self.plan.response_tokens, "temperature": 1.0}
         url = self.engine.url
         async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
@@ -193,7 +192,7 @@ class Bench:
         return tokens / (time.perf_counter() - began)
 
     async def updates(self, progress: Console) -> dict[str, float]:
-        """Weights change under turns that never stop."""
+        """Update weights under continuous turns."""
         rng = random.Random(99)
         ended = asyncio.Event()
         failed = wrong = turns = 0
@@ -204,7 +203,7 @@ class Bench:
             while not ended.is_set():
                 vocabulary = self.plan.config["vocab_size"]
                 prompt = [rng.randrange(vocabulary) for _ in range(self.plan.prompt_tokens)]
-                # A version is decided on before the server has it and serves until the next.
+                # A version is announced before the server has it, and serves until the next one.
                 first = self.engine.version or 0
                 try:
                     answer = await self.turn(f"u{number}-{count}", prompt)
@@ -246,13 +245,13 @@ class Bench:
 
 
 async def run(plan: Plan, python: str, launch: list[str], progress: Console) -> dict[str, float]:
-    """The figures of the module's docstring."""
+    """Return the figures of the module's docstring."""
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
         bench = Bench(plan, python, Path(directory), launch)
         progress.print("launching SGLang and loading the first weights")
         await bench.policy.bring_up()
         try:
-            await bench.bare(0)  # what is compiled or allocated once
+            await bench.bare(0)  # warm-up: compilation and allocation
             rates: dict[str, list[float]] = {"bare": [], "troupe": []}
             for number in range(1, plan.rounds + 1):
                 rates["bare"].append(await bench.bare(2 * number))
@@ -277,14 +276,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--python", default=sys.executable, help="what has SGLang")
-    parser.add_argument("--updates", type=int, help="new weights under turns, how often")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with SGLang")
+    parser.add_argument("--updates", type=int, help="number of weight updates under turns")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few turns")
-    parser.add_argument("--json", action="store_true", help="the last line only")
-    parser.add_argument("--launch", nargs="*", default=[], help="more arguments of the server")
+    parser.add_argument("--json", action="store_true", help="print the last line only")
+    parser.add_argument("--launch", nargs="*", default=[], help="further arguments of the server")
     options = parser.parse_args()
     if options.device == "cuda" and not options.quick and not torch.cuda.is_available():
-        # The trainer's torch may be a CPU build: the server's decides.
+        # This torch may be a CPU build: the server's torch decides.
         print("this process sees no CUDA device; the server may", file=sys.stderr)
     plan = QUICK if options.quick else FULL if options.device == "cuda" else ON_CPU
     if options.updates is not None:

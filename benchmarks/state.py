@@ -1,17 +1,18 @@
-"""What durable training state costs a step: before each commit, every fifth behind it, or never.
+"""The cost of durable training state per step: before each commit, every fifth step in the
+background, or never.
 
     python -m benchmarks.state [--model PATH] [--quick] [--json] [--steps 10] [--threads 1]
 
 A trainer worker with a real store and Redis trains a model of 135 M parameters (SmolLM2's shape
 with random weights, or the checkpoint at `--model`), one job after another, which differ in `state`
-only. A step is timed from the request to its answer: rows in, gradients, update, publication,
-state, commit. The next step's rows are in the store by then, so a state that is written in the
-background competes with the next step for cores and disk. The three jobs take turns, a block of
-`--steps` each, in `--rounds` rounds; a block begins with a step that is not counted. Weights, both
-moments and the random generators are 1.6 GB in float32; the disk is that of `--disk`, or of the
-temporary directory.
+only. A step is timed from the request to its answer: rows, gradients, update, publication, state,
+commit. The next step's rows are already in the store, so that a state written in the background
+competes with the next step for cores and disk. The three jobs alternate, a block of `--steps` steps
+each, in `--rounds` rounds; the first step of a block is not counted. Weights, both moments and the
+random generators take 1.6 GB in float32, on the disk of `--disk` or of the temporary directory.
 
-`async_over_never`, `sync_over_never`: mean seconds of a step over those of a job that writes none.
+`async_over_never`, `sync_over_never`: mean seconds of a step over the mean of a job that writes no
+state.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _STEP_SECONDS: Final = 600.0
 
 @dataclass
 class Job:
-    """One job that is being timed."""
+    """One measured job."""
 
     way: str
     spec: JobSpec
@@ -86,12 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--model", type=Path, help="a checkpoint instead of random weights")
-    parser.add_argument("--disk", type=Path, help="where states are written")
-    parser.add_argument("--steps", type=int, default=10, help="of a block; a multiple of five")
+    parser.add_argument("--disk", type=Path, help="directory for states")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps of a block; a multiple of five"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--way", action="append", choices=list(WAYS), help="default: all")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a step")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.tokens = 5, 256
@@ -207,7 +210,7 @@ async def _block(job: Job, trainer: Any, store: Stub, options: argparse.Namespac
 
 
 async def _play(job: Job, store: Stub, step: int, tokens: int) -> None:
-    """Rows of a step: two groups of four, a quarter of each is prompt."""
+    """Store the rows of a step: two groups of four, with a quarter of each row as prompt."""
     rng = np.random.default_rng(step)
     length = tokens // 8
     queries = ["q0", "q1"]

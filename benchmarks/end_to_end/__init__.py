@@ -1,1 +1,1 @@
-"""One policy's whole job through all services, beside TRL's GRPOTrainer on the same work."""
+"""One policy's whole job through all services, against TRL's GRPOTrainer on the same work."""

@@ -1,22 +1,22 @@
-"""One policy's whole job through all services, beside TRL's GRPOTrainer.
+"""One policy's whole job through all services, against TRL's GRPOTrainer.
 
     python -m benchmarks.end_to_end [--quick] [--json] [--rounds N] [--steps N] [--dtype T]
 
 The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
-tokens per step, this machine's cores for both. Products are of the type that this machine computes
-faster: bfloat16 by autocast over float32 weights, TRL's own default, or float32.
+tokens per step, and this machine's cores for both. Matrix products use the type that is faster on
+this machine: bfloat16 by autocast over float32 weights, TRL's own default, or float32.
 
-In every round one after another: TRL alone with a thread per core, our jobs on clusters that stay
-up (one policy on policy, two at once, one in mode `async`), TRL alone again, and twice beside
-itself with one thread each. A rate is that of the median step after warm-up, TRL's the mean of
-before and after: what a machine gains or loses during a round does so for both. Ratios are medians
-over rounds. TRL is installed apart (benchmarks/references.py).
+Every round runs in order: TRL alone with a thread per core; Troupe's jobs on clusters that stay up
+(one policy on policy, two at once, one in mode `async`); TRL alone again; and two instances of TRL
+with one thread each. Rates are from the median step after warm-up; TRL's is the mean of before and
+after, so that changes of the machine's speed during a round affect both. Ratios are medians over
+rounds. TRL is installed separately (benchmarks/references.py).
 
 The last line is one JSON object:
 
 - `over_trl`: samples/s of the on-policy job over TRL's.
-- `two_policies_over_trl_twice`: samples/s of two policies in one job over those of TRL run twice,
-  one run after the other. Beside each other: `two_policies_over_trl_beside`.
+- `two_policies_over_trl_twice`: samples/s of two policies in one job over two TRL runs one after
+the other. Over two concurrent TRL runs: `two_policies_over_trl_beside`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from benchmarks.end_to_end.workload import (
 )
 from benchmarks.references import TRL, reference_python
 
-# Steps of a job before its rate counts: its first one starts engines and caches.
+# Warm-up steps of a job, which start engines and fill caches.
 WARM: Final = 2
 ROWS: Final = {
     "trl": "TRL, a thread per core",
-    "trl_beside": "TRL twice, beside each other, half the cores each",
+    "trl_beside": "TRL twice at once, half the cores each",
     "one": "Troupe, one policy, on policy",
     "one_async": "Troupe, one policy, async, alpha 1",
     "two": "Troupe, two policies, on policy",
@@ -61,7 +61,7 @@ ROWS: Final = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     size: Size
     work: Work
@@ -69,13 +69,13 @@ class Plan:
     rounds: int
 
 
-# So small a rate that the weights hardly move: every round measures the same work.
+# The rate is so small that the weights hardly move: every round measures the same work.
 FULL: Final = Plan(LARGE, Work(steps=0, lr=1e-6), steps=8, rounds=3)
 QUICK: Final = Plan(SMALL, Work(steps=0, lr=1e-6, queries=4), steps=2, rounds=1)
 
 
 async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, list[float]]:
-    """Samples/s of each row, round by round."""
+    """Return samples/s of each row, round by round."""
     python = reference_python([TRL], directory / "reference")
     model = save_model(directory / "model", plan.size, 0)
     cores = os.cpu_count() or 1
@@ -86,7 +86,8 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
         Trl(python, model, plan.work, threads=max(1, cores // 2), steps=plan.steps) as right,
     ):
         async with (
-            # Rollout and training of one policy on policy take turns; else they run side by side.
+            # On policy, rollout and training of one policy alternate; otherwise they run
+            # concurrently.
             cluster(directory / "turns", threads=1, trainer_threads=cores) as turns,
             cluster(directory / "beside", threads=1, trainers=2) as side_by_side,
         ):
@@ -94,7 +95,7 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
                 await asyncio.to_thread(trl.round)  # warm
             for number in range(plan.rounds):
                 before = await asyncio.to_thread(alone.round)
-                # Only where nothing else has the cores while turns are drawn do waves pay.
+                # Waves help only if nothing else uses the cores while turns are drawn.
                 for name, client, policies, waves, mode in (
                     ("one", turns, 1, 2, "micro_batch"),
                     ("two", side_by_side, 2, 1, "micro_batch"),
@@ -117,7 +118,7 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
-    """The object: medians of the rounds' ratios, and of their rates."""
+    """Return the JSON object: medians of the rounds' ratios and rates."""
 
     def over(ours: str, theirs: str) -> float:
         pairs = zip(found[ours], found[theirs], strict=True)
@@ -143,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="steps per round and row")
-    parser.add_argument("--dtype", choices=DTYPES, help="of products; default: the faster one here")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of products; default: the faster one here"
+    )
     options = parser.parse_args(arguments)
     console = Console(stderr=options.json, width=130)
     base = QUICK if options.quick else FULL

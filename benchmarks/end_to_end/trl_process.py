@@ -1,4 +1,4 @@
-"""TRL's side from outside: a process of the interpreter that has it (trl_side.py runs in there)."""
+"""TRL's side seen from outside: a process of the interpreter that has TRL and runs trl_side.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, Final, Self
 from benchmarks.command import end
 from benchmarks.end_to_end.workload import Work
 
-# Rounds are asked for one by one, so this many steps are never done.
+# Rounds are requested one by one, so that this many steps are never done.
 _ENDLESS: Final = 1_000_000
 
 
 def trl_command(python: Path, model: Path, work: Work, *, threads: int, wait: int = 0) -> list[str]:
-    """What runs it; see trl_side.py."""
+    """Return the command that runs it; see trl_side.py."""
     numbers = {"--threads": threads, "--wait": wait}
     return [
         *(str(python), "-m", "benchmarks.end_to_end.trl_side"),
@@ -29,20 +29,20 @@ def trl_command(python: Path, model: Path, work: Work, *, threads: int, wait: in
 
 
 def trl_environment(threads: int) -> dict[str, str]:
-    """Its variables: ours, with its own thread budget."""
+    """Return its environment: this process's, with its own thread budget."""
     return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
 
 
 def trl_steps(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Its steps, {"step", "seconds", "reward"}, among whatever else it prints."""
+    """Return its steps, {"step", "seconds", "reward"}, from all its output."""
     return [json.loads(line) for line in lines if line.startswith('{"step"')]
 
 
 class Trl:
-    """GRPOTrainer as a process that trains when it is asked to, and sleeps meanwhile."""
+    """GRPOTrainer as a process that trains on request, and sleeps meanwhile."""
 
     def __init__(self, python: Path, model: Path, work: Work, *, threads: int, steps: int) -> None:
-        """Rounds are of `steps` steps."""
+        """`steps`: steps of a round."""
         self._samples, self._steps = work.samples, steps
         command = trl_command(python, model, work.lasting(_ENDLESS), threads=threads, wait=steps)
         self._process = subprocess.Popen(
@@ -55,7 +55,7 @@ class Trl:
         )
 
     def round(self) -> float:
-        """Samples per second of the median step. Blocking."""
+        """Train one round; return samples per second of the median step. Blocking."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")

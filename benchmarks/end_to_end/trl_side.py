@@ -1,10 +1,10 @@
-"""TRL's side: GRPOTrainer on the same work, by an interpreter that has TRL (references.py).
+"""TRL's side: GRPOTrainer on the same work, in an interpreter that has TRL (references.py).
 
     python -m benchmarks.end_to_end.trl_side MODEL WORK [--wait N] [--batch B] [--threads T]
 
 MODEL is a directory with weights and tokenizer, WORK a JSON object (`workload.Work`). Writes one
-JSON object per step to stdout: {"step", "seconds", "reward"}, `seconds` by a clock that
-stands still while it waits. With `--wait N` it reads a line of stdin before every N steps.
+JSON object per step to stdout: {"step", "seconds", "reward"}, `seconds` by a clock that stops while
+it waits. With `--wait N` it reads a line of stdin before every N steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.end_to_end.workload import TOKENS, Work, reward, task
 
 
 def rewards(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-    """Of a batch of conversations."""
+    """Return the rewards of a batch of conversations."""
     return [
         reward(prompt[-1]["content"], completion[0]["content"])
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -33,14 +33,14 @@ def rewards(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells of every step, and waits to be asked for more."""
+    """A callback that reports every step, and waits for requests."""
 
     def __init__(self, wait: int) -> None:
         self._wait = wait
         self._began = 0.0
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Wait where a round begins."""
+        """Wait at the beginning of a round."""
         if self._wait and state.global_step % self._wait == 0:
             print(json.dumps({"waits": state.global_step}), flush=True)
             if not sys.stdin.readline():
@@ -48,11 +48,11 @@ class Steps(TrainerCallback):  # type: ignore[misc]
             self._began = time.perf_counter()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """The first step begins."""
+        """Note the beginning of the first step."""
         self._began = time.perf_counter()
 
     def on_log(self, _args: Any, state: Any, _control: Any, **kwargs: Any) -> None:
-        """Once per step."""
+        """Report the step."""
         logs = kwargs.get("logs") or {}
         if "reward" in logs:
             now = time.perf_counter()
@@ -62,7 +62,8 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer(model_dir: str, work: Work, batch: int, out: str) -> GRPOTrainer:
-    """TRL as it is fastest here: float32, no checkpointing, no reference, nothing saved."""
+    """Return TRL in its fastest configuration here: float32, no checkpointing, no reference,
+    nothing saved."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = [[{"role": "user", "content": task(index)}] for index in range(work.tasks)]
@@ -78,7 +79,7 @@ def trainer(model_dir: str, work: Work, batch: int, out: str) -> GRPOTrainer:
         beta=0.0,
         num_iterations=1,
         epsilon=work.clip,
-        # All responses are equally long: whatever it averages over, it is the same.
+        # All responses are equally long, so that all ways of averaging agree.
         loss_type="bnpo",
         scale_rewards="group",
         learning_rate=work.lr,
@@ -103,7 +104,7 @@ def trainer(model_dir: str, work: Work, batch: int, out: str) -> GRPOTrainer:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
     )
-    # The tokenizer has no token that ends a response, which TRL takes for one called None.
+    # The tokenizer has no token that ends a response, which TRL treats as a token called None.
     made.eos_token_ids = []
     made.generation_config.eos_token_id = None
     made.generation_kwargs["eos_token_id"] = None

@@ -1,4 +1,4 @@
-"""Our side: a job through all services of an embedded cluster."""
+"""Troupe's side: a job through all services of an embedded cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from troupe.job import JobSpec
 
 @dataclass(frozen=True)
 class Step:
-    """A step as the job's events tell it: `at`, seconds of the wall clock when it had ended."""
+    """A step from the job's events; `at`: the wall-clock time of its end, in seconds."""
 
     at: float
     values: dict[str, float]
@@ -25,7 +25,7 @@ class Step:
 
 @contextlib.asynccontextmanager
 async def cluster(data_dir: Path, **settings: Any) -> AsyncIterator[AsyncClient]:
-    """A cluster of real processes on this machine's cores, and its client."""
+    """Yield the client of a cluster of real processes on this machine's cores."""
     made = ClusterSettings(data_dir=data_dir, panel=False, **settings)
     async with (
         EmbeddedCluster(made) as running,
@@ -35,9 +35,9 @@ async def cluster(data_dir: Path, **settings: Any) -> AsyncIterator[AsyncClient]
 
 
 def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline: Any) -> JobSpec:
-    """The work as a job; every model is a policy and an agent of its own.
+    """Return the work as a job, in which every model is a policy with its own agent.
 
-    Engines draw a step's turns in so many `waves`: while they draw one, the last one is trained.
+    Engines draw a step's turns in `waves` waves: while they draw one, the previous one is trained.
     """
     names = [AGENT if not number else f"{AGENT}-{number}" for number in range(len(models))]
     return JobSpec.model_validate(
@@ -74,7 +74,7 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
                 "queries_per_step": work.queries,
                 "group_size": work.group,
                 "micro_batch_samples": work.samples // 4,
-                # As far as no weights are needed for it.
+                # As far as this needs no weights.
                 "early_start": pipeline.get("mode") != "async",
                 **pipeline,
             },
@@ -85,7 +85,7 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
 
 
 async def run(client: AsyncClient, spec: JobSpec) -> list[Step]:
-    """Train to the end; its steps in their order. Raises `JobFailed`."""
+    """Train to the end; return the steps in order. Raises `JobFailed`."""
     handle = await client.submit(spec)
     steps = [
         Step(event.at.timestamp(), event.values)

@@ -1,7 +1,7 @@
-"""The work that both sides do: tasks, reward, model, and their settings as a job and for TRL.
+"""The work of both sides: tasks, reward, model, and their settings as a job and for TRL.
 
-A task is a word of eight letters; the reward is the share of its letters in what the model says.
-Nothing ends a response early, so that both sides draw equally many tokens.
+A task is a word of eight letters; the reward is the share of its letters in the model's response.
+Nothing ends a response early, so that both sides draw the same number of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.workloads.tokenizer import save_tokenizer
 
 AGENT: Final = "speaker"
 TOKENS: Final = 16
-# Of products; bfloat16 by autocast, over weights and optimizers in float32.
+# Types of products; bfloat16 by autocast, over weights and optimizers in float32.
 DTYPES: Final = ("float32", "bfloat16")
 _LETTERS: Final = 8
 
@@ -32,14 +32,14 @@ class Size:
     inner: int
 
 
-# 3.2 million parameters, and what learns within a minute on one core.
+# 3.2 million parameters, and a model that learns within a minute on one core.
 LARGE: Final = Size(256, 4, 4, 768)
 SMALL: Final = Size(64, 2, 4, 160)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A job, whoever does it. A step is `queries` groups of `group` samples of `tokens` tokens."""
+    """The work of either side. A step is `queries` groups of `group` samples of `tokens` tokens."""
 
     steps: int
     seed: int = 0
@@ -59,16 +59,16 @@ class Work:
         return self.queries * self.group
 
     def lasting(self, steps: int) -> Work:
-        """The same for so many steps."""
+        """Return the same work with `steps` steps."""
         return replace(self, steps=steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the work as JSON values."""
         return asdict(self)
 
 
 def task(index: int) -> str:
-    """The question of a task; no two of the first 26^8 are alike."""
+    """Return the question of a task; the first 26^8 all differ."""
     # A multiplier without a common factor with 26^8 scatters neighbours over all words.
     number = (index * 77_777_777_777 + 1_234_567) % 26**_LETTERS
     letters = []
@@ -79,7 +79,8 @@ def task(index: int) -> str:
 
 
 def reward(question: str, text: str) -> float:
-    """How many of the `TOKENS` characters of a response occur in the question, in [0, 1]."""
+    """Return the share of a response's `TOKENS` characters that occur in the question, in [0,
+    1]."""
     return sum(letter in question for letter in text) / TOKENS
 
 
@@ -97,15 +98,15 @@ class Tasks:
 
 
 async def speak(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """Every agent answers, all at the same time; each is rewarded for its own answer."""
+    """Run all agents concurrently; reward each for its own answer."""
     question = query["question"]
     replies = await asyncio.gather(*(agents[name].chat(question) for name in agents))
     return {name: reward(question, reply.text) for name, reply in zip(agents, replies, strict=True)}
 
 
 def faster_dtype(size: Size, *, tries: int = 20) -> str:
-    """The type in which this machine trains faster: "bfloat16" where its product is at least twice
-    as fast, as on a CPU that has units for it (AMX), "float32" elsewhere."""
+    """Return the type in which this machine trains faster: "bfloat16" if its product is at least
+    twice as fast, as on a CPU with units for it (AMX), otherwise "float32"."""
     import torch
 
     left, right = torch.randn(1024, size.hidden), torch.randn(size.hidden, size.inner)
@@ -122,7 +123,7 @@ def faster_dtype(size: Size, *, tries: int = 20) -> str:
 
 
 def save_model(directory: Path, size: Size, seed: int) -> Path:
-    """Random weights of `seed` and their tokenizer, as `transformers` saves them."""
+    """Save random weights of `seed` and their tokenizer, in the format of `transformers`."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

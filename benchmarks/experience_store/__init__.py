@@ -1,6 +1,6 @@
-"""The experience store next to the Redis that it keeps its rows in.
+"""The experience store compared with the Redis that keeps its rows.
 
-- `servers`: a Redis as the embedded cluster starts it, and the store's process before it.
+- `servers`: a Redis as started by the embedded cluster, and the store's process before it.
 - `workload`: rows of a given length, and the steps that hold them.
 - `served`: the same bytes through the store: append, reward, claim, commit.
 - `echo`: the same bytes through gRPC alone.

@@ -1,30 +1,31 @@
-"""The experience store beside the Redis that it keeps its rows in.
+"""The experience store against the Redis that keeps its rows.
 
     python -m benchmarks.experience_store [--quick] [--json]
 
-A real store process and a real Redis, started as the embedded cluster starts it (AOF, every
-second), on this machine; the client is this process, set up as a rollout worker is (event loop,
-garbage collector, malloc). `raw` are the same bytes written and read by pipelined redis-py, in
-rounds with the store, in one run. Samples are serialized before either side's clock runs, and come
-back serialized on both. Who goes first changes from round to round: it finds memory that
-Redis has given back. Ratios are medians of those of the rounds. The last line is one JSON object:
+A real store process and a real Redis on this machine, started as by the embedded cluster (AOF,
+every second); the client is this process, set up like a rollout worker (event loop, garbage
+collector, malloc). `raw` is the same bytes written and read by pipelined redis-py, in the same
+rounds of the same run. Samples are serialized before either side's clock starts, and return
+serialized on both. The order changes from round to round, since the first side finds memory that
+Redis has released. Ratios are medians over the rounds. The last line is one JSON object:
 
 - `raw_ratio_4k`: bytes/s of append + reward + claim + commit over raw bytes/s, rows of 4096 tokens;
-  the best number of concurrent writers. Rewards come late, trajectory by trajectory. Both go
-  through `troupe.experience.ExperienceWriter`, as rollout's endings do: what is written while calls
-  are in flight travels together.
+  with the best number of concurrent writers. Rewards arrive late, trajectory by trajectory. Both
+  pass through `troupe.experience.ExperienceWriter`, like rollout's endings, which batches writes
+  while calls are in flight.
 - `rows_per_second_4k`, `raw_rows_per_second_4k`: both sides of that ratio, in rows. Raw Redis is
   redis-py with hiredis, as in the store.
 - `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis), a call per trajectory,
-  over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
+  over raw bytes/s, in the cell of `raw_ratio_4k`: the bound for a store behind gRPC.
 - `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row; `echo` and
-  `echo_client` are what bare gRPC takes, `protobuf` what it takes to serialize samples and to parse
-  them, which is in no side's time: whoever uses Redis directly has to do it, too.
-- `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
-- `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
-- `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
-- `bytes_over_unique`: bytes of conversations of ten cumulative turns over those of their unique
-  tokens, by the tokens of a conversation: on both wires, in Redis and in its append-only file.
+  `echo_client` are bare gRPC, `protobuf` is the serialization and parsing of samples, which counts
+  for neither side, since direct users of Redis need it too.
+- `ready_p99_ms`: from sending the last reward of a group to receiving the claim that waited for it.
+- `million_rows_latency_ratio`: median time of a claim with 1,000,000 rows in the store over the one
+  with 1,000.
+- `memory_ratio`: bytes held by Redis per byte of row data, the worst of all lengths.
+- `bytes_over_unique`: bytes of conversations of ten cumulative turns over the bytes of their unique
+  tokens, by tokens of a conversation: on both links, in Redis and in its append-only file.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 TURNS = 8
 WRITERS = (1, 8, 64)
-# Rows per pipeline of raw Redis: enough that round trips do not count.
+# Rows per pipeline of raw Redis, enough to make round trips negligible.
 _RAW_BATCH = 64
-# Of `Cell.cpu_us`: the side and the process.
+# Keys of `Cell.cpu_us`: the side and the process.
 _CPU = {
     "client": "store client",
     "store": "store store",
@@ -69,11 +70,11 @@ _CPU = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     lengths: tuple[int, ...]
     step_bytes: int
-    """About so many bytes of payload per step."""
+    """Approximate bytes of row data per step."""
     repeats: int
     groups: int
     """Groups whose last reward is timed."""
@@ -100,10 +101,10 @@ class Cell:
     writers: int
     ratio: float
     lowest: float
-    """The ratio of the round in which the store did worst."""
+    """The ratio of the store's worst round."""
     echo_ratio: float
     cpu_us: dict[str, int]
-    """Per row of a step, by process."""
+    """CPU microseconds per row of a step, by process."""
     store_mbs: float
     raw_mbs: float
     rows_per_second: float
@@ -113,7 +114,7 @@ class Cell:
 
 
 async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writers: int) -> Cell:
-    """Rounds of raw, echo and store; the other way round in every other one."""
+    """Measure rounds of raw, echo and store; every other round in reverse order."""
     row_bytes = 6 * tokens + 200
     queries = max(2, plan.step_bytes // row_bytes // TURNS // GROUP_SIZE)
     shape = Shape(tokens, min(queries, 128), TURNS)
@@ -176,9 +177,9 @@ async def _raw(servers: Servers, rows: list[bytes]) -> float:
 
 
 def _raw_round_trip(client: redis.Redis, rows: list[bytes]) -> float:
-    """Write all rows by pipelined redis-py, then read all of them: what Redis itself can do.
+    """Write all rows by pipelined redis-py, then read all of them, for the rate of Redis itself.
 
-    Return the seconds that this took. The rows are deleted afterwards.
+    Return the seconds. The rows are deleted afterwards.
     """
     names = [f"raw:{number}" for number in range(len(rows))]
     started = time.perf_counter()
@@ -203,7 +204,7 @@ def _raw_round_trip(client: redis.Redis, rows: list[bytes]) -> float:
 
 
 async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, Any]:
-    """All of it; prints as it goes."""
+    """Measure everything, and print results as they come."""
     async with servers.stub() as stub:
         cells = [
             await throughput(servers, stub, plan, tokens, writers)
@@ -221,11 +222,11 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
             shape = Shape(tokens, max(1, min(64, plan.step_bytes // (200 * tokens))), TURNS)
             with servers.client() as client:
                 memory[tokens] = await scale.memory_ratio(stub, client, shape)
-            console.print(f"memory per payload byte, {tokens} tokens: {memory[tokens]:.2f}")
+            console.print(f"memory per byte of row data, {tokens} tokens: {memory[tokens]:.2f}")
         with servers.client() as client:
             talks = [await conversations.carried(stub, client, talk) for talk in plan.talks]
         console.print(_talk_table(talks))
-        # The last: the heap of a Redis that held a million rows is not what others start with.
+        # Last, since the heap of a Redis that held a million rows differs from a fresh one.
         low, high = await scale.latency_by_rows(stub, 1000, plan.many, plan.many_steps, plan.claims)
         console.print(
             f"claim of {scale.CLAIM} rows: {low * 1e3:.1f} ms with 1,000 rows in the store, "
@@ -252,8 +253,9 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
 
 def _talk_table(talks: Sequence[conversations.Carried]) -> Table:
     table = Table(
-        title="bytes of conversations of ten cumulative turns over those of their unique tokens",
-        caption="In brackets: where every turn carries all its tokens.",
+        title="bytes of conversations of ten cumulative turns over the bytes of their unique "
+        "tokens",
+        caption="In brackets: if every turn carries all its tokens.",
     )
     for heading in ("tokens", "routes", *conversations.LINKS):
         table.add_column(heading, justify="right")
@@ -266,9 +268,9 @@ def _talk_table(talks: Sequence[conversations.Carried]) -> Table:
 def _table(cells: Sequence[Cell]) -> Table:
     table = Table(
         title="append + late reward + claim + commit, against raw pipelined redis-py",
-        caption="Ratio: the median of those of the rounds. Lowest: that of one round. gRPC: the "
-        "ratio of bare gRPC with the same messages. CPU: of client / store / Redis. Calls: median "
-        "/ p99 in ms. A claim waits for its 64 rows.",
+        caption="Ratio: the median over the rounds. Lowest: the worst round. gRPC: the ratio of "
+        "bare gRPC with the same messages. CPU: client / store / Redis. Calls: median / p99 in "
+        "ms. A claim waits for its 64 rows.",
     )
     for heading in (
         "tokens",

@@ -1,8 +1,8 @@
 """Bytes of conversations of cumulative turns on their way from rollout to a trainer.
 
-Each turn begins with all that was said before, and adds as many tokens of prompt as of reply.
-`unique` are a conversation's bytes if it is kept as one sequence: ids, log-probs of replies and, of
-a mixture of experts, routes. What is measured is divided by that.
+Each turn begins with all earlier messages, and adds as many tokens of prompt as of reply. `unique`
+is a conversation's size as one sequence: ids, log-probs of replies and, for a mixture of experts,
+routes. Measurements are relative to it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Talk:
     """Conversations of one size."""
 
     tokens: int
-    """Of a whole conversation of `TURNS` turns."""
+    """Tokens of a whole conversation of `TURNS` turns."""
     queries: int
     routes: int = 0
-    """Bytes per token that say to which experts it was sent."""
+    """Bytes per token of its routes to experts."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes of each of `LINKS` over the unique ones."""
+    """Bytes of each of `LINKS` over the unique bytes."""
 
     talk: Talk
     once: dict[str, float]
     whole: dict[str, float]
-    """Where every turn carries all its tokens."""
+    """The same if every turn carries all its tokens."""
 
 
 def _append(
@@ -98,7 +98,7 @@ def _unique(talk: Talk) -> int:
 
 
 async def carried(stub: Stub, client: redis.Redis, talk: Talk) -> Carried:
-    """What the conversations of a step take, each token once and as it was before."""
+    """Measure the conversations of a step, with each token once and with repeated tokens."""
     return Carried(
         talk,
         await _measured(stub, client, talk, once=True),
@@ -131,7 +131,7 @@ async def _measured(stub: Stub, client: redis.Redis, talk: Talk, *, once: bool) 
         for item in prefixes.restore(claim.samples, claim.stems):
             each = talk.tokens // TURNS // 2
             if len(tensors.from_proto(item.sample.prompt_ids)) != each * (2 * item.sample.turn + 1):
-                raise RuntimeError(f"{item.sample.sample_id} has not all its tokens")
+                raise RuntimeError(f"{item.sample.sample_id} lacks some of its tokens")
     await stub.CommitStep(commit_request(job, 0, claims))
     await drop(stub, job)
     unique = _unique(talk) * talk.queries * GROUP_SIZE
@@ -139,6 +139,6 @@ async def _measured(stub: Stub, client: redis.Redis, talk: Talk, *, once: bool) 
 
 
 def _file_bytes(client: redis.Redis) -> int:
-    """The append-only file's length."""
-    # What is left in the buffer of the file is small beside what is measured.
+    """Return the append-only file's length."""
+    # The rest in the file's buffer is negligible.
     return int(client.info("persistence")["aof_current_size"])

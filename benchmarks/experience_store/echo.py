@@ -1,7 +1,7 @@
-"""The same bytes through gRPC alone: a server that takes requests and answers with as many bytes.
+"""The same bytes through gRPC alone: a server that accepts requests and answers with as many bytes.
 
-No store, no Redis, no protobuf: what gRPC itself costs on the way in and on the way out. Run as a
-module (`python -m benchmarks.experience_store.echo`) it is that server, on the store's event loop.
+No store, no Redis, no protobuf: only the cost of gRPC in both directions. Run as a module (`python
+-m benchmarks.experience_store.echo`) it is that server, on the store's event loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MESSAGE_MIB: Final = 64
 async def round_trip(
     address: str, requests: list[bytes], answers: list[int], writers: int
 ) -> float:
-    """Seconds to send `requests` by `writers` at once, and to receive answers of so many bytes, one
-    after another, meanwhile."""
+    """Return the seconds to send `requests` with `writers` concurrent writers, and to receive
+    answers of the given sizes one after another meanwhile."""
     async with grpc.aio.insecure_channel(address, channel_options(_MESSAGE_MIB)) as channel:
         put: Any = channel.unary_unary(f"/{SERVICE}/Put", None, None)
         get: Any = channel.unary_unary(f"/{SERVICE}/Get", None, None)
@@ -50,7 +50,7 @@ async def round_trip(
 
 
 def batches(sizes: list[int], number: int) -> list[int]:
-    """Bytes of answers that hold `number` rows each."""
+    """Return the sizes of answers with `number` rows each."""
     rows = iter(sizes)
     return [sum(batch) for batch in iter(lambda: list(itertools.islice(rows, number)), [])]
 

@@ -28,17 +28,17 @@ from benchmarks.experience_store.workload import (
 from troupe.v1 import experience_store_pb2 as store_pb
 
 CLAIM = 8
-# Rows of this many tokens: what is measured is the number of rows.
+# Tokens of a row; the measurement is about the number of rows.
 _TOKENS = 8
 _TURNS = 125
 
 
 async def fill(stub: Stub, job: str, first: int, steps: int, rows: int) -> None:
-    """Put about `rows` ready rows into `steps` steps from `first` on, as rollout does."""
+    """Put about `rows` ready rows into `steps` steps from `first` on, like rollout."""
     shape = Shape(_TOKENS, max(1, round(rows / steps / GROUP_SIZE / _TURNS)), _TURNS)
     for step in range(first, first + steps):
         await stub.OpenStep(open_request(job, step, shape))
-        # A few queries at a time: a step of 100,000 rows need not be in this process at once.
+        # A few queries at a time, so that a step of 100,000 rows is never in this process at once.
         for query in range(shape.queries):
             appends = make_appends(job, step, shape, queries=[query], rewarded=True)
             async with asyncio.TaskGroup() as group:
@@ -51,7 +51,7 @@ async def _append(stub: Stub, append: store_pb.AppendTrajectoryRequest) -> None:
 
 
 async def claim_seconds(stub: Stub, job: str, step: int, claims: int) -> list[float]:
-    """Seconds that each of so many claims of CLAIM rows takes."""
+    """Return the seconds of each of `claims` claims of CLAIM rows."""
     found = []
     for _ in range(claims):
         request = claim_request(job, step, CLAIM)
@@ -66,10 +66,11 @@ async def claim_seconds(stub: Stub, job: str, step: int, claims: int) -> list[fl
 async def latency_by_rows(
     stub: Stub, few: int, many: int, steps: int, claims: int
 ) -> tuple[float, float]:
-    """Median seconds of a claim with `few` rows in the store, and with `many`.
+    """Return the median seconds of a claim with `few` rows in the store, and with `many`.
 
-    One after the other, since the store has to be filled in between: first steps 0 .. 2 in a store
-    that holds nothing else, then the first, middle and last of `steps` more that hold `many` rows.
+    Measured one after the other, since the store has to be filled in between: first steps 0 .. 2 in
+    a store that holds nothing else, then the first, middle and last of `steps` further steps that
+    hold `many` rows.
     """
     job = await create(stub)
     small: list[float] = []
@@ -87,7 +88,7 @@ async def latency_by_rows(
 
 
 async def memory_ratio(stub: Stub, client: redis.Redis, shape: Shape) -> float:
-    """Bytes of Redis per byte of payload, with all rows of a step appended and ready."""
+    """Return bytes of Redis per byte of row data, with all rows of a step appended and ready."""
     job = await create(stub)
     await stub.OpenStep(open_request(job, 0, shape))
     appends = make_appends(job, 0, shape)
@@ -99,7 +100,8 @@ async def memory_ratio(stub: Stub, client: redis.Redis, shape: Shape) -> float:
 
 
 async def used_bytes(client: redis.Redis) -> int:
-    """Bytes in use for data, without buffers of connections and of the append-only file."""
+    """Return the bytes in use for data, without buffers of connections and of the append-only
+    file."""
     while int(client.info("memory")["lazyfree_pending_objects"]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     info = client.info("memory")

@@ -37,7 +37,7 @@ class Timings:
     calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     async def of(self, name: str, call: Awaitable[T]) -> T:
-        """The answer of `call`, which is timed."""
+        """Return the answer of `call`, and record its time."""
         started = time.perf_counter()
         answer = await call
         self.calls[name].append(time.perf_counter() - started)
@@ -46,7 +46,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Ending:
-    """An ending that is serialized already, as the rows are that raw Redis is given."""
+    """A serialized ending, like the serialized rows for raw Redis."""
 
     job: str
     step: int
@@ -56,17 +56,17 @@ class Ending:
 
     @staticmethod
     def of(append: store_pb.AppendTrajectoryRequest) -> Ending:
-        """The ending that `append` says."""
+        """Return the ending in `append`."""
         samples = [row.sample_id for row in append.samples]
         return Ending(append.job_id, append.step, samples, append.SerializeToString())
 
-    def SerializeToString(self) -> bytes:  # noqa: N802 - as a message has it
-        """What `ExperienceWriter` asks a message for."""
+    def SerializeToString(self) -> bytes:  # noqa: N802 - a message's method
+        """Return the bytes, like a message for `ExperienceWriter`."""
         return self.message
 
 
 async def create(stub: Stub) -> str:
-    """A fresh job's tables; returns its id."""
+    """Create a fresh job's tables; return its id."""
     job = new_id("bench")
     await stub.CreateTables(
         store_pb.CreateTablesRequest(request_id=new_id(), job_id=job, policies=[POLICY])
@@ -79,14 +79,15 @@ async def create(stub: Stub) -> str:
 
 
 async def drop(stub: Stub, job: str) -> None:
-    """Free what the job holds."""
+    """Free the job's data."""
     await stub.DropTables(
         store_pb.DropTablesRequest(request_id=new_id(), job_id=job, purge_log=True)
     )
 
 
 async def append_all(stub: Stub, endings: Iterable[Ending], writers: int, timings: Timings) -> None:
-    """End the trajectories by `writers` at once, each followed by its rows' rewards."""
+    """End the trajectories with `writers` concurrent writers, each followed by its rows'
+    rewards."""
     waiting = iter(endings)
 
     async def write() -> None:
@@ -102,10 +103,10 @@ async def append_all(stub: Stub, endings: Iterable[Ending], writers: int, timing
 
 
 async def claim_all(stub: Stub, job: str, step: int, timings: Timings) -> list[str]:
-    """Claim until the step is exhausted; returns the claims.
+    """Claim until the step is exhausted; return the claims.
 
-    Rows stay serialized, as those are that raw Redis answers with: what is parsed is what stands
-    around them.
+    Rows stay serialized, like the rows in raw Redis's answers: only the message around them is
+    parsed.
     """
     claims: list[str] = []
     while True:
@@ -128,7 +129,7 @@ async def run_step(
     writers: int,
     timings: Timings,
 ) -> float:
-    """Seconds from the first append to the commit of step 0, a trainer claiming meanwhile."""
+    """Return the seconds from the first append to the commit of step 0, while a trainer claims."""
     await stub.OpenStep(open_request(job, 0, shape))
     started = time.perf_counter()
     claiming = asyncio.create_task(claim_all(stub, job, 0, timings))
@@ -142,7 +143,7 @@ async def run_step(
 
 
 async def ready_seconds(stub: Stub, shape: Shape, groups: int) -> list[float]:
-    """Seconds from sending a group's last reward to having its claim, group after group."""
+    """Return the seconds from sending each group's last reward to receiving its claim."""
     job = await create(stub)
     one = Shape(shape.tokens, groups, 1)
     await stub.OpenStep(open_request(job, 0, one))

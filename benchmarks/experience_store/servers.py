@@ -1,4 +1,4 @@
-"""A Redis as the embedded cluster starts it, and a store's process that uses it."""
+"""A Redis as started by the embedded cluster, and a store's process that uses it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ else:
 
 
 class Stub(_Calls):
-    """Calls to the store; endings and late columns go through `writer`, as rollout's do.
+    """Calls to the store; endings and late columns pass through `writer`, as in rollout.
 
-    `claim` is ClaimMicroBatch whose answer stays as it came, in bytes.
+    `claim` is ClaimMicroBatch with its answer left in bytes.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -50,7 +50,7 @@ class Stub(_Calls):
 
 @dataclass(frozen=True)
 class Servers:
-    """Where both are."""
+    """Addresses and processes of both servers."""
 
     redis_url: str
     address: str
@@ -61,7 +61,7 @@ class Servers:
     """`client` (this one), `store`, `redis` and `echo`."""
 
     def cpu_seconds(self) -> dict[str, float]:
-        """What each of `processes` has used since its start."""
+        """Return the CPU seconds of each of `processes` since its start."""
         found = {}
         for name, process in self.processes.items():
             times = process.cpu_times()
@@ -69,20 +69,20 @@ class Servers:
         return found
 
     def client(self) -> redis.Redis:
-        """A plain connection to Redis."""
+        """Return a plain connection to Redis."""
         return redis.Redis.from_url(self.redis_url)
 
     def compact(self) -> None:
-        """Rewrite Redis' append-only file now, so that it need not while a side is measured: it
-        does so by itself every gigabyte, and who is measured then has a core less."""
+        """Rewrite Redis's append-only file now, so that Redis does not do so during a measurement:
+        it rewrites it every gigabyte, which takes a core away."""
         with self.client() as client:
-            # One that runs already makes it fail.
+            # It fails if a rewrite is already running.
             _wait("a rewrite", client.bgrewriteaof)
             _wait("the rewrite", lambda: _rewritten(client.info("persistence")))
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:
-        """Calls to the store, over the clients' own channel."""
+        """Yield calls to the store, over the clients' own channel."""
         channel = connect(self.address, ClientSettings())
         try:
             yield Stub(channel)
@@ -92,7 +92,7 @@ class Servers:
 
 @contextlib.contextmanager
 def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
-    """Both servers, for as long as the context lasts. Logs go to `directory`."""
+    """Run both servers as long as the context lasts. Logs go to `directory`."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])

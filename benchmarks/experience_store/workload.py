@@ -21,19 +21,19 @@ class Shape:
     """A step of one policy: queries x GROUP_SIZE trajectories x turns rows."""
 
     tokens: int
-    """Of one row; half of them are prompt."""
+    """Tokens of one row; half of them are prompt."""
     queries: int
     turns: int
 
     @property
     def rows(self) -> int:
-        """Rows of the step."""
+        """Number of rows of the step."""
         return self.queries * GROUP_SIZE * self.turns
 
     def trajectories(
         self, step: int, queries: Iterable[int] | None = None
     ) -> list[tuple[str, str]]:
-        """(query, trajectory) of all trajectories of the step, or of some of its queries."""
+        """Yield (query, trajectory) of all trajectories of the step, or of some of its queries."""
         return [
             (f"q{query}", f"q{query}-s{step}-t{number}")
             for query in (range(self.queries) if queries is None else queries)
@@ -42,7 +42,7 @@ class Shape:
 
 
 def make_row(shape: Shape, query: str, trajectory: str, turn: int) -> store_pb.Sample:
-    """A row without its reward. Its tokens are random: nothing can be compressed away."""
+    """Return a row without its reward. Its tokens are random and thus not compressible."""
     response = shape.tokens - shape.tokens // 2
     rng = np.random.default_rng(turn)
     return store_pb.Sample(
@@ -71,7 +71,7 @@ def make_appends(
     queries: Iterable[int] | None = None,
     rewarded: bool = False,
 ) -> list[store_pb.AppendTrajectoryRequest]:
-    """The endings of all trajectories of a step, or of some of its queries."""
+    """Return the endings of all trajectories of a step, or of some of its queries."""
     found = []
     for query, trajectory in shape.trajectories(step, queries):
         rows = [make_row(shape, query, trajectory, turn) for turn in range(shape.turns)]
@@ -92,12 +92,12 @@ def make_appends(
 
 
 def payload_bytes(requests: list[store_pb.AppendTrajectoryRequest]) -> int:
-    """Bytes of all rows as they are stored."""
+    """Return the stored bytes of all rows."""
     return sum(row.ByteSize() for request in requests for row in request.samples)
 
 
 def open_request(job: str, step: int, shape: Shape) -> store_pb.OpenStepRequest:
-    """Admits the step."""
+    """Return the request that opens the step."""
     return store_pb.OpenStepRequest(
         request_id=new_id("open"),
         job_id=job,
@@ -109,7 +109,7 @@ def open_request(job: str, step: int, shape: Shape) -> store_pb.OpenStepRequest:
 
 
 def fill_request(job: str, step: int, samples: Sequence[str]) -> store_pb.FillColumnsRequest:
-    """The late rewards of some rows, as of one trajectory that was scored."""
+    """Return the request with late rewards of some rows, as for one scored trajectory."""
     first, *more = samples
     return store_pb.FillColumnsRequest(
         request_id=new_id("fill"),
@@ -123,7 +123,7 @@ def fill_request(job: str, step: int, samples: Sequence[str]) -> store_pb.FillCo
 
 
 def claim_request(job: str, step: int, samples: int) -> store_pb.ClaimMicroBatchRequest:
-    """A micro-batch, waited for."""
+    """Return the request for a micro-batch, with a wait."""
     return store_pb.ClaimMicroBatchRequest(
         request_id=new_id("claim"),
         job_id=job,
@@ -137,7 +137,7 @@ def claim_request(job: str, step: int, samples: int) -> store_pb.ClaimMicroBatch
 
 
 def commit_request(job: str, step: int, claims: list[str]) -> store_pb.CommitStepRequest:
-    """Ends the step."""
+    """Return the request that commits the step."""
     return store_pb.CommitStepRequest(
         request_id=new_id("commit"),
         job_id=job,

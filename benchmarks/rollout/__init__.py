@@ -1,1 +1,1 @@
-"""What runner, router and gRPC cost beside the engine: `python -m benchmarks.rollout`."""
+"""The cost of runner, router and gRPC in addition to the engine: `python -m benchmarks.rollout`."""

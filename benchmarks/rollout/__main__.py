@@ -1,21 +1,21 @@
-"""What runner, router and gRPC cost beside the engine.
+"""The cost of runner, router and gRPC in addition to the engine.
 
     python -m benchmarks.rollout [--quick] [--json] [--only PART]
 
-One rollout service as users run it, called over gRPC; the trajectories are evaluations, so that no
-store is in the way. The last line is one JSON object:
+One rollout service in its usual form, called over gRPC; the trajectories are evaluations, so that
+no store is needed. The last line is one JSON object:
 
-- `ratio_vs_engine`: tokens/s of the **real embedded engine** through the service over those of the
-  same engine driven directly, in a process of its own, at the number of turns that suits it best;
-  in alternation, medians.
-- `turn_p50_ms`, `turn_p99_ms`: what a workflow waits for a turn beyond its model time, with 256
-  concurrent trajectories on **simulated** engines, whose model time is known exactly.
+- `ratio_vs_engine`: tokens/s of the **real embedded engine** through the service over the same
+engine driven directly, in a separate process, at its best number of concurrent turns; alternating,
+medians.
+- `turn_p50_ms`, `turn_p99_ms`: a workflow's wait for a turn beyond its model time, with 256
+concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
-  conversation of several turns, on simulated engines: what the process needs beside its engine.
+conversation of several turns, on simulated engines: the process's memory without an engine.
 - `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server
-  in a process of its own: short conversations, and prompts of 20,000 tokens with answers of 200.
-  The same with `_busy`: without what the process also takes when it has no turns
-  (`idle_cpu_ms_per_s`), which a service that is full divides by ten times as many turns.
+in a separate process: short conversations, and prompts of 20,000 tokens with answers of 200. The
+same with `_busy`: without the process's idle CPU (`idle_cpu_ms_per_s`), which a fully loaded
+service divides by ten times as many turns.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from benchmarks.rollout.workload import STEP_SECONDS, embedded, simulated
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     concurrency: tuple[int, ...]
     in_flight: int
-    """Trajectories at once through the service: more than the engine runs, as in a job."""
+    """Concurrent trajectories through the service: more than the engine runs, as in a job."""
     trajectories: int
     repeats: int
     latency_trajectories: int
@@ -60,7 +60,7 @@ PARTS = ("engine", "latency", "memory", "turns")
 
 
 def directly(directory: Path, concurrency: Sequence[int], trajectories: int) -> dict[int, float]:
-    """Tokens per second of the engine alone."""
+    """Return tokens per second of the engine alone."""
     command = [sys.executable, "-m", "benchmarks.rollout.direct", str(directory)]
     arguments = [str(trajectories), *map(str, concurrency)]
     done = subprocess.run(
@@ -70,7 +70,8 @@ def directly(directory: Path, concurrency: Sequence[int], trajectories: int) -> 
 
 
 async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[float, float, int]:
-    """Median tokens/s through the service and directly; and the best number of turns at once."""
+    """Return median tokens/s through the service and directly, and the best number of concurrent
+    turns."""
     rates = await asyncio.to_thread(directly, directory, plan.concurrency, plan.trajectories)
     best = max(rates, key=lambda c: rates[c])
     console.print(
@@ -82,7 +83,7 @@ async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[flo
             job = embedded(directory, plan.in_flight)
             async with served.prepared(address, directory, job) as stub:
                 await served.run(stub, process, 900_000, plan.in_flight)  # warm
-                # Numbers of five digits, as in `directly`: prompts of one length.
+                # Numbers of five digits, as in `directly`, for prompts of one length.
                 run = await served.run(stub, process, 10_000 + 1000 * number, plan.trajectories)
                 through.append(run.tokens / run.seconds)
         if number + 1 < plan.repeats:
@@ -96,7 +97,7 @@ async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[flo
 
 
 async def latency(directory: Path, plan: Plan) -> served.Run:
-    """Turns of a full house on simulated engines."""
+    """Measure turns of a fully loaded service on simulated engines."""
     with served.service(directory) as (address, process):
         job = simulated(directory, "ask", plan.latency_in_flight, turns=4)
         async with served.prepared(address, directory, job) as stub:
@@ -105,7 +106,7 @@ async def latency(directory: Path, plan: Plan) -> served.Run:
 
 
 async def crowd(directory: Path, plan: Plan) -> tuple[served.Run, int]:
-    """Many conversations at once; also what the process needs before any."""
+    """Measure many concurrent conversations; also return the process's memory before them."""
     with served.service(directory) as (address, process):
         job = simulated(directory, "talk", plan.crowd, turns=6)
         async with served.prepared(address, directory, job) as stub:
@@ -116,8 +117,8 @@ async def crowd(directory: Path, plan: Plan) -> tuple[served.Run, int]:
 async def measure(
     directory: Path, plan: Plan, console: Console, only: str | None = None
 ) -> dict[str, float]:
-    """All of it, or the part `only`; prints as it goes."""
-    table = Table(title="rollout: what lies between a workflow and its engine")
+    """Measure everything, or the part `only`; print results as they come."""
+    table = Table(title="rollout: the path between a workflow and its engine")
     for heading in ("measured", "engine", "value"):
         table.add_column(heading)
     found: dict[str, float] = {}

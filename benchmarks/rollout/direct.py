@@ -1,4 +1,4 @@
-"""The embedded engine and nothing else, in a process of its own: tokens per second."""
+"""The embedded engine alone, in a separate process: tokens per second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from troupe.workflow.messages import parse_messages
 
 
 async def drive(directory: Path, concurrency: list[int], trajectories: int) -> dict[int, float]:
-    """Tokens per second with each number of turns at once."""
+    """Return tokens per second for each number of concurrent turns."""
     job = embedded(directory, 1)
     ref = publish(directory, job)
     policy = job.policies[POLICY]
@@ -62,7 +62,7 @@ async def drive(directory: Path, concurrency: list[int], trajectories: int) -> d
 
 
 def main() -> None:
-    """`direct.py DIRECTORY TRAJECTORIES CONCURRENCY...`; prints one JSON object."""
+    """Run `direct.py DIRECTORY TRAJECTORIES CONCURRENCY...`, which prints one JSON object."""
     import uvloop
 
     directory, trajectories, *concurrency = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""A rollout service in a process of its own, and trajectories through it."""
+"""A rollout service in a separate process, and trajectories through it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from troupe.v1 import rollout_pb2_grpc as rollout_grpc
 _START_SECONDS: Final = 300.0
 _RUN_SECONDS: Final = 600.0
 _IDLE_SECONDS: Final = 10.0
-# After turns: the last events, and connections that close.
+# Seconds after turns for the last events, and for connections to close.
 _SETTLE_SECONDS: Final = 4.0
-# Evaluations need no experience store, and nobody listens to heartbeats.
+# Evaluations need no experience store, and heartbeats have no receiver.
 _NOBODY: Final = "127.0.0.1:9"
 
 
 @dataclass
 class Run:
-    """What a set of trajectories came to. `added`: seconds per turn beyond its model time."""
+    """The figures of a set of trajectories. `added`: seconds per turn beyond its model time."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -49,7 +49,7 @@ class Run:
 
 @contextlib.contextmanager
 def service(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Its address, and the process. Logs go to `directory`."""
+    """Run a service; yield its address and process. Logs go to `directory`."""
     port_file = directory / "rollout.port"
     port_file.unlink(missing_ok=True)
     environment = os.environ | {
@@ -79,7 +79,7 @@ def service(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 @contextlib.asynccontextmanager
 async def prepared(address: str, directory: Path, job: JobSpec) -> AsyncIterator[Any]:
-    """Calls to the service, which has the job's engines up."""
+    """Yield calls to the service, with the job's engines up."""
     channel = connect(address)
     try:
         stub = rollout_grpc.RolloutStub(channel)
@@ -99,7 +99,7 @@ async def prepared(address: str, directory: Path, job: JobSpec) -> AsyncIterator
 
 
 async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run:
-    """Run `count` trajectories from query `first` on, and add up what they say."""
+    """Run `count` trajectories from query `first` on, and sum up their figures."""
     tickets = [
         rollout_pb.Ticket(
             query_id=f"h{first + n}",
@@ -140,7 +140,7 @@ async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run
 
 
 async def idle_rate(process: psutil.Process) -> float:
-    """CPU seconds per second of a service that has engines and runs no trajectory."""
+    """Return the CPU seconds per second of a service with engines and without trajectories."""
     await asyncio.sleep(_SETTLE_SECONDS)
     cpu, began = _cpu_seconds(process), time.perf_counter()
     await asyncio.sleep(_IDLE_SECONDS)

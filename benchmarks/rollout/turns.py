@@ -1,8 +1,8 @@
 """CPU of a rollout service per turn, of short and of long conversations.
 
-The engine is a paced SGLang server (`testbed.paced_server`) in a process of its own: what it costs
-is not counted; what it costs to speak with it is. The conversations are those of a job: a template
-of ChatML, a tokenizer of bytes and merges, about four characters a token.
+The engine is a paced SGLang server (`testbed.paced_server`) in a separate process: its own cost is
+not counted, but the communication with it is. The conversations are like a job's: a template of
+ChatML, a tokenizer of bytes and merges, about four characters per token.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _CONTEXT: Final = 32_768
 
 @dataclass(frozen=True)
 class TurnShape:
-    """Conversations of one kind. Tokens are about as many as words."""
+    """Conversations of one kind. There are about as many tokens as words."""
 
     name: str
     trajectories: int
     turns: int
     opening: int
-    """Words that all conversations begin with, read once."""
+    """Words with which all conversations begin, prefilled once."""
     words: int
-    """Of each further message."""
+    """Words of each further message."""
     answer: int
     """Tokens of each reply."""
     workflow: str = "talk"
@@ -57,8 +57,8 @@ SHAPES: Final = (SHORT, LONG)
 
 @dataclass(frozen=True)
 class TurnCost:
-    """What the turns of one shape took. `prompt`: tokens of a turn's prompt, the mean. `idle`: CPU
-    seconds per second of the same process without turns."""
+    """The cost of turns of one shape. `prompt`: mean tokens of a turn's prompt. `idle`: CPU seconds
+    per second of the same process without turns."""
 
     shape: TurnShape
     turns: float
@@ -69,17 +69,17 @@ class TurnCost:
 
     @property
     def cpu_ms(self) -> float:
-        """Milliseconds of CPU per turn, with what the process does anyhow."""
+        """Milliseconds of CPU per turn, including the process's idle CPU."""
         return self.cpu_seconds / self.turns * 1e3
 
     @property
     def busy_cpu_ms(self) -> float:
-        """Milliseconds of CPU per turn without what the process does anyhow."""
+        """Milliseconds of CPU per turn without the process's idle CPU."""
         return (self.cpu_seconds - self.idle * self.seconds) / self.turns * 1e3
 
 
 def save_language(directory: Path) -> int:
-    """Save a tokenizer of bytes and merges under `directory`; returns the vocabulary's size."""
+    """Save a tokenizer of bytes and merges under `directory`; return the vocabulary's size."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def save_language(directory: Path) -> int:
 
 
 def model_of(directory: Path) -> dict[str, Any]:
-    """The policy's `model` section; tokenizer and configuration are put under `directory`."""
+    """Return the policy's `model` section; save tokenizer and configuration under `directory`."""
     config = {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -121,7 +121,7 @@ def model_of(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def paced(directory: Path, answer: int, step_seconds: float) -> Iterator[str]:
-    """The URL of a paced server that is up."""
+    """Run a paced server; yield its URL."""
     port_file = directory / "paced.port"
     port_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "testbed.paced_server", str(directory / "model")]
@@ -139,7 +139,7 @@ def paced(directory: Path, answer: int, step_seconds: float) -> Iterator[str]:
 
 
 def job_of(shape: TurnShape, model: dict[str, Any], url: str, count: int) -> JobSpec:
-    """A job whose trajectories are conversations of that shape."""
+    """Return a job whose trajectories are conversations of that shape."""
     module = "benchmarks.workloads.plain_turns"
     return JobSpec.model_validate(
         {
@@ -163,7 +163,7 @@ def job_of(shape: TurnShape, model: dict[str, Any], url: str, count: int) -> Job
 
 
 async def cost_of(directory: Path, shape: TurnShape, *, step_seconds: float = 0.005) -> TurnCost:
-    """Run the conversations of `shape`, all at once, after as many to warm up."""
+    """Run the conversations of `shape` concurrently, after a warm-up."""
     model = model_of(directory)
     count = shape.trajectories
     with paced(directory, shape.answer, step_seconds) as url, served.service(directory) as where:

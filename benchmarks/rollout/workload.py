@@ -1,4 +1,4 @@
-"""The jobs that are run: a real tiny model, and engines that are simulated."""
+"""The measured jobs: a real tiny model, and simulated engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from troupe.v1 import common_pb2 as common_pb
 
 POLICY: Final = "player"
 JOB: Final = "bench"
-# About 1.3 million parameters: what an embedded engine is for.
+# About 1.3 million parameters, a typical size for an embedded engine.
 _MODEL: Final[dict[str, Any]] = {
     "model_type": "qwen3",
     "hidden_size": 192,
@@ -23,7 +23,7 @@ _MODEL: Final[dict[str, Any]] = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
-    # Every response is as long as it may be, so that both sides draw the same tokens.
+    # Every response has the maximum length, so that both sides draw the same tokens.
     "eos_token_id": None,
     "bos_token_id": None,
 }
@@ -32,10 +32,10 @@ TURNS: Final = 4
 WORDS: Final = 8
 MAX_RUNNING: Final = 64
 
-# One step is long enough that a trajectory's turns take seconds, as they do.
+# A step is long enough that a trajectory's turns take seconds, as in real jobs.
 STEP_SECONDS: Final = 0.02
 SIMULATED: Final[dict[str, Any]] = {
-    # The model time of a turn is its tokens times a step, whatever else runs.
+    # The model time of a turn is its tokens times a step, regardless of other turns.
     "decode_seconds": STEP_SECONDS,
     "decode_seconds_per_turn": 0.0,
     "prefill_tokens_per_second": 1e12,
@@ -46,16 +46,16 @@ SIMULATED: Final[dict[str, Any]] = {
 
 
 def model(directory: Path) -> dict[str, Any]:
-    """The policy's `model` section; its tokenizer is put under `directory`."""
+    """Return the policy's `model` section; save its tokenizer under `directory`."""
     return {
-        # No token ends a response: both sides draw as many, and read as many prompts for them.
+        # No token ends a response, so that both sides draw and prefill the same number of tokens.
         "config": _MODEL | {"vocab_size": save_tokenizer(directory / "tokenizer", ends=False)},
         "tokenizer": str(directory / "tokenizer"),
     }
 
 
 def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any) -> JobSpec:
-    """A job whose trajectories are turns and nothing else."""
+    """Return a job whose trajectories consist of turns only."""
     args = sections.pop("args", {})
     tokens = sections.pop("max_new_tokens", RESPONSE)
     module = sections.pop("module", "benchmarks.workloads.plain_turns")
@@ -73,7 +73,7 @@ def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any
 
 
 def embedded(directory: Path, in_flight: int) -> JobSpec:
-    """Single turns of 32 to 96 tokens by the real model."""
+    """Return a job of single turns of 32 to 96 tokens by the real model."""
     return spec(
         directory,
         "ask",
@@ -86,7 +86,8 @@ def embedded(directory: Path, in_flight: int) -> JobSpec:
 
 
 def simulated(directory: Path, workflow: str, in_flight: int, turns: int) -> JobSpec:
-    """Four simulated engines that have room for all trajectories at once: nothing waits."""
+    """Return a job with four simulated engines with room for all trajectories at once: nothing
+    waits."""
     return spec(
         directory,
         workflow,
@@ -101,7 +102,7 @@ def simulated(directory: Path, workflow: str, in_flight: int, turns: int) -> Job
 
 
 def publish(directory: Path, job: JobSpec) -> common_pb.WeightsRef:
-    """Random weights of the job's model, or a few bytes where nothing computes with them."""
+    """Publish random weights of the job's model, or a few bytes if nothing computes with them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

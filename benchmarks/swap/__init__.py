@@ -1,1 +1,1 @@
-"""What it costs a policy to leave its device and to come back; what it gains to share devices."""
+"""The cost of moving a policy off its device and back, and the gain from sharing devices."""

@@ -1,15 +1,15 @@
-"""What it costs a policy to leave its device and to come back, and what sharing devices yields.
+"""The cost of moving a policy off its device and back, and the gain from sharing devices.
 
     python -m benchmarks.swap [--quick] [--json] [--device cpu|cuda] [--only bandwidth|sharing]
 
-First a real policy in the middle of a step (weights, both moments, gradients) is suspended into
-the transfer layer and resumed, against copying its bytes twice in the same run. Then six
-**simulated** policies train through all services on two trainers with one slot each, and on six
-dedicated ones a third as fast: the same total compute. The last line is one JSON object:
+First a real policy in the middle of a step (weights, both moments, gradients) is suspended into the
+transfer layer and resumed, compared with copying its bytes twice in the same run. Then six
+**simulated** policies train through all services on two trainers that hold one policy each, and on
+six dedicated ones a third as fast: the same total compute. The last line is one JSON object:
 
-- `memcpy_ratio`: two copies of its bytes over suspension and resumption;
-- `utilization`: of the two trainers, computing over elapsed;
-- `exposed_fraction`: of the two trainers' time, spent on coming and going;
+- `memcpy_ratio`: time of two copies of its bytes over the time of suspension and resumption;
+- `utilization`: of the two trainers, computing time over elapsed time;
+- `exposed_fraction`: fraction of the two trainers' time spent on suspensions and resumptions;
 - `over_dedicated`: samples per second on two shared trainers over six dedicated ones.
 """
 
@@ -83,7 +83,7 @@ async def _share(quick: bool) -> tuple[Sharing, Sharing]:
 
 
 def _bandwidths(rows: Sequence[Bandwidth]) -> Table:
-    table = Table(title="A policy leaves its device in the middle of a step, and comes back")
+    table = Table(title="A policy is moved off its device in the middle of a step, and back")
     for name in ("state MiB", "copy s", "suspend s", "resume s", "of two copies"):
         table.add_column(name, justify="right")
     for row in rows:

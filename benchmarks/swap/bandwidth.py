@@ -1,4 +1,4 @@
-"""Suspension and resumption of one real policy, against copying its bytes."""
+"""Suspension and resumption of one real policy, compared with copying its bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICY = "player"
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Seconds, medians of a run; `num_bytes` leave, and come back."""
+    """Median seconds of a run; `num_bytes` are moved off the device, and back."""
 
     num_bytes: int
     copy_seconds: float
@@ -36,15 +36,15 @@ class Bandwidth:
 
     @property
     def ratio(self) -> float:
-        """Of both copies alone to suspension and resumption."""
+        """Time of both copies alone over the time of suspension and resumption."""
         return 2 * self.copy_seconds / (self.suspend_seconds + self.resume_seconds)
 
 
 def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: Path) -> Bandwidth:
-    """A policy of this size in the middle of a step goes to and fro `rounds` times, and its bytes
-    are copied in between: what the machine does besides is the same for both.
+    """Move a policy of this size in the middle of a step off the device and back `rounds` times,
+    and copy its bytes in between, so that other load on the machine affects both.
 
-    The first two rounds are warm-up: memory is used for the first time in them.
+    The first two rounds are warm-up, in which memory is used for the first time.
     """
     learner = _policy(hidden, layers, device, where)
     settings = TrainerSettings(transfer_dir=where / "transfer", data_dir=where / "runs")
@@ -74,7 +74,7 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
 
 
 def _policy(hidden: int, layers: int, device: torch.device, where: Path) -> Learner:
-    """With moments from a step, and gradients of the next one."""
+    """Return a policy with moments from one step, and gradients of the next one."""
     vocabulary = save_tokenizer(where / "tokenizer")
     config = {
         "model_type": "qwen3",
@@ -125,8 +125,8 @@ def _rows(vocabulary: int) -> list[Row]:
 
 
 def _copies(size: int, device: torch.device) -> Callable[[], None]:
-    """One copy of so many bytes in memory that was used before; on a GPU over its link, there and
-    back, half each."""
+    """Return a function that copies `size` bytes in memory that was used before; on a GPU half over
+    its link to the host, and half back."""
     count = size // 4
     host = torch.ones(count, pin_memory=device.type == "cuda")
     if device.type == "cpu":

@@ -19,7 +19,7 @@ from troupe.job import JobSpec
 
 SHARED: Final = 2
 _ROW_SECONDS: Final = 900.0
-# Engines are not what is measured: they always have an answer soon.
+# Engines are not measured: they always answer soon.
 _ENGINES: Final = {
     "prefill_tokens_per_second": 200_000.0,
     "decode_seconds": 0.002,
@@ -45,7 +45,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a row is. A micro-batch takes a trainer of the two about `seconds`."""
+    """The size of a row. A micro-batch takes one of the two trainers about `seconds`."""
 
     steps: int = 6
     queries: int = 16
@@ -54,12 +54,12 @@ class Scale:
     seconds: float = 0.6
     step_seconds: float = 0.2
     # As for 7B parameters on one device: 112 GB of state need 2 s over a link of 55 GB/s, and a
-    # micro-batch of 64 samples of 4,096 tokens 28 s at 400 TFLOP/s. 7 % is what this is here.
+    # micro-batch of 64 samples of 4,096 tokens 28 s at 400 TFLOP/s: 7 %, the ratio used here.
     state_bytes: int = 256 << 20
 
 
 async def run(label: str, trainers: int, slots: int, scale: Scale, where: Path) -> Sharing:
-    """One row in a cluster of its own. Raises `JobFailed`."""
+    """Measure one row on a separate cluster. Raises `JobFailed`."""
     traces = where / "traces"
     slower = trainers / SHARED
     async with _cluster(where, traces, trainers, slots) as client:
@@ -79,7 +79,7 @@ async def _cluster(
         panel=False,
         threads=1,
         redis_fsync="everysec",
-        # A loaded machine takes its time to import torch eight times.
+        # A loaded machine takes long to import torch eight times.
         start_seconds=600,
         environment={
             "TROUPE_SIMULATED_TRACE_DIR": str(traces),
@@ -144,10 +144,11 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
 def figures(
     label: str, trainers: int, steps: Sequence[StepEnd], spans: Sequence[TimelineSpan]
 ) -> Sharing:
-    """Of all steps but the first, which fills the pipeline, and the last, which empties it.
+    """Return the figures of all steps except the first, which fills the pipeline, and the last,
+    which empties it.
 
-    Policies are up to `alpha` steps ahead of the step that ends, not always equally far: samples
-    are counted by what was computed meanwhile.
+    Policies are up to `alpha` steps ahead of the ending step, by varying amounts: samples are
+    counted by the computation meanwhile.
     """
     start, end = steps[0].at, steps[-2].at
     work = [one for one in spans if one.what in ("train", "step")]
@@ -174,7 +175,7 @@ def figures(
 
 
 def _inside(span: TimelineSpan, start: float, end: float) -> float:
-    """How much of it lies in [start, end]."""
+    """Return the seconds of the span in [start, end]."""
     return max(0.0, min(span.end, end) - max(span.start, start)) / (span.end - span.start)
 
 

@@ -1,6 +1,6 @@
-"""Six agents of one policy each, all of whom speak once in every query.
+"""Six agents of one policy each, which all speak once in every query.
 
-What is said means nothing; simulated engines make it up.
+The texts are meaningless: simulated engines generate them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Queries:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """Everyone at once; each agent's reward is noise."""
+    """Let all agents speak concurrently; each agent's reward is noise."""
 
     async def ask(agent: str) -> tuple[int, ...]:
         text = f"Task {query['index']}. You are {agent}. Say what should be done next, and why."

@@ -1,1 +1,1 @@
-"""The trainer's update against TRL's, each in a process of its own."""
+"""The trainer's update against TRL's, each in a separate process."""

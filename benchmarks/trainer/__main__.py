@@ -4,16 +4,16 @@
                                  [--only BATCH]... [--forward-tokens N]
 
 Both sides train the same model from the same weights on the same samples, with AdamW, clipping and
-the same token-mean loss; the norms of their first gradients have to agree. TRL's side is
-GRPOTrainer's own loop from the batch on (theirs.py), without activation checkpointing, which is
-faster; one row has it on both sides. Ours is the learner as a worker calls it (ours.py). A process
-each; with one thread in CPU seconds. Tokens are those of the samples, without padding. Memory is
-what resident memory rose to above a process without a model. A group's prompt is computed once on
-our side; `apart` is ours without that. `--forward-tokens`: tokens of our passes, in place of the
-default, which is for speed.
+the same token-mean loss; the norms of their first gradients must agree. TRL's side is GRPOTrainer's
+own loop from the batch on (theirs.py), without activation checkpointing, which is faster; one row
+has it on both sides. Troupe's side is the learner as called by a worker (ours.py). Each side is a
+separate process; with one thread it is measured in CPU seconds. Tokens are the samples' tokens,
+without padding. Memory is the peak of resident memory above a process without a model. Troupe
+computes a group's prompt once; `apart` is Troupe without that. `--forward-tokens`: tokens of
+Troupe's passes, in place of the default, which is optimized for speed.
 
-`over_trl`: the least ratio where lengths differ; `over_trl_even`: where they do not;
-`peak_memory_ratio`: the largest of all, ours by theirs; null without TRL.
+`over_trl`: the lowest ratio with different lengths; `over_trl_even`: with equal lengths;
+`peak_memory_ratio`: the largest ratio of memory, Troupe over TRL; null without TRL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.references import TRL, ReferenceUnavailable, reference_python
 from benchmarks.trainer.cases import Case, cases_of
 
 _SECONDS: Final = 1800.0
-# Of the first gradients' norms: more is another batch, or another loss.
+# Tolerance of the first gradients' norms: a larger difference means another batch, or another loss.
 _TOLERANCE: Final = 1e-3
 
 
@@ -49,23 +49,24 @@ class Compared:
     tokens: int
     heavy: bool
     ours: dict[str, float]
-    # Ours, with a group's prompt computed for each of its answers.
+    # Troupe, with a group's prompt computed for each of its answers.
     apart: dict[str, float]
     theirs: dict[str, float] | None
 
     @property
     def speed(self) -> float | None:
-        """Our tokens per second by theirs."""
+        """Troupe's tokens per second over TRL's."""
         return self.theirs["seconds"] / self.ours["seconds"] if self.theirs else None
 
     @property
     def memory(self) -> float | None:
-        """Our peak by theirs."""
+        """Troupe's peak memory over TRL's."""
         return self.ours["peak_bytes"] / self.theirs["peak_bytes"] if self.theirs else None
 
 
 def run_side(python: str | Path, module: str, arguments: Sequence[str], threads: int) -> Any:
-    """What a side prints. Raises RuntimeError with the end of its errors when it fails."""
+    """Run a side, and return its output. Raises RuntimeError with the end of its errors if it
+    fails."""
     command = [str(python), "-m", f"benchmarks.trainer.{module}", *arguments]
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -85,7 +86,7 @@ def run_side(python: str | Path, module: str, arguments: Sequence[str], threads:
 def compare(
     size: str, case: Case, reference: Path | None, options: argparse.Namespace, *, again: bool
 ) -> Compared:
-    """Both sides of a case; TRL with the micro-batch that it is fastest with."""
+    """Compare both sides of a case; TRL with its fastest micro-batch."""
     arguments = [size, case.name, "--steps", str(options.steps)]
     if again:
         arguments.append("--checkpointing")
@@ -99,7 +100,7 @@ def compare(
             for batch in ((4,) if options.quick or again else (4, 8) if options.model else (8, 32))
         ]
         theirs = min(runs, key=lambda run: run["seconds"])
-        # The least memory is not always the fastest one's.
+        # The fastest micro-batch does not always have the least memory.
         theirs["peak_bytes"] = min(run["peak_bytes"] for run in runs)
         off = abs(ours["grad_norm"] / theirs["grad_norm"] - 1)
         if off > _TOLERANCE:
@@ -123,7 +124,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--forward-tokens", type=int, default=0)
-    parser.add_argument("--only", action="append", metavar="BATCH", help="as the table calls it")
+    parser.add_argument(
+        "--only", action="append", metavar="BATCH", help="name of a batch in the table"
+    )
     options = parser.parse_args()
     console = Console(stderr=True, quiet=options.json)
     size = options.model or ("quick" if options.quick else "full")

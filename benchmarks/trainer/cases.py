@@ -1,7 +1,7 @@
-"""What both sides train on: models, and batches of given lengths.
+"""The models and batches of both sides.
 
-Random tokens, under random weights or those of a checkpoint: an update's time and memory depend on
-shapes alone.
+Random tokens, and random weights or a checkpoint's: an update's time and memory depend only on
+shapes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk, as transformers wrote it."""
+    """A model on disk in the format of transformers."""
 
     path: Path
 
     @property
     def config(self) -> dict[str, Any]:
-        """As transformers takes it."""
+        """The configuration in the form of transformers."""
         found: dict[str, Any] = json.loads((self.path / "config.json").read_text())
         return found
 
@@ -46,7 +46,7 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """As transformers takes it."""
+        """The configuration in the form of transformers."""
         return {
             "model_type": "qwen3",
             "vocab_size": self.vocabulary,
@@ -81,7 +81,7 @@ class Case:
         return self.longest > self.mean
 
     def rows(self) -> list[tuple[Ints, int, int]]:
-        """(tokens, length of the prompt, group) of each sample."""
+        """Return (tokens, length of the prompt, group) of each sample."""
         rng = np.random.default_rng(0)
         found = []
         for group in range(self.groups):
@@ -96,7 +96,7 @@ class Case:
         return found
 
     def advantages(self) -> list[float]:
-        """Of each sample; none is zero, so that none may be left out."""
+        """Return each sample's advantage; none is zero, so that none may be left out."""
         return [1.0 if number % 2 else -1.0 for number in range(self.groups * self.members)]
 
 
@@ -118,7 +118,7 @@ QUICK: Final = (
 
 
 def cases_of(size: str) -> dict[str, Case]:
-    """Cases by name; `size`: "full", "quick", or the directory of a checkpoint."""
+    """Return the cases by name; `size`: "full", "quick", or the directory of a checkpoint."""
     if size in ("full", "quick"):
         return {case.name: case for case in (CASES if size == "full" else QUICK)}
     model = Checkpoint(Path(size))
@@ -130,7 +130,7 @@ def cases_of(size: str) -> dict[str, Case]:
 
 
 def load(case: Case) -> Any:
-    """The case's model in float32, the same on both sides."""
+    """Load the case's model in float32, the same on both sides."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""Our side: `python -m benchmarks.trainer.ours SIZE CASE --steps N --threads T [...]`.
+"""Troupe's side: `python -m benchmarks.trainer.ours SIZE CASE --steps N --threads T [...]`.
 
-The learner as a trainer worker calls it: rows in, micro-batch by micro-batch, one step.
+The learner as called by a trainer worker: rows, micro-batch by micro-batch, one step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from troupe.job import JobSpec
 def spec_of(
     case: Case, *, checkpointing: bool = False, compiled: str = "off", forward_tokens: int = 0
 ) -> JobSpec:
-    """A job whose step is one batch of `case`, with TRL's settings. `forward_tokens`: tokens of a
-    pass; 0: the default."""
+    """Return a job whose step is one batch of `case`, with TRL's settings. `forward_tokens`: tokens
+    of a pass; 0: the default."""
     trainer: dict[str, Any] = {"activation_checkpointing": checkpointing, "compile": compiled}
     if forward_tokens:
         trainer["forward_tokens"] = forward_tokens
@@ -48,7 +48,7 @@ def spec_of(
 
 @torch.no_grad()
 def rows_of(case: Case, model: Any) -> list[Row]:
-    """The samples, scored by the model that is about to be trained."""
+    """Return the samples, scored by the model before its training."""
     found = []
     for number, ((ids, length, group), advantage) in enumerate(
         zip(case.rows(), case.advantages(), strict=True)

@@ -1,7 +1,7 @@
-"""TRL's side: `python -m benchmarks.trainer.theirs SIZE CASE ...`, by an interpreter that has TRL.
+"""TRL's side: `python -m benchmarks.trainer.theirs SIZE CASE ...`, in an interpreter with TRL.
 
-GRPOTrainer's own loop, from `_prepare_inputs` on: it is handed the batch in place of what it
-would generate, padded as it pads.
+GRPOTrainer's own loop, from `_prepare_inputs` on: it gets the batch in place of its generated one,
+with its own padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.trainer.measure import Meter, clock_of, resident
 
 
 class Given(GRPOTrainer):  # type: ignore[misc]
-    """Trains on the samples of a case, as if it had just generated them."""
+    """A trainer on the samples of a case, as if it had just generated them."""
 
     case: Case
 
@@ -49,22 +49,22 @@ class Given(GRPOTrainer):  # type: ignore[misc]
 
 
 class Timed(TrainerCallback):  # type: ignore[misc]
-    """Asks the meter at every step."""
+    """A callback that measures every step."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self.norms: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Forward passes begin."""
+        """Begin the measurement before the forward passes."""
         self._meter.begin()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """The optimizer has stepped."""
+        """End the measurement after the optimizer's step."""
         self._meter.end()
 
     def on_log(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
-        """Once per step."""
+        """Record the step's logs."""
         if "grad_norm" in (logs := kwargs.get("logs") or {}):
             self.norms.append(float(logs["grad_norm"]))
 

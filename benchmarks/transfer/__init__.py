@@ -1,1 +1,1 @@
-"""How fast state moves: `python -m benchmarks.transfer`."""
+"""The speed of transfers of state: `python -m benchmarks.transfer`."""

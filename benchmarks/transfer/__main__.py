@@ -1,10 +1,10 @@
 """`python -m benchmarks.transfer [--quick] [--json] [--mib N]... [--device cpu|cuda]`
 
 States of several sizes within a process, through shared memory, and between two processes and two
-network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; what
-four readers cost, and what of an engine's update is exposed. The last line of stdout is the JSON
-object. UCX needs `pip install 'troupe-rl[ucx]'`. With `--device` only the way from one process'
-device to another's is measured (device.py).
+network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; the
+cost of four readers, and the exposed part of an engine's update. The last line of stdout is the
+JSON object. UCX needs `pip install 'troupe-rl[ucx]'`. With `--device` only the way from one
+process's device to another's is measured (device.py).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from troupe.transfer.remote import lane
 MIB = 2**20
 QUICK = {16 * MIB: 2}
 FULL = (64 * MIB, 1024 * MIB, 4096 * MIB)
-# Bytes that four other hosts want, and width and depth of the model whose engine is updated.
+# Bytes for four other hosts, and width and depth of the model whose engine is updated.
 QUICK_TREE, FULL_TREE = 32 * MIB, 192 * MIB
 QUICK_MODEL, FULL_MODEL = (128, 2), (512, 8)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What is measured for one size only; None where it could not be, `missing` says why."""
+    """Measurements for one size only; None if one failed, with the reason in `missing`."""
 
-    # By bytes.
+    # By number of bytes.
     networks: dict[int, Pair]
     readers: tuple[float, float] | None
     # Seconds exposed, seconds of transfer, bytes.
@@ -48,23 +48,27 @@ class Rest:
 
     @property
     def network(self) -> Pair | None:
-        """Of the largest state that went from one namespace to another."""
+        """The measurement of the largest state between namespaces."""
         return self.networks[max(self.networks)] if self.networks else None
 
 
 def main() -> None:
-    """Run it all."""
+    """Run everything."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small state")
-    parser.add_argument("--mib", type=int, action="append", help="a size of state, for the others")
+    parser.add_argument(
+        "--mib", type=int, action="append", help="a size of state, in place of the default sizes"
+    )
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="between processes' devices only")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="measure only between processes' devices"
+    )
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: no CUDA device is here; leave it out, or say cpu")
     console = Console(stderr=args.json, width=None if args.json else 120)
     torch.set_num_threads(1)
-    # Through gRPC on purpose: its warnings would fill the screen.
+    # gRPC is used deliberately: its warnings would fill the screen.
     logging.getLogger("troupe.transfer").setLevel(logging.ERROR)
     began = time.monotonic()
     sizes = [mib * MIB for mib in args.mib] if args.mib else FULL
@@ -76,7 +80,7 @@ def main() -> None:
         rows = []
         for size, count in rounds.items():
             rows.append(measure(size, count, where))
-            # Each by itself, too: the largest take minutes.
+            # Each size separately: the largest take minutes.
             console.print(_table(rows[-1:]))
         rest = _rest(rounds, where, quick=args.quick)
     if len(rows) > 1:
@@ -89,7 +93,7 @@ def main() -> None:
 def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Console) -> None:
     found = {}
     for size, count in rounds.items():
-        # Each where no file of another size is kept to be filled again.
+        # Each in its own directory, so that no file of another size is reused.
         (directory := where / str(size)).mkdir()
         found[size] = device.measure(torch.device(name), size, min(count, 5), directory)
         console.print(found[size])
@@ -99,9 +103,9 @@ def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Co
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
-    """Null for what was not measured. `ucx_ratio` is the worst of all sizes and ways, which
-    `ucx_ratio_of` names; everything else but what is by MiB is of the largest state that went the
-    way."""
+    """Return the JSON object, with null for missing measurements. `ucx_ratio` is the worst of all
+    sizes and ways, which `ucx_ratio_of` names; everything else, except values by MiB, is for the
+    largest state of the way."""
     last = rows[-1]
     near, network = last.near, rest.network
     tcp = next((row.tcp for row in reversed(rows) if row.tcp is not None), None)
@@ -117,7 +121,7 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
     hosts = rest.readers and rest.readers[1] / rest.readers[0]
     exposed, moved, _ = rest.swap
     return {
-        # Not of the largest alone: what does not grow with a state is most of a small one's.
+        # Not only for the largest: fixed costs dominate for small states.
         "ucx_ratio": worst,
         "ucx_ratio_of": of_what,
         "shm_zero_copy": last.copied_fraction == 0,
@@ -146,13 +150,13 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
 
 
 def _rounds(size: int) -> int:
-    """Small states are over at once, and differ by a third; the largest take long, and differ less.
-    Odd, so that a median is a turn's."""
+    """Return the number of rounds: small states are fast and vary by a third; the largest take long
+    and vary less. Odd, so that the median is a measured value."""
     return 101 if size <= 64 * MIB else 13 if size <= TCP_BYTES else 7
 
 
 def _by_mib(rows: list[Row], rest: Rest) -> dict[str, dict[str, float]]:
-    """Of bare UCX's speed, by MiB and way; without what was not measured."""
+    """Return the ratios to bare UCX's speed, by MiB and way, without missing measurements."""
     taken: list[tuple[int, str, Pair | None]]
     taken = [(row.num_bytes, "near", row.near) for row in rows]
     taken += [(row.num_bytes, "tcp", row.tcp) for row in rows]
@@ -190,7 +194,7 @@ def _table(rows: list[Row]) -> Table:
         "checksum (xxh3-128)": [r.checksum for r in rows],
         "set (checksum and copy), first version": [r.set_fresh for r in rows],
         "set, later versions": [r.set for r in rows],
-        "get, shared memory, verified by it": [r.get_shared_verified for r in rows],
+        "get, shared memory, verified by the reader": [r.get_shared_verified for r in rows],
         "get, two processes, UCX shared memory, verified": [
             r.near.ours if r.near else None for r in rows
         ],

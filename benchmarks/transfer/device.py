@@ -1,9 +1,9 @@
-"""A state from one process' device to another's: `python -m benchmarks.transfer --device cuda`.
+"""A state from one process's device to another's: `python -m benchmarks.transfer --device cuda`.
 
-One process sets tensors that lie on its device, another gets them into tensors on its own. Beside
-it in the same run: what the link gives to pinned memory and from it, and the same tensors handed
-over by CUDA IPC, which copies from device to device, between processes of one machine, as long as
-the owner keeps them as they are. On a CPU the link is memory, and IPC a mapping that both share.
+One process sets tensors on its device, another gets them into tensors on its own. For comparison in
+the same run: the link's rate to pinned memory and from it, and the same tensors over CUDA IPC,
+which copies from device to device between processes of one machine, as long as the owner keeps them
+unchanged. On a CPU the link is memory, and IPC a shared mapping.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from benchmarks.gpu.update import seconds_of
 from benchmarks.transfer.processes import STEM, state
 from troupe.transfer import Transfer, brought
 
-# A process that needs longer for one of its turns has died or hangs.
+# Time limit of a process for one turn, in seconds.
 _ANSWER_SECONDS = 300.0
 
 
 def measure(
     device: torch.device, num_bytes: int, rounds: int, directory: Path
 ) -> dict[str, float | str]:
-    """GiB/s of each way, the best of `rounds`, and the lesser share of the link's. Raises
-    `RuntimeError` when the reader does not answer.
+    """Return GiB/s of each way, the best of `rounds`, and the lower fraction of the link's rate.
+    Raises `RuntimeError` if the reader does not answer.
     """
     tensors = {name: tensor.to(device) for name, tensor in state(num_bytes).items()}
     gib = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
@@ -61,7 +61,7 @@ def measure(
         if reader.is_alive():
             reader.kill()
         writer.close()
-    # The first of each warms up: files, pinned memory, handles.
+    # The first of each is warm-up: files, pinned memory, handles.
     best = {name: gib / min(found[1:]) for name, found in seconds.items()}
     return {
         "device": str(device),
@@ -74,7 +74,7 @@ def measure(
 
 
 def _link(device: torch.device, num_bytes: int) -> tuple[float, float]:
-    """Seconds of one copy of `num_bytes` to pinned memory, and of one from there."""
+    """Return the seconds of one copy of `num_bytes` to pinned memory, and of one back."""
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     there = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return (
@@ -84,8 +84,8 @@ def _link(device: torch.device, num_bytes: int) -> tuple[float, float]:
 
 
 def _read(turns: Connection, directory: Path, num_bytes: int, name: str) -> None:
-    """The other process: answers each turn with the seconds that it took. Raises `RuntimeError`
-    when what it got is not what was sent."""
+    """Run the other process, which answers each turn with its seconds. Raises `RuntimeError` if it
+    received other data than was sent."""
     torch.set_num_threads(1)
     device = torch.device(name)
     targets = {key: tensor.to(device) for key, tensor in state(num_bytes).items()}

@@ -1,4 +1,5 @@
-"""One size of state at a time: seconds of each way to move it, the best of a few rounds."""
+"""Measurements of one size of state: the seconds of each way to move it, the best of a few
+rounds."""
 
 from __future__ import annotations
 
@@ -19,32 +20,32 @@ from benchmarks.transfer.processes import STEM, cores_of, line, other, state, te
 from troupe.transfer import Transfer, checksum_of
 from troupe.transfer.remote import lane
 
-# Through TCP and gRPC more takes minutes and says the same.
+# Larger states through TCP and gRPC take minutes and show the same.
 TCP_BYTES = 1 << 30
-# Between hosts there is no shared memory: what UCX does there is measured with TCP alone.
+# Between hosts there is no shared memory, so UCX is measured there with TCP only.
 TCP = {**os.environ, "UCX_TLS": "tcp,self"}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians of turns, one after another: seconds by `Transfer`, verified, and by two bare UCX
-    workers, and of what they are to each other in one turn."""
+    """Medians of alternating turns: seconds by `Transfer`, verified, and by two bare UCX workers,
+    and their ratio within a turn."""
 
     ours: float
     bare: float
     ratio: float
-    """Of bare UCX's speed. A machine whose memory others use has fast and slow seconds: of one turn
-    both sides see the same ones, of the best of all turns they need not."""
+    """Ratio to bare UCX's speed, within turns: on a busy machine speed varies from second to
+    second, and only within one turn both sides see the same conditions."""
     ratios: tuple[float, ...]
-    """Of each turn."""
+    """The ratio of each turn."""
     unverified: float | None = None
-    """The ratio of a reader that believes what comes: the rest is the price of checksums."""
+    """The ratio of a reader that does not verify: the rest is the cost of checksums."""
 
     @classmethod
     def of(
         cls, ours: Sequence[float], bare: Sequence[float], unverified: Sequence[float] = ()
     ) -> Pair:
-        """Of turns, in order."""
+        """Return the figures of turns, in order."""
         ratios = _ratios(bare, ours)
         believing = median(_ratios(bare, unverified)) if unverified else None
         return cls(median(ours), median(bare), median(ratios), ratios, believing)
@@ -56,7 +57,7 @@ def _ratios(bare: Sequence[float], ours: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds for `num_bytes`; None where UCX is missing or a state is too large for the way."""
+    """Seconds for `num_bytes`; None if UCX is missing or a state is too large for the way."""
 
     num_bytes: int
     memcpy: float
@@ -66,7 +67,7 @@ class Row:
     get_in_process: float
     get_shared: float
     get_shared_verified: float
-    # Bytes of a reader in shared memory that are not the file's own pages, over the state's.
+    # Bytes of a reader in shared memory that are not the file's own pages, over the state's bytes.
     copied_fraction: float
     one_reader: float
     four_readers: float
@@ -76,13 +77,13 @@ class Row:
     tcp: Pair | None
 
     def speed(self, seconds: float | None) -> float | None:
-        """GiB/s."""
+        """Return GiB/s."""
         return None if seconds is None else self.num_bytes / seconds / 2**30
 
 
 def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
-    """Everything for one size; files lie under `directory`. `rounds`: of what is a ratio of turns;
-    what is the best of its rounds takes a third as many, at most 5."""
+    """Measure everything for one size, with files under `directory`. `rounds`: rounds for ratios of
+    turns; measurements that are the best of their rounds take a third as many, at most 5."""
     tensors = state(num_bytes)
     pair_rounds, rounds = rounds, min((rounds + 1) // 3, 5)
     memcpy = _memcpy(tensors, rounds)
@@ -125,7 +126,7 @@ def _memcpy(tensors: dict[str, torch.Tensor], rounds: int) -> float:
 
 def _best(rounds: int, act: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(rounds + 1):  # the first one only warms up
+    for _ in range(rounds + 1):  # the first one is warm-up
         begin = time.perf_counter()
         act()
         seconds.append(time.perf_counter() - begin)
@@ -133,7 +134,7 @@ def _best(rounds: int, act: Callable[[], object]) -> float:
 
 
 def _sets(writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int) -> tuple[float, float]:
-    """Seconds of the first version, and of those that fill the files of earlier ones."""
+    """Return the seconds of the first version, and of versions that reuse earlier files."""
     seconds = []
     for version in range(rounds + 1):
         writer.delete(f"{STEM}@{version - 1}")
@@ -146,8 +147,8 @@ def _sets(writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int) -> tu
 def _readers(
     writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int
 ) -> tuple[tuple[float, int], float, float]:
-    """Processes of one host: (seconds, bytes copied) of one that verifies nothing; seconds until
-    one, and until all of four, have a version that nobody has verified before."""
+    """Measure processes of one host: (seconds, bytes copied) of one that does not verify; seconds
+    until one, and until all of four, have a version that was not verified before."""
     version = 100
     with ExitStack() as stack:
         readers = [stack.enter_context(other("read", writer.roots[0])) for _ in range(4)]
@@ -172,7 +173,7 @@ def _readers(
 
 
 def _read(readers: list[subprocess.Popen[str]], how: str) -> tuple[float, int]:
-    """All at once: seconds of the slowest, most memory that one of them took."""
+    """Run all readers at once; return the seconds of the slowest, and the most memory of one."""
     for reader in readers:
         tell(reader, how)
     answers = [line(reader).split() for reader in readers]
@@ -200,7 +201,8 @@ def in_turns(
     readers: Sequence[subprocess.Popen[str]],
     rounds: int,
 ) -> Pair:
-    """`rounds` each, in turns, who is first in turns too: a machine is not equally busy twice.
+    """Measure `rounds` rounds each, alternately and in alternating order, since a machine's load
+    changes.
 
     The first of `readers` verifies, a second one does not.
     """
@@ -227,7 +229,7 @@ def in_turns(
         for place in range(len(turns)):
             who = (place + version) % len(turns)
             seconds[who].append(turns[who]())
-    # Once there are files to fill again.
+    # Warm-up, so that files exist for reuse.
     return Pair.of(seconds[1][2:], seconds[0][2:], seconds[2][2:] if len(readers) > 1 else ())
 
 

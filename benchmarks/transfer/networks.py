@@ -12,23 +12,24 @@ from pathlib import Path
 from benchmarks.transfer.measure import TCP, Pair, in_turns
 from benchmarks.transfer.processes import cores_of, line, other, tell
 
-# Of each host's link, either way, where several read: so slow that the links and not the two
-# cores of a small machine are what several readers share.
+# Rate of each host's link in either direction with several readers: slow enough that the links, and
+# not the two cores of a small machine, are the bottleneck.
 LINK_MBIT = 400
 
 
 def why_not() -> str:
-    """Why there can be no namespaces; empty when there can."""
+    """Return the reason why namespaces are impossible; empty if they are possible."""
     if os.geteuid() != 0:
         return "not root"
     return "" if shutil.which("ip") and shutil.which("tc") else "no ip or tc"
 
 
 class Network:
-    """`count` hosts on one bridge, each in a namespace: `address(k)`, and what runs `within(k)`."""
+    """`count` hosts on one bridge, each in a namespace: `address(k)`, and commands `within(k)`."""
 
     def __init__(self, count: int, mbit: int = 0) -> None:
-        """`mbit`: of each link, either way; 0: as fast as it is. Raises CalledProcessError."""
+        """`mbit`: rate of each link in either direction; 0: unlimited. Raises
+        CalledProcessError."""
         self._name = f"tx{os.getpid() % 10000}"
         self._count, self._mbit = count, mbit
 
@@ -58,22 +59,22 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         for k in range(self._count):
-            # A namespace takes its links along later, when the kernel comes to it.
+            # The kernel would delete a namespace's links only later.
             _run(f"ip link delete {self._name}o{k}", check=False)
             _run(f"ip netns delete {self._name}n{k}", check=False)
         _run(f"ip link delete {self._name}br", check=False)
 
     def address(self, host: int) -> str:
-        """Of one of the hosts."""
+        """Return the address of a host."""
         return f"10.213.7.{host + 1}"
 
     def within(self, host: int) -> list[str]:
-        """What to put in front of a command to run it there."""
+        """Return the prefix of a command that runs on the host."""
         return ["ip", "netns", "exec", f"{self._name}n{host}"]
 
 
 def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
-    """Two hosts, TCP: by `Transfer`, with its checksums and without, and by bare UCX."""
+    """Measure two hosts over TCP: by `Transfer`, with and without checksums, and by bare UCX."""
     with Network(2) as net, ExitStack() as stack:
 
         def on(host: int, what: str, *arguments: object) -> subprocess.Popen[str]:
@@ -90,7 +91,7 @@ def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
 
 
 def four_readers(num_bytes: int, rounds: int, directory: Path) -> tuple[float, float]:
-    """Seconds until one, and until all of four, other hosts have a version."""
+    """Return the seconds until one other host, and until all four, have a version."""
     with Network(5, LINK_MBIT) as net, ExitStack() as stack:
         arguments = (directory / "treeowner", num_bytes, 0, net.address(0))
         owner = stack.enter_context(other("serve", *arguments, within=net.within(0)))

@@ -29,28 +29,30 @@ STEM = "benchmark/policy/weights"
 CHUNK = PIECE_BYTES
 TAG = 1
 IDLE = 60.0
-# Chunks that bare UCX has on their way at once.
+# Chunks that bare UCX has in flight at once.
 RAW_WINDOW = 32
-# Of copies of the state that the reader of a mapping may make: it makes none.
-# (Pages of the file that nobody else has mapped just now count as private, too, but not as these.)
+# Field of copies that the reader of a mapping makes: there should be none. (Pages of the file that
+# no other process currently maps also count as private, but not in this field.)
 _PRIVATE = re.compile(r"^(Anonymous):\s+(\d+) kB", re.M)
 
 
 def state(num_bytes: int, version: int = 0) -> dict[str, torch.Tensor]:
-    """Eight matrices, `num_bytes` together."""
+    """Return eight matrices of `num_bytes` in total."""
     each = num_bytes // 8 // 4
     return {f"layer{i}": torch.full((each,), i + version / 7) for i in range(8)}
 
 
 def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> None:
-    """An owner; for each version on stdin, one more of the state, in place of the one before."""
+    """Run an owner; for each version on stdin, set a new version of the state in place of the
+    previous one."""
     transfer = Transfer(Path(root))
     owner = TransferOwner(transfer, host=host, use_ucx=use_ucx == "1")
     tensors = state(int(num_bytes))
     print(owner.address, flush=True)
     for line in sys.stdin:
         version = int(line)
-        # First, so that its file is filled again: two of the largest are much for a small machine.
+        # First, so that its file is reused: two of the largest states are too much for a small
+        # machine.
         transfer.delete(f"{STEM}@{version - 1}")
         for number, tensor in enumerate(tensors.values()):
             tensor.fill_(number + version / 7)
@@ -60,7 +62,7 @@ def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> N
 
 
 def publish(root: str, hidden: str, layers: str, use_ucx: str) -> None:
-    """`serve` of a model: prints each version's checksum."""
+    """Run `serve` for a model, and print each version's checksum."""
     from benchmarks.transfer.swap import POLICY, model
 
     transfer = Transfer(Path(root))
@@ -75,9 +77,9 @@ def publish(root: str, hidden: str, layers: str, use_ucx: str) -> None:
 
 
 def fetch(root: str, address: str, use_ucx: str, verify: str = "1") -> None:
-    """For each version on stdin, get it from the owner at `address`: seconds, and by what."""
+    """Get each version on stdin from the owner at `address`; print the seconds and the way."""
     if verify != "1":
-        # What checksums cost: this reader believes what comes.
+        # For the cost of checksums: this reader does not verify.
         Verification.upto = lambda self, nbytes: None  # type: ignore[method-assign]
     transfer = Transfer(Path(root), peers=[Peer(address, use_ucx=use_ucx == "1")])
     print("ready", flush=True)
@@ -86,7 +88,7 @@ def fetch(root: str, address: str, use_ucx: str, verify: str = "1") -> None:
 
 
 def host(root: str, address: str, here: str) -> None:
-    """`fetch` on a host of its own, whose owner hands on what it gets."""
+    """Run `fetch` on a separate host, whose owner serves what it receives."""
     owner = TransferOwner(Transfer(Path(root)), host="0.0.0.0", advertise=here, use_ucx=False)
     near = f"127.0.0.1:{owner.port}"
     source = HostOwner(near, locate=lambda key, expected: [address])
@@ -106,8 +108,8 @@ def _get(transfer: Transfer, version: int) -> tuple[float, str]:
 
 
 def read(root: str) -> None:
-    """For each line of stdin ("verify" or not, version): get the state, print seconds, and of the
-    mapping that the tensors lie in how many bytes are this process' own."""
+    """For each line of stdin ("verify" or not, version): get the state; print the seconds, and the
+    bytes of the tensors' mapping that are private to this process."""
     transfer = Transfer(Path(root))
     print("ready", flush=True)
     for line in sys.stdin:
@@ -116,16 +118,16 @@ def read(root: str) -> None:
         begin = time.perf_counter()
         tensors, _ = transfer.get(key, verify=how == "verify")
         seconds = time.perf_counter() - begin
-        sum(float(t.sum()) for t in tensors.values())  # every page is looked at
+        sum(float(t.sum()) for t in tensors.values())  # touches every page
         print(seconds, copied(tensors, Path(root) / key), flush=True)
         del tensors
 
 
 def copied(tensors: dict[str, torch.Tensor], path: Path) -> int:
-    """Bytes of `tensors` that are not the very pages of the file at `path`.
+    """Return the bytes of `tensors` that are not pages of the file at `path`.
 
-    Each tensor's address is looked up in the process' mappings: outside of the file's it is a
-    copy; inside, what is private of the mapping is.
+    Each tensor's address is looked up in the process's mappings: a tensor outside of the file's
+    mapping is a copy, and so are the private pages of the mapping.
     """
     mappings = []
     for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
@@ -143,10 +145,10 @@ def copied(tensors: dict[str, torch.Tensor], path: Path) -> int:
 
 
 def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
-    """Send a state's bytes to the worker at `address`: nothing is checked, nobody is asked.
+    """Send a state's bytes to the worker at `address`, without checks or requests.
 
-    They are those that the owner at `root` sends, in a mapping like its own: for "map VERSION" on
-    stdin the file of that version is looked up, for anything else it is sent.
+    They are the bytes that the owner at `root` sends, in a mapping like its own: "map VERSION" on
+    stdin looks up the file of that version, any other line sends it.
     """
     mapped, memory = (0, 0), memoryview(b"")
     with lane.Lane(near=near == "1") as sender:
@@ -156,7 +158,7 @@ def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
             if not line.startswith("map "):
                 _drive(sender, sender.send, _parts(memory, num_bytes))
                 continue
-            # Without its lock: the owner is to fill the same file again, whose mapping stays.
+            # Without its lock: the owner reuses the same file, whose mapping stays.
             with open(Path(root) / f"{STEM}@{line.split()[1]}", "rb") as file:
                 status = os.fstat(file.fileno())
                 if mapped != (found := (status.st_ino, status.st_size)):
@@ -166,8 +168,8 @@ def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
 
 
 def receive_raw(root: str, num_bytes: str, near: str) -> None:
-    """The other side of `send_raw`, into memory as a reader's, a file in `root` whose pages are
-    there and mapped: prints its address, and seconds for each line of stdin."""
+    """Receive from `send_raw` into memory like a reader's, a file in `root` with present and mapped
+    pages; print the address, and the seconds for each line of stdin."""
     with tempfile.TemporaryFile(dir=root) as file:
         os.posix_fallocate(file.fileno(), 0, int(num_bytes))
         memory = memoryview(mmap.mmap(file.fileno(), int(num_bytes)))
@@ -183,7 +185,7 @@ def receive_raw(root: str, num_bytes: str, near: str) -> None:
 
 
 def _parts(memory: memoryview, num_bytes: str) -> list[memoryview]:
-    """The last `num_bytes` in chunks: all that a state's file holds but its head."""
+    """Return the last `num_bytes` in chunks: all of a state's file except its header."""
     first = len(memory) - int(num_bytes)
     return [memory[start : start + CHUNK] for start in range(first, len(memory), CHUNK)]
 
@@ -194,9 +196,10 @@ def _drive(
     parts: list[memoryview],
     posted: Callable[[], None] = lambda: None,
 ) -> None:
-    """`post` all `parts`, `RAW_WINDOW` at once; `posted` is called when the first of them are.
+    """Run `post` for all `parts`, `RAW_WINDOW` at once; call `posted` once the first ones are
+    posted.
 
-    Nothing but that is done: with all of a large state posted at once it takes as long.
+    Nothing else is done: posting all of a large state at once takes as long.
     """
     flying: deque[Any] = deque()
     for number, part in enumerate(parts):
@@ -217,8 +220,8 @@ def other(
     within: Sequence[str] = (),
     cores: Collection[int] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """Another process that does `what`; killed at the end. `within`: a command in front of it.
-    `cores`: that it runs on, where not on all."""
+    """Run another process that does `what`, killed at the end. `within`: a prefix of its command.
+    `cores`: the cores that it runs on; None: all."""
     command = [sys.executable, "-m", "benchmarks.transfer.processes", what, *map(str, args)]
     with subprocess.Popen(
         [*within, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
@@ -232,13 +235,13 @@ def other(
 
 
 def cores_of(host: int) -> list[int]:
-    """Of two that share this machine: no host runs its threads on another one's cores."""
+    """Return the cores of one of two hosts on this machine, which do not share cores."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[host::2] if len(cores) > 1 else cores
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """Its next line. Raises RuntimeError when it died."""
+    """Return the process's next line. Raises RuntimeError if it died."""
     assert process.stdout is not None
     if not (text := process.stdout.readline()):
         raise RuntimeError(f"a process of the benchmark died with status {process.wait()}")
@@ -246,7 +249,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def tell(process: subprocess.Popen[str], text: object) -> None:
-    """Give it a line."""
+    """Send a line to the process."""
     assert process.stdin is not None
     process.stdin.write(f"{text}\n")
     process.stdin.flush()

@@ -1,4 +1,4 @@
-"""How long an engine cannot serve while it goes to a new version of another process."""
+"""The time in which an engine cannot serve while it loads a new version of another process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICY = "policy"
 
 
 def config(hidden: int, layers: int) -> dict[str, Any]:
-    """A Qwen3 of this size."""
+    """Return the configuration of a Qwen3 of this size."""
     return {
         "model_type": "qwen3",
         "vocab_size": 4096,
@@ -43,15 +43,15 @@ def config(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def model(hidden: int, layers: int, version: int) -> dict[str, torch.Tensor]:
-    """Weights of a version."""
+    """Return the weights of a version."""
     torch.manual_seed(version)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config(hidden, layers)))
     return dict(made.state_dict())
 
 
 def exposed(hidden: int, layers: int, rounds: int, directory: Path) -> tuple[float, float, int]:
-    """Seconds that an embedded engine, which serves all the time, could not serve; seconds that
-    the version took to come to it; bytes of it. Of the best of `rounds`."""
+    """Return the seconds in which a continuously loaded embedded engine could not serve, the
+    seconds of the version's transfer, and its bytes. The best of `rounds`."""
     return asyncio.run(_exposed(hidden, layers, rounds, directory))
 
 
@@ -96,12 +96,12 @@ async def _exposed(
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
         await engine.stop()
-        # The first two versions take fresh files.
+        # The first two versions use fresh files.
         return (*min(found[2:], key=lambda pair: pair[0] / pair[1]), num_bytes)
 
 
 async def _serve(engine: EmbeddedEngine) -> None:
-    """Turns without end, as a rollout asks for them."""
+    """Generate turns endlessly, like a rollout."""
     number = 0
     while True:
         number += 1

@@ -1,7 +1,7 @@
-"""Turns and nothing else: what lies between a workflow and its engine is all that takes time.
+"""Turns only, so that the path between a workflow and its engine takes all the time.
 
-`ask` asks single questions one after another, each turn a conversation of its own; `talk` goes on
-with one conversation. What is said means nothing.
+`ask` asks single questions one after another, each turn a separate conversation; `talk` continues
+one conversation. The texts are meaningless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Queries:
-    """Questions that differ from each other, `turns` per trajectory."""
+    """Different questions, `turns` per trajectory."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class Queries:
         opening: int = 0,
         response: int = 0,
     ) -> None:
-        """`opening`: words that every conversation begins with. `response`: mean tokens of a
-        response, which `response_tokens` draws; 0: as the agent's sampling says."""
+        """`opening`: words with which every conversation begins. `response`: mean tokens of a
+        response, drawn by `response_tokens`; 0: the agent's sampling decides."""
         self._turns, self._words, self._step_seconds = turns, words, step_seconds
         self._opening, self._response = opening, response
 
@@ -44,26 +44,26 @@ class Queries:
 
 
 def question(index: int, turn: int, words: int) -> str:
-    """The prompt of a turn; no two begin alike."""
+    """Return the prompt of a turn; all prompts begin differently."""
     return " ".join(f"{index}.{turn}.{word}" for word in range(words))
 
 
 def response_tokens(index: int, turn: int, mean: int) -> int:
-    """The tokens of a turn's response, from half of `mean` to one and a half: turns that begin
-    together end one after another, as those of jobs do. The same for the same turn."""
+    """Return the tokens of a turn's response, from half of `mean` to one and a half times it, so
+    that turns that begin together end one after another, as in jobs. The same for the same turn."""
     return random.Random(f"{index}.{turn}").randint(mean // 2, mean * 3 // 2) if mean else 0
 
 
 @cache
 def history(words: int, seed: int = 0) -> str:
-    """So many words of a made-up language, the same for the same seed."""
+    """Return `words` words of a made-up language, the same for the same seed."""
     draw = random.Random(seed)
     known = ["".join(draw.choices("aeioulnrst", k=draw.randint(2, 5))) for _ in range(600)]
     return " ".join(draw.choices(known, k=words))
 
 
 async def ask(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """One question after another. Notes what each turn took beyond its tokens' model time."""
+    """Ask one question after another; record each turn's time beyond its tokens' model time."""
     for number, (text, length) in enumerate(zip(query["questions"], query["lengths"], strict=True)):
         began = time.perf_counter()
         limit = {"max_new_tokens": length} if length else {}
@@ -75,7 +75,7 @@ async def ask(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, fl
 
 
 async def talk(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """One conversation, longer with every turn."""
+    """Continue one conversation, which grows with every turn."""
     opening = query["opening"]
     messages: list[Any] = [{"role": "system", "content": opening}] if opening else []
     for text in query["questions"]:

@@ -21,7 +21,7 @@ _TEMPLATE: Final = (
 def save_tokenizer(
     directory: Path, characters: str = string.printable, *, ends: bool = True
 ) -> int:
-    """Save one for `characters` under `directory`; returns the size of its vocabulary.
+    """Save one for `characters` under `directory`; return the size of its vocabulary.
 
     Token 0 is padding, token 1 ends a message and, with `ends`, a response.
     """

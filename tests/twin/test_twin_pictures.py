@@ -56,5 +56,5 @@ def test_lines_leave_out_what_is_not_known_and_grow_evenly_on_a_logarithmic_axis
 
 def test_a_series_with_too_few_values_is_named() -> None:
     panel = {"title": "a", "x": ["one", "two"], "series": {"here": [1.0]}}
-    with pytest.raises(ValueError, match=r"mine\.here: 1 values over 2 places"):
+    with pytest.raises(ValueError, match=r"mine\.here: 1 values for 2 points"):
         picture("mine", {"kind": "bars", "panels": [panel]})

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.papers.actions`: actions scheduled one by one, beside reservations."""
+"""`python -m benchmarks.papers.actions`: actions scheduled one by one, against reservations."""

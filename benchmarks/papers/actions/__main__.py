@@ -1,36 +1,37 @@
-"""Actions scheduled one by one, beside a reservation for every trajectory.
+"""Actions scheduled one by one, against a reservation for every trajectory.
 
     python -m benchmarks.papers.actions [--quick] [--json] [--only real|paced|simulated|decisions]
 
-Beside other work on the machine: under `chrt -r 3` the live parts go before it, and pause.
+On a busy machine, run it under `chrt -r 3`: the live parts then take precedence, and pause for
+other work.
 
-`real`: a reward service hands the cores of this machine to actions that burn them. `paced`: it
-hands out cores of a larger host, and actions sleep as long as they would take there. `simulated`:
-the same decisions in simulated time, at the published sizes. `decisions`: how long one takes. The
-last line is one JSON object, of what was run:
+`real`: a reward service assigns this machine's cores to actions that use them fully. `paced`: it
+assigns cores of a larger host, and actions sleep for their time there. `simulated`: the same
+decisions in simulated time, at the published sizes. `decisions`: the time of one decision. The last
+line is one JSON object with the results of the parts that ran:
 
 - `act_elastic_s`, `act_told_s`, `act_fcfs_s`, `act_fixed_s`, `act_static_s`: mean action completion
   time of the largest batch on this machine's cores; `real_gain`, `_told`, `_fcfs`: static over
-  elastic by number of trajectories, and `_most`: over what no schedule goes below. In `elastic` the
-  service learns how long actions take, and they are drawn so that nothing tells of a single one;
-  `told`: functions declare it by their arguments (`seconds_per`), as ARL-Tangram's profiles do;
-  `fcfs`: first come, first served. `service_cpu`:
-  CPU of the service over core-seconds of the actions. `overhead`: of the service's running of an
-  action over the function's own time.
-- `real_gain_alike`: static over elastic of the largest batch where trajectories are in groups of 8
-  and `Plan.alike` of the spread of durations is the query's: `learned`, `again` (the same queries a
-  second time), `told`.
-- `gain_by_likeness`: simulated, on two cores, mean of several draws, by that part of the spread.
+  elastic by number of trajectories, and `_most`: static over a lower bound for all schedules. In
+  `elastic` the service learns the durations of actions, which are drawn so that single ones are
+  unpredictable; `told`: functions declare them by their arguments (`seconds_per`), like
+  ARL-Tangram's profiles; `fcfs`: first come, first served. `service_cpu`: CPU of the service over
+  core-seconds of the actions. `overhead`: the service's running time of an action over the
+  function's own time.
+- `real_gain_alike`: static over elastic of the largest batch with groups of 8 trajectories, if the
+query determines `Plan.alike` of the spread of durations: `learned`, `again` (the same queries a
+second time), `told`.
+- `gain_by_likeness`: simulated, on two cores, mean of several draws, by this part of the spread.
 - `gain_by_cores`: simulated, such trajectories on more cores, mean of several draws.
-- `paced_act_...`, `paced_gain`: the same of the paced host, where a reservation is what it is in
-  the published set-up. `paced_saved`: the part of the cores that elastic actions do without and are
-  as fast as with a reservation of no more than each uses, as the simulator says; `paced_saved_act`:
-  the ACT with these cores over the one with fixed shares and no wait.
-- `resources_saved`: that in simulated time, smallest batch; `saved_of_all`: of all cores, as the
-  baseline reserves them.
-- `twin_error`: the largest difference of simulated and paced elastic ACT, as a part of it.
+- `paced_act_...`, `paced_gain`: the same on the paced host, with reservations as in the published
+set-up. `paced_saved`: the part of the cores that elastic actions save, according to the simulator,
+at the speed of reservations that are no larger than each action's use; `paced_saved_act`: the ACT
+with the remaining cores over the one with fixed shares and no wait.
+- `resources_saved`: the same in simulated time, for the smallest batch; `saved_of_all`: as a part
+of all cores that the baseline reserves.
+- `twin_error`: the largest relative difference of simulated and paced elastic ACT.
 - `simulated_gain`: static over elastic ACT by batch. `queue_s`: mean wait of an elastic action.
-- `gpus_for_equal_latency`: of 36 dedicated ones; at other loads `gpus_at_busy`.
+- `gpus_for_equal_latency`: shared GPUs as fast as 36 dedicated ones; at other loads `gpus_at_busy`.
 - `decision_p99_ms`: CPU of a decision with 4,096 queued actions of 64 levels on 15 hosts.
 """
 
@@ -59,20 +60,21 @@ _PARTS: Final = ("real", "paced", "simulated", "decisions")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     real: tuple[int, ...] = (4, 16, 64)
-    # Trajectories that were played, and learned from, before.
+    # Trajectories played, and learned from, in advance.
     before: int = 32
     by_cores: tuple[int, ...] = (2, 4, 8, 16, 24, 32, 48, 64)
     draws: int = 4
-    # Of the spread of durations, what is the query's: where trajectories are alike, and simulated.
+    # Part of the spread of durations that the query determines: with similar trajectories, and
+    # simulated.
     alike: float = 0.9
     likeness: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9)
     likeness_draws: int = 8
     paced: tuple[int, ...] = (16, 64)
     paced_workers: int = 64
-    # Seconds of the trace become these here: real work, and sleep.
+    # Seconds here per second of the trace, as real work and as sleep.
     real_scale: float = 1 / 500
     paced_scale: float = 1 / 50
     turns: float = 8.0
@@ -104,19 +106,19 @@ QUICK = Plan(
     queued=512,
     decisions=20,
 )
-# Of a host that is one sixteenth of the published ones.
+# Cores of a host a sixteenth as large as the published ones.
 _PACED_CORES: Final = simulated.HOSTS * simulated.HOST_CORES // 16
 
 
 def _small(plan: Plan, cores: int) -> CodingLaw:
-    """On few cores: nobody gets more than there are, and a reservation is one core."""
+    """Return the law for few cores: actions use at most these, and a reservation is one core."""
     most = min(CodingLaw().max_cores, cores)
     law = CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=most, duty_cores=1)
     return law.scaled(plan.real_scale)
 
 
 async def real(plan: Plan, console: Console) -> dict[str, Any]:
-    """On the cores of this machine."""
+    """Measure on the cores of this machine."""
     cores = len(os.sched_getaffinity(0))
     law = _small(plan, cores)
     modes = [Mode("elastic"), Mode("told", told=True), Mode("fcfs", order=FCFS)]
@@ -158,7 +160,7 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, BatchResult]]:
-    """The largest batch where calls of a query are alike; the last row is the reservations'."""
+    """Measure the largest batch with similar calls of a query; the last row has reservations."""
     law, count = replace(law, alike=plan.alike), plan.real[-1]
     before, first = coding(plan.before, law, _SEED + 1), coding(count, law, _SEED)
     again = coding(count, law, _SEED, epoch=1)
@@ -182,7 +184,7 @@ async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, B
 
 
 async def paced(plan: Plan, console: Console) -> dict[str, Any]:
-    """On a host of more cores, whose actions sleep."""
+    """Measure on a host of more cores, whose actions sleep."""
     law = CodingLaw(turns=plan.turns).scaled(plan.paced_scale)
     parallelism, reservations = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
     modes = (
@@ -198,7 +200,7 @@ async def paced(plan: Plan, console: Console) -> dict[str, Any]:
                 await breathe()
                 result = await play(reward, trajectories, mode, _PACED_CORES, law)
                 rows.append((result, _twin(trajectories, mode, _PACED_CORES)))
-    # As few cores as the simulator says are enough to be as fast as with shares of one's own.
+    # The fewest cores that, according to the simulator, are as fast as separate shares.
     trajectories = coding(plan.paced[-1], law, _SEED)
     tight = parallelism * plan.paced[-1]
     fewer, _ = simulated.cores_for(simulated.tight(trajectories).act, trajectories, 2, tight)
@@ -223,7 +225,7 @@ async def paced(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def simulate(plan: Plan, console: Console) -> dict[str, Any]:
-    """In simulated time."""
+    """Measure in simulated time."""
     law = CodingLaw()
     rows = simulated.batches(plan.sizes, plan.beyond, law, _SEED)
     report.batches(console, rows)
@@ -250,8 +252,8 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     own = simulated.tight(trajectories)
     cores, fewer = simulated.cores_for(own.act, trajectories, 8, tight)
     console.print(
-        f"{count} trajectories with {simulated.POD_PARALLELISM} cores each, which no action of "
-        f"theirs waits for: {tight} cores, ACT {own.act:.2f} s. Elastic with {cores} cores: "
+        f"{count} trajectories with {simulated.POD_PARALLELISM} cores each, without any wait for "
+        f"cores: {tight} cores, ACT {own.act:.2f} s. Elastic with {cores} cores: "
         f"{fewer.act:.2f} s"
     )
     enough: dict[str, int | None] = {}
@@ -285,7 +287,7 @@ def _twin(
     cores: int,
     before: Sequence[Trajectory] = (),
 ) -> BatchResult:
-    """The same in simulated time."""
+    """Return the same in simulated time."""
     if mode.reservations is not None:
         pod, parallelism = cores // mode.reservations, mode.fixed or 1
         return simulated.reserved(
@@ -301,21 +303,21 @@ def _of(rows: Sequence[tuple[Result, BatchResult]], mode: str, count: int) -> Re
 
 
 def _acts(rows: Sequence[tuple[Result, BatchResult]], prefix: str, count: int) -> dict[str, float]:
-    """Mean ACT of `count` trajectories, by mode."""
+    """Return the mean ACT of `count` trajectories, by mode."""
     modes = dict.fromkeys(r.mode for r, _ in rows)
     names = {mode: "static" if mode == "reserved" else mode for mode in modes}
     return {f"{prefix}act_{n}_s": round(_of(rows, m, count).act, 4) for m, n in names.items()}
 
 
 def _gains(results: Sequence[Result], mode: str = "elastic") -> dict[str, float]:
-    """Static over elastic ACT, by number of trajectories."""
+    """Return static over elastic ACT, by number of trajectories."""
     static = {r.trajectories: r.act for r in results if r.mode == "reserved"}
     elastic = {r.trajectories: r.act for r in reversed(results) if r.mode == mode}
     return {f"{count}": round(act / elastic[count], 2) for count, act in static.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print tables, and the JSON object last."""
+    """Measure; print tables, and the JSON object last."""
     options = options_of(__doc__, arguments, parts=_PARTS)
     plan = QUICK if options.quick else FULL
     console = Console(quiet=options.json, width=140)

@@ -1,4 +1,4 @@
-"""How long one decision takes: a full cluster, a long queue, something ends, something comes."""
+"""The time of one decision in a full cluster with a long queue, as actions end and arrive."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Machine:
 
 
 def decision_seconds(queued: int, decisions: int, seed: int) -> tuple[list[float], float]:
-    """CPU seconds of each of so many decisions with `queued` actions of 64 levels waiting on 15
-    hosts of 256 cores, and of the first, which fills the empty cluster."""
+    """Return the CPU seconds of each of `decisions` decisions with `queued` actions of 64 levels
+    waiting on 15 hosts of 256 cores, and of the first decision, which fills the empty cluster."""
     rng = np.random.default_rng(seed)
     curves = [SpeedUp(f, 60.0) for f in rng.uniform(0.7, 0.99, _FUNCTIONS)]
     machines = {str(i): _Machine(dict(_CAPACITY)) for i in range(_HOSTS)}
@@ -51,7 +51,7 @@ def decision_seconds(queued: int, decisions: int, seed: int) -> tuple[list[float
         started = {grant.action.action_id for grant in grants}
         queue[:] = [action for action in queue if action.action_id not in started]
         for grant in grants:
-            # Nothing takes exactly as long as it was expected to.
+            # No action takes exactly its expected time.
             end = now + grant.seconds * float(rng.lognormal(-0.32, 0.8))
             machine, name = machines[grant.host], grant.action.action_id
             machine.running[name] = Running(grant.holds, now + grant.seconds)

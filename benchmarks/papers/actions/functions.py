@@ -1,4 +1,4 @@
-"""What the reward service runs here: work that is as parallel as it has cores, burnt or slept."""
+"""Functions for the reward service: work as parallel as its cores, burnt or slept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Final
 
-# Where a paced service writes how many of its cores each worker has.
+# Directory in which a paced service writes each worker's number of cores.
 PACED_DIR: Final = "TROUPE_PACED_CORES_DIR"
 
 
 def burnt(serial: float, parallel: float) -> float:
-    """`serial` seconds of CPU, then `parallel` ones split over a process per core, as a test
-    runner does; returns the seconds that it took."""
+    """Use `serial` seconds of CPU, then `parallel` ones split over a process per core, like a test
+    runner; return the elapsed seconds."""
     began = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if parallel else 1
     _burn(serial)
@@ -25,7 +25,7 @@ def burnt(serial: float, parallel: float) -> float:
 
 
 def paced(serial: float, parallel: float) -> float:
-    """As long as that takes with the cores that it was given, asleep; returns that time."""
+    """Sleep as long as this takes with the assigned cores; return the time."""
     began = time.perf_counter()
     path = Path(os.environ[PACED_DIR], str(os.getpid()))
     time.sleep(serial + parallel / max(1, int(path.read_text() or 1)))

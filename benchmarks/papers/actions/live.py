@@ -1,10 +1,10 @@
-"""A trace of trajectories, played against a reward service in real time.
+"""A trace of trajectories played against a reward service in real time.
 
-elastic   every action gets as many cores as the scheduler gives it
-told      the same, and functions declare how long a call takes on one core (`seconds_per`)
-fcfs      as elastic, but first come, first served
-fixed     every action that is elastic gets the same number of cores
-reserved  a trajectory waits for cores of its own and holds them until it ends
+elastic   the scheduler decides the cores of every action
+told      the same, and functions declare a call's duration on one core (`seconds_per`)
+fcfs      like elastic, but first come, first served
+fixed     every elastic action gets the same number of cores
+reserved  a trajectory waits for its own cores and holds them until it ends
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from troupe.scheduling.elastic.order import SHORTEST, Order
 
 @dataclass(frozen=True)
 class Result:
-    """Of one batch. `wait_seconds`: for a reservation, mean per action. `service_cpu`: seconds of
-    the service itself, without its workers."""
+    """Figures of one batch. `wait_seconds`: wait for a reservation, mean per action. `service_cpu`:
+    seconds of the service itself, without its workers."""
 
     mode: str
     cores: int
@@ -42,7 +42,7 @@ class Result:
 
     @property
     def overhead(self) -> float:
-        """What running takes beyond what the functions take: pipes, leases, control groups."""
+        """Running time beyond the functions' own time: pipes, leases, control groups."""
         return sum(one.run for one in self.ran) / sum(one.own for one in self.ran) - 1
 
     @property
@@ -53,9 +53,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Mode:
-    """How cores are given. `fixed`: so many to every action that could use more; None: elastic.
-    `reservations`: how many there are; None: nobody waits for one. `order` is the service's.
-    What one of the same `job` was seen to do is known; empty: its own name."""
+    """A way to assign cores. `fixed`: number for every action that could use more; None: elastic.
+    `reservations`: their number; None: without reservations. `order`: the service's order of the
+    queue. `job`: the job whose learned durations are known; empty: the mode's name."""
 
     name: str
     fixed: int | None = None
@@ -68,10 +68,10 @@ class Mode:
 async def play(
     reward: Reward, trajectories: Sequence[Trajectory], mode: Mode, cores: int, law: CodingLaw
 ) -> Result:
-    """All trajectories begin at once, on a service with so many cores."""
+    """Play all trajectories, which begin at once, on a service with `cores` cores."""
     suffix = (mode.job or mode.name) if mode.fixed is None else f"{mode.fixed}-cores"
     for name in (SHELL, TESTS, REWARD):
-        # As a user would guess it, not as it is.
+        # A user's guess, not the truth.
         fixed = 1 if name == SHELL else mode.fixed
         given = (1, law.max_cores, 0.9) if fixed is None else (fixed, fixed, 0.0)
         kind = REWARD if name == REWARD else "tool"

@@ -1,7 +1,7 @@
 """`python -m benchmarks.papers.actions.paced_service`: a reward service on a host of more cores.
 
-All of it is real but the cores: as many as are asked for, which the kernel is not told of. A worker
-finds in a file how many it has, and sleeps as long as the work would take with them.
+Everything is real except the cores, of which the kernel knows nothing. A worker reads its number of
+cores from a file, and sleeps for the time of the work on them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class PacedCores:
         self._pids: dict[str, Sequence[int]] = {}
 
     def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """`group` is `pids`."""
+        """Record that `group` has the processes `pids`."""
         self._pids[group] = pids
         self.revoke(group)
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
-        """So many."""
+        """Write the number of cores for the group's processes."""
         for pid in self._pids.get(group, ()):
             (self._directory / str(pid)).write_text(str(len(cores)))
 
     def revoke(self, group: str) -> None:
-        """None."""
+        """Do nothing: the cores need no release."""
         self.grant(group, ())
 
     def forget(self, group: str) -> None:
-        """There is no such group."""
+        """Do nothing: there are no control groups."""
         self._pids.pop(group, None)
 
     def close(self) -> None:
-        """There are none."""
+        """Do nothing: there are no control groups."""
         self._pids.clear()
 
 

@@ -1,4 +1,4 @@
-"""What the parts found, as tables and as fields of the last line."""
+"""Results of the parts, as tables and as fields of the last line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.simulator.rollout import BatchResult
 
 
 def live(console: Console, title: str, rows: Sequence[tuple[Result, BatchResult]]) -> None:
-    """One row per batch and mode; what the simulator says of the same beside it."""
+    """Print one row per batch and mode, with the simulator's figures."""
     table = Table(title=title)
     for name in (
         "trajectories",
@@ -48,7 +48,7 @@ def live(console: Console, title: str, rows: Sequence[tuple[Result, BatchResult]
 
 
 def batches(console: Console, rows: Sequence[Batch]) -> None:
-    """Elastic beside static, by size."""
+    """Print elastic against static, by size."""
     hosts = f"{simulated.HOSTS} x {simulated.HOST_CORES} cores"
     table = Table(title=f"Simulated: {hosts}, pods of {simulated.POD_CORES}")
     for name in (
@@ -76,7 +76,7 @@ def batches(console: Console, rows: Sequence[Batch]) -> None:
 
 
 def several(console: Console, rows: Sequence[Several]) -> None:
-    """Gains by number of cores."""
+    """Print gains by number of cores."""
     table = Table(title="Simulated: gains over reservations of one core")
     for name in ("cores", *_GAINS[:-1]):
         table.add_column(name, justify="right")
@@ -86,8 +86,8 @@ def several(console: Console, rows: Sequence[Several]) -> None:
 
 
 def likeness(console: Console, rows: Mapping[float, Several]) -> None:
-    """Gains by how much of the spread of durations is the query's."""
-    table = Table(title="Simulated: the same, by how much of the spread is the query's")
+    """Print gains by the part of the spread of durations that the query determines."""
+    table = Table(title="Simulated: the same, by the query's part of the spread")
     for name in ("the query's", *_GAINS):
         table.add_column(name, justify="right")
     for alike, row in rows.items():
@@ -103,7 +103,7 @@ def _gains_of(row: Several) -> list[str]:
 
 
 def pools(console: Console, busy: float, own: Pool, shared: Sequence[Pool]) -> None:
-    """Latency by size of a shared pool."""
+    """Print latency by size of a shared pool."""
     table = Table(title=f"Simulated: {simulated.SERVICES} model services, each busy {busy:.0%}")
     for name in ("GPUs", "mean s", "x dedicated", "p99 s", "restores per call"):
         table.add_column(name, justify="right")
@@ -119,15 +119,15 @@ def pools(console: Console, busy: float, own: Pool, shared: Sequence[Pool]) -> N
 
 
 def ideal(console: Console, own: Pool, pool: Pool, foreseen: Pool, free: Pool) -> None:
-    """What a pool's latency is made of."""
+    """Print the components of a pool's latency."""
     console.print(
-        f"{pool.gpus} GPUs: x {pool.mean / own.mean:.2f}; were evictions decided from the future, "
-        f"x {foreseen.mean / own.mean:.2f}; did restores take no time, x {free.mean / own.mean:.2f}"
+        f"{pool.gpus} GPUs: x {pool.mean / own.mean:.2f}; with evictions that know the future, x "
+        f"{foreseen.mean / own.mean:.2f}; with instant restores, x {free.mean / own.mean:.2f}"
     )
 
 
 def decisions(console: Console, spent: Sequence[float], first: float) -> Mapping[str, Any]:
-    """CPU milliseconds per decision."""
+    """Print and return CPU milliseconds per decision."""
     found = {
         "decision_p50_ms": round(quantile(spent, 0.5) * 1e3, 2),
         "decision_p99_ms": round(quantile(spent, 0.99) * 1e3, 2),

@@ -1,5 +1,5 @@
-"""A reward service's process, its functions, how they are called, and what goes before what where
-the benchmark runs in a real-time class (`chrt -r`)."""
+"""A reward service's process, its functions and calls, and the priorities in a real-time class
+(`chrt -r`)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60.0
 _CALL_SECONDS = 600.0
-# What other work on the machine gets after each batch that is played.
+# Pause for other work on the machine after each batch.
 _PAUSE_SECONDS: Final = 5.0
-# What workers are warmed up with: long enough that each gets one.
+# Duration of warm-up calls, long enough that each worker gets one.
 _NOTHING = SimulatedAction(SHELL, 1, 1, 0.02, 0.0)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One action: seconds from asking to the answer, of running as the service and as the function
-    saw it, and its cores."""
+    """One action: seconds from request to answer, running seconds according to the service and to
+    the function, and its cores."""
 
     act: float
     run: float
@@ -49,7 +49,7 @@ class Ran:
 
 
 class Reward:
-    """A service that has started."""
+    """A running service."""
 
     def __init__(
         self, channel: grpc.aio.Channel, process: psutil.Process, workers: int, paced: bool
@@ -60,7 +60,7 @@ class Reward:
         self._entrypoint = f"benchmarks.papers.actions.functions:{'paced' if paced else 'burnt'}"
 
     def cpu_seconds(self) -> float:
-        """What the service itself has used, without its workers."""
+        """Return the CPU seconds of the service itself, without its workers."""
         times = self._process.cpu_times()
         return times.user + times.system
 
@@ -74,8 +74,8 @@ class Reward:
         kind: str = "tool",
         told: bool = False,
     ) -> None:
-        """A function that takes `lowest` .. `highest` cores; every worker imports it. `told`: it
-        declares how long a call takes on one core by its arguments, as users can."""
+        """Register a function that takes `lowest` to `highest` cores, and have every worker import
+        it. `told`: it declares a call's duration on one core by its arguments."""
         spec = reward_pb.FunctionSpec(
             name=name,
             version="1",
@@ -117,7 +117,7 @@ class Reward:
 async def started(
     cores: int, workers: int, *, paced: bool, order: Order = SHORTEST
 ) -> AsyncIterator[Reward]:
-    """A service with so many cores and workers, warm."""
+    """Run a warm service with this number of cores and workers."""
     with _process(cores, workers, paced, order) as (process, address):
         channel = connect(address, ClientSettings())
         try:
@@ -159,8 +159,8 @@ def _process(
 
 
 def go_ahead(service: psutil.Process) -> None:
-    """The service and this process go before workers that burn, as they do without a real-time
-    class: in one nobody gets a core until another's turn is over."""
+    """Give the service and this process precedence over busy workers, as without a real-time class,
+    in which a process keeps its core until its time slice ends."""
     if not _real_time():
         return
     priority = os.sched_param(os.sched_getparam(0).sched_priority + 1)
@@ -172,7 +172,8 @@ def go_ahead(service: psutil.Process) -> None:
 
 @contextlib.contextmanager
 def modestly() -> Iterator[None]:
-    """What measures no time but its own CPU's, or none, needs no class."""
+    """Leave the real-time class: parts that measure only their own CPU time, or no time, need
+    none."""
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     if _real_time():
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -183,7 +184,7 @@ def modestly() -> Iterator[None]:
 
 
 async def breathe() -> None:
-    """Let others have the machine for a while."""
+    """Leave the machine to others for a while."""
     if _real_time():
         await asyncio.sleep(_PAUSE_SECONDS)
 

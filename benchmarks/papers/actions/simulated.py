@@ -1,6 +1,6 @@
 """The published set-ups in simulated time: 15 hosts of 256 cores; 9 model services of 4 GPUs.
 
-The decisions are those of the services (`troupe.scheduling.elastic`); hosts, tools and models are
+The decisions come from the services (`troupe.scheduling.elastic`); hosts, tools and models are
 modelled (`simulator`).
 """
 
@@ -30,18 +30,18 @@ from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
 
 HOSTS, HOST_CORES = 15, 256
-# What a pod of the baseline reserves, and what its test runner uses of that.
+# Cores that a pod of the baseline reserves, and that its test runner uses.
 POD_CORES, POD_PARALLELISM = 16, 2
-# A pod is ready after so many seconds; the control plane makes so many per second (the default
+# Seconds until a pod is ready, and pods that the control plane makes per second (the default
 # request rate of Kubernetes' controllers).
 POD_SECONDS, PODS_PER_SECOND = 2.0, 20.0
-# What users guess; the truth is `CodingLaw.parallel_fraction`.
+# A user's guess; the truth is `CodingLaw.parallel_fraction`.
 DECLARED = {TESTS: 0.9, REWARD: 0.9}
 SERVICES, SERVICE_GPUS, RESTORE_SECONDS = 9, 4, 1.0
-# A shared pool is as fast as dedicated devices when the mean is at most so many times theirs: what
-# ARL-Tangram itself reports as the overhead of restoring, about a quarter, is allowed for.
+# A shared pool counts as fast as dedicated devices up to this ratio of means, which allows for the
+# overhead of restoring that ARL-Tangram reports, about a quarter.
 AS_FAST = 1.25
-# What was learned from has other seeds than what is measured.
+# The trajectories for learning have other seeds than the measured ones.
 _OTHERS = 1000
 
 
@@ -53,8 +53,9 @@ def elastic(
     told: bool = False,
     before: Sequence[Trajectory] = (),
 ) -> BatchResult:
-    """Actions scheduled one by one on hosts of so many cores. `told`: how long each takes is known
-    when it is asked for. `before` is what was played, and learned from, before."""
+    """Play actions scheduled one by one on hosts with these cores. `told`: each action's duration
+    is known at its request. `before`: trajectories that were played, and learned from, in
+    advance."""
     capacities = [{CORES: cores} for cores in hosts]
     learned = Learned(Discipline(order))
 
@@ -67,7 +68,7 @@ def elastic(
 
 
 def fixed(trajectories: Sequence[Trajectory], hosts: Sequence[int], cores: int) -> BatchResult:
-    """The same, but every action that is elastic gets so many cores."""
+    """Play the same, but every elastic action gets `cores` cores."""
     capacities = [{CORES: each} for each in hosts]
     return play(
         trajectories,
@@ -84,8 +85,9 @@ def reserved(
     kubernetes: bool = True,
     held_by: int = 1,
 ) -> BatchResult:
-    """A pod for every trajectory; `kubernetes`: making one takes its time. `held_by`: pods are kept
-    until all of so many neighbouring trajectories (a query's group) have ended."""
+    """Play with a pod for every trajectory; `kubernetes`: making a pod takes time. `held_by`:
+    number of neighbouring trajectories (a query's group) whose pods are kept until all of them have
+    ended."""
     capacities = [{CORES: cores} for cores in hosts]
 
     def make(env: simpy.Environment) -> Pods:
@@ -104,12 +106,12 @@ def reserved(
 
 
 def least(trajectories: Sequence[Trajectory], cores: int) -> float:
-    """A mean ACT that no schedule on so many cores goes below, whatever it knows, in seconds.
+    """Return a lower bound in seconds for the mean ACT of all schedules on `cores` cores.
 
-    A trajectory ends after what it thinks and what its actions take, waits included: the sum of
-    ACTs is the sum of ends less all thinking. No end comes earlier than on one machine that does
-    `cores` core-seconds a second and need not wait for anybody to think; there the sum of ends is
-    least when the shortest goes first (Smith 1956). Nor is an action shorter than on all cores.
+    A trajectory consists of thinking and of actions with their waits, so that the sum of ACTs is
+    the sum of ends less all thinking. No end comes earlier than on one machine that does `cores`
+    core-seconds per second without waiting for thinking; there the shortest-first order has the
+    smallest sum of ends (Smith 1956). Nor is an action shorter than on all cores.
     """
     actions = sum(map(len, trajectories))
     works = sorted(sum(t.call.serial + t.call.parallel for t in turns) for turns in trajectories)
@@ -121,9 +123,9 @@ def least(trajectories: Sequence[Trajectory], cores: int) -> float:
 
 @dataclass(frozen=True)
 class Several:
-    """Gains on so many cores over reservations of one core, mean of several draws: in the services'
-    order after a batch that was learned from, first come first served, with durations known, the
-    most that any schedule could gain, and in the services' order when the same queries come again.
+    """Gains over reservations of one core, as means of several draws: in the services' order after
+    learning from a batch; first come, first served; with known durations; the maximum for any
+    schedule; and in the services' order for repeated queries.
     """
 
     cores: int
@@ -135,7 +137,7 @@ class Several:
 
 
 def several(cores: int, count: int, law: CodingLaw, seeds: Sequence[int]) -> Several:
-    """`count` trajectories of `law` on one host, drawn once for each seed."""
+    """Measure `count` trajectories of `law` on one host, drawn once for each seed."""
     gains: list[tuple[float, ...]] = []
     for seed in seeds:
         trajectories, before = coding(count, law, seed), coding(count, law, seed + _OTHERS)
@@ -154,14 +156,14 @@ def several(cores: int, count: int, law: CodingLaw, seeds: Sequence[int]) -> Sev
 
 
 def tight(trajectories: Sequence[Trajectory]) -> BatchResult:
-    """Reservations of no more than actions use, one for everybody at once."""
+    """Play with reservations of exactly the used cores, one for every trajectory at once."""
     cores = POD_PARALLELISM * len(trajectories)
     return reserved(trajectories, [cores], pod=POD_PARALLELISM, kubernetes=False)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One size of batch; `static` is None where it was not played."""
+    """One size of batch; `static` is None if it was not played."""
 
     trajectories: int
     elastic: BatchResult
@@ -169,13 +171,13 @@ class Batch:
 
     @property
     def gain(self) -> float:
-        """How many times longer actions take with reservations."""
+        """Ratio of the actions' time with reservations."""
         assert self.static is not None
         return self.static.act / self.elastic.act
 
 
 def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: int) -> list[Batch]:
-    """`sizes` elastic and static, those `beyond` elastic only."""
+    """Play `sizes` elastic and static, and the sizes in `beyond` only elastic."""
     hosts = [HOST_CORES] * HOSTS
     trajectories = coding(max((*sizes, *beyond)), law, seed)
     found = []
@@ -189,8 +191,8 @@ def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: i
 def cores_for(
     act: float, trajectories: Sequence[Trajectory], unit: int, most: int
 ) -> tuple[int, BatchResult]:
-    """The smallest host, in steps of `unit` cores and up to `most`, on which actions take `act`
-    seconds at most."""
+    """Return the smallest host, in steps of `unit` cores and up to `most`, on which actions take at
+    most `act` seconds."""
     low, high, best = 0, most // unit, elastic(trajectories, [most])
     while high - low > 1:
         middle = (low + high) // 2
@@ -204,7 +206,7 @@ def cores_for(
 
 @dataclass(frozen=True)
 class Pool:
-    """Calls of model services on so many GPUs; `restores`: models restored per call."""
+    """Calls of model services on `gpus` GPUs; `restores`: models restored per call."""
 
     gpus: int
     mean: float
@@ -220,7 +222,8 @@ def pools(
     *,
     gpus: Sequence[int] = (SERVICE_GPUS,) * SERVICES,
 ) -> tuple[Pool, list[Pool]]:
-    """Every service on devices of its own, and all on shared ones; `gpus`: devices of each."""
+    """Play every service on its own devices, and all on shared ones; `gpus`: numbers of shared
+    devices."""
     calls = teaching(steps, law, seed)
     services = [ServedModel(f"teacher-{i}", count) for i, count in enumerate(gpus)]
     names = [service.name for service in services]
@@ -233,8 +236,7 @@ def pools(
 
 
 def ideal(gpus: int, steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, Pool]:
-    """What no eviction could do better: who goes is known from the future; and restores take no
-    time."""
+    """Return two lower bounds: evictions that know the future, and restores that take no time."""
     calls = teaching(steps, law, seed)
     services = [ServedModel(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
     foreseen = _shared(gpus, calls, services, foresight=True)
@@ -279,5 +281,5 @@ def _pool(gpus: int, played: BatchResult, restores: float = 0.0) -> Pool:
 
 
 def enough(own: Pool, shared: Sequence[Pool]) -> Pool | None:
-    """The smallest pool that is as fast as dedicated devices."""
+    """Return the smallest pool that is as fast as dedicated devices."""
     return next((pool for pool in shared if pool.mean <= AS_FAST * own.mean), None)

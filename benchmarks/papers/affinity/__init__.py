@@ -1,1 +1,1 @@
-"""Turns that go to the devices that fit them; see docs/benchmarks/rollout.md."""
+"""Turns routed to the devices that suit them; see docs/benchmarks/rollout.md."""

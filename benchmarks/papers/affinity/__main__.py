@@ -1,17 +1,16 @@
-"""What it gains to send turns to the devices that fit them (RollArt's hardware affinity).
+"""The gain from routing turns to the devices that suit them (RollArt's hardware affinity).
 
     python -m benchmarks.papers.affinity [--quick] [--json]
 
-Games that are mostly read and proofs that are mostly written, half and half, by one policy with
-four **simulated** engines in a real rollout service: all of one class or the other, then two of
-each. An engine of either class stands for devices of the same price: `compute` reads 2.5 times as
-fast, `bandwidth` draws twice as fast. Seconds until all trajectories have ended, the rows in turn,
-in one run. The last line is one JSON object; all ratios are over the better one of the single
-classes:
+Half games with mostly prefill and half proofs with mostly decoding, by one policy with four
+**simulated** engines in a real rollout service: all of one class or the other, then two of each. An
+engine of either class stands for devices of the same price: `compute` prefills 2.5 times as fast,
+`bandwidth` decodes twice as fast. Seconds until all trajectories have ended, row after row in one
+run. The last line is one JSON object; all ratios are over the better single class:
 
-- `affinity_over_one_class`: two of each, the classes of the domains declared.
-- `inferred_over_one_class`: two of each, the classes found out by the router.
-- `mixed_over_one_class`: two of each, least work alone.
+- `affinity_over_one_class`: two of each, with declared classes of the domains.
+- `inferred_over_one_class`: two of each, with classes inferred by the router.
+- `mixed_over_one_class`: two of each, routed by least work only.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ DECLARED: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A set of engines and how turns find them."""
+    """A set of engines and its routing."""
 
     name: str
     pools: dict[str, int]
@@ -77,7 +76,7 @@ ROWS: Final = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     trajectories: int
     in_flight: int
@@ -89,7 +88,7 @@ QUICK = Plan(24, 24, 1)
 
 
 def job(directory: Path, row: Row, plan: Plan) -> JobSpec:
-    """The job of a row."""
+    """Return the job of a row."""
     pools = [{"device_class": name, "replicas": count} for name, count in row.pools.items()]
     engine = {"pools": pools, "max_running": MAX_RUNNING, "max_context": 4096}
     return spec(
@@ -104,7 +103,7 @@ def job(directory: Path, row: Row, plan: Plan) -> JobSpec:
 
 
 async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, float]:
-    """Every row; prints a table."""
+    """Measure every row, and print a table."""
     seconds: dict[str, list[float]] = {row.name: [] for row in ROWS}
     for _ in range(plan.repeats):
         for row in ROWS:

@@ -1,7 +1,7 @@
-"""Two task domains of opposite kinds: a game that is mostly read, a proof that is mostly written.
+"""Two task domains of opposite kinds: a game with mostly prefill, a proof with mostly decoding.
 
 `game`: several turns, each with a long observation and a short answer (prefill-heavy). `proof`: one
-turn with a short question and a long answer (decode-heavy). What is said means nothing.
+turn with a short question and a long answer (decode-heavy). The texts are meaningless.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Queries:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """A game or a proof."""
+    """Play a game or a proof."""
     limits = {"max_new_tokens": MOVE_TOKENS} if query["domain"] == "game" else {}
     for prompt in query["prompts"]:
         await agents["player"].chat([{"role": "user", "content": prompt}], **limits)

@@ -1,1 +1,1 @@
-"""What balancing within and between policies is worth; see docs/benchmarks/balancing.md."""
+"""The gain from balancing within and between policies; see docs/benchmarks/balancing.md."""

@@ -1,8 +1,8 @@
 """`python -m benchmarks.papers.balancing [--quick] [--json] [--out DIR]`
 
 The same job on the same simulated engines without load balancing, with balancing within policies,
-and with engines that move between policies besides; then forced moves under load, counting turns.
-The last line of stdout is the JSON object; the picture and the object go to `--out`.
+and additionally with engines that move between policies; then forced moves under load, counting
+turns. The last line of stdout is the JSON object; the picture and the object go to `--out`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEGEND: Final = 24
 
 
 def main() -> None:
-    """Run it all."""
+    """Run everything."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.papers.balancing", description=__doc__
     )
@@ -46,14 +46,14 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(stderr=args.json, width=None if args.json else 120)
     size = QUICK if args.quick else FULL
-    # Refused moves are part of it; they would fill the screen.
+    # Refused moves are expected, and would fill the screen.
     logs.configure("benchmark", "error", "console")
     with tempfile.TemporaryDirectory(prefix="troupe-balancing-") as directory:
         runs, moved = asyncio.run(measure(size, Path(directory), console))
     console.print(_table(runs))
     console.print(
         f"{moved.moves} moves in {moved.seconds:.0f} s under load: {moved.asked} turns asked, "
-        f"{moved.answered} answered, {moved.wrong} wrongly; {moved.handed_back} went on elsewhere"
+        f"{moved.answered} answered, {moved.wrong} wrongly; {moved.handed_back} continued elsewhere"
     )
     for failure, count in moved.failures.most_common(5):
         console.print(f"  {count} x {failure}")
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def measure(size: Size, directory: Path, console: Console) -> tuple[list[Run], Migrations]:
-    """All rows on one cluster, then the moves."""
+    """Measure all rows on one cluster, then the moves."""
     runs = []
     async with bench(directory / "data") as cluster:
         for row in ROWS:
@@ -80,7 +80,7 @@ async def measure(size: Size, directory: Path, console: Console) -> tuple[list[R
 
 
 def as_json(runs: list[Run], moved: Migrations) -> dict[str, Any]:
-    """The object of a run."""
+    """Return the JSON object of a run."""
     seconds = {run.row.name: run.seconds for run in runs}
     return {
         "both_over_none": round(seconds["none"] / seconds["both"], 3),
@@ -117,8 +117,8 @@ def _table(runs: list[Run]) -> Table:
 
 
 def draw(runs: list[Run]) -> str:
-    """Backlog per engine of each policy, the rows over the same seconds and to the same scale; the
-    space between the highest and the lowest line is the disparity."""
+    """Draw the backlog per engine of each policy, with the same axes in all rows; the distance
+    between the highest and the lowest line is the disparity."""
     seconds = max(run.measured[-1].at - run.measured[0].at for run in runs)
     most = max(p for run in runs for look in run.measured for p in look.pressures.values())
     parts = [_legend()]

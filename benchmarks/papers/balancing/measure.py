@@ -1,4 +1,4 @@
-"""Runs one row on a cluster; keeps its steps, and what its policies had to do all the time."""
+"""The run of one row on a cluster, with its steps and its policies' backlogs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from troupe.rpc import connect
 from troupe.v1 import orchestrator_pb2 as orchestrator_pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
-# A row that takes this long hangs.
+# Time limit of a row, in seconds.
 _ROW_SECONDS = 600.0
 
 
@@ -36,14 +36,14 @@ class Look:
 
     @property
     def disparity(self) -> float:
-        """The difference of the greatest and the least."""
+        """The difference between the largest and the smallest."""
         return max(self.pressures.values()) - min(self.pressures.values())
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row: its steps in their order, and how its backlogs went. `cpu` is the share of the
-    machine's cores in use, by whomever."""
+    """One row: its steps in order, and its backlogs. `cpu`: the share of the machine's cores in use
+    by all programs."""
 
     row: Row
     steps: list[StepEnd]
@@ -52,21 +52,21 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Per step, median without the first."""
+        """Seconds per step, the median without the first."""
         return statistics.median(one.values[metric_names.STEP_SECONDS] for one in self.steps[1:])
 
     @property
     def measured(self) -> list[Look]:
-        """What was seen during the steps that count."""
+        """The observations during the steps that count."""
         return [look for look in self.looks if self.steps[0].at <= look.at <= self.steps[-1].at]
 
     def total(self, metric: str) -> float:
-        """Over all steps."""
+        """Return the sum of a metric over all steps."""
         return sum(one.values.get(metric, 0.0) for one in self.steps)
 
 
 class Bench:
-    """A cluster and the two ways in."""
+    """A cluster, with its client and the rollout service's stub."""
 
     def __init__(self, client: AsyncClient, stub: Any) -> None:
         self._client = client
@@ -103,7 +103,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(data_dir: Path) -> AsyncIterator[Bench]:
-    """A cluster of real processes: one rollout worker, one trainer."""
+    """Yield a cluster of real processes: one rollout worker, one trainer."""
     settings = ClusterSettings(
         data_dir=data_dir,
         panel=False,

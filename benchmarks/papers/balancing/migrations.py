@@ -1,4 +1,4 @@
-"""Engines that move all the time, under load: is every turn answered, once, by its own policy?"""
+"""Engines that move continuously under load: is every turn answered once, by its own policy?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOBODY: Final = "127.0.0.1:9"
 _ENGINES: Final = 3
 _CLIENTS: Final = 40
 _MOVERS: Final = 4
-# Shorter than most turns: they are handed back and go on elsewhere.
+# Shorter than most turns, which are thus handed back and continue elsewhere.
 _DRAIN_SECONDS: Final = 0.02
 _MAX_TOKENS: Final = 60
 _SECONDS: Final = 900.0
@@ -36,7 +36,8 @@ _SECONDS: Final = 900.0
 
 @dataclass
 class Migrations:
-    """What happened. `wrong`: answers of another policy's weights, cut or incomplete ones."""
+    """Counts of turns and moves. `wrong`: answers from another policy's weights, and incomplete
+    ones."""
 
     moves: int = 0
     asked: int = 0
@@ -61,7 +62,7 @@ class _Phase:
         self.found = Migrations()
 
     async def run(self) -> None:
-        """Ask until all moves are done."""
+        """Request turns until all moves are done."""
         began = time.monotonic()
         clients = [asyncio.create_task(self._ask(number)) for number in range(_CLIENTS)]
         async with asyncio.timeout(_SECONDS):
@@ -82,7 +83,7 @@ class _Phase:
             found.asked += 1
             try:
                 reply = await self._rollout.Generate(request, timeout=120)
-            except Exception as error:  # counted, whatever it is
+            except Exception as error:  # all errors count
                 found.failures[str(error)[:80]] += 1
                 continue
             found.answered += 1
@@ -116,7 +117,7 @@ class _Phase:
                     ),
                     timeout=60,
                 )
-            except FailedPrecondition:  # it moves already, or its policy needs it
+            except FailedPrecondition:  # it is already moving, or its policy needs it
                 self._begun -= 1
                 await asyncio.sleep(0.002)
                 continue
@@ -134,12 +135,12 @@ def _right(policy: str, reply: rollout_pb.GenerateResponse) -> bool:
 
 
 def _version(policy: str) -> int:
-    """Every policy's weights have a version of their own: an answer says who gave it."""
+    """Return the version of a policy's weights, different for each policy, to identify answers."""
     return 10 + AGENTS.index(policy)
 
 
 async def migrate(moves: int, directory: Path) -> Migrations:
-    """Force so many moves on a rollout service in this process, while clients ask over gRPC."""
+    """Force `moves` moves on a rollout service in this process, while clients call over gRPC."""
     transfer = Transfer(directory / "moves")
     job_id = new_id("moves")
     refs = []

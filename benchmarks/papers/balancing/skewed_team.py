@@ -1,6 +1,6 @@
-"""Five agents that are called by Zipf's law: the k-th as often as 1/k, in every query.
+"""Five agents that are called by Zipf's law: the k-th in proportion to 1/k, in every query.
 
-What is said means nothing; simulated engines make it up.
+The texts are meaningless: simulated engines generate them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from benchmarks.papers.pipeline.research_team import AGENTS, lognormal
 
-# From the one that is called most: 44, 22, 15, 11 and 9 of a hundred calls.
+# From the most frequently called: 44, 22, 15, 11 and 9 of a hundred calls.
 _WEIGHTS: Final = tuple(1 / rank for rank in range(1, len(AGENTS) + 1))
 # About 100 tokens with a tokenizer of characters.
 _BRIEF: Final = "Task {index}, round {turn}. You are the {agent}. Say what the team should do next."
 
 
 class Queries:
-    """Tasks that take a lognormal number of rounds."""
+    """Tasks with a lognormal number of rounds."""
 
     def __init__(
         self, split: str, rounds: float = 6.0, sigma: float = 0.4, size: int = 100_000
@@ -34,13 +34,13 @@ class Queries:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """One call per round; each agent's reward is noise."""
+    """Make one call per round; each agent's reward is noise."""
     rng = random.Random(query["index"])
     for turn in range(query["rounds"]):
         [agent] = rng.choices(AGENTS, _WEIGHTS)
         text = _BRIEF.format(index=query["index"], turn=turn, agent=agent)
         reply = await agents[agent].chat([{"role": "user", "content": text}])
         if turn == 0:
-            # From here on the group's members go their own ways, each always the same.
+            # From here on the group's members differ, each in the same way in every run.
             rng = random.Random(hash(reply.token_ids))
     return {agent: rng.random() for agent in AGENTS} | {"team": rng.random()}

@@ -1,6 +1,6 @@
 """The job that every row runs: five policies, ten simulated engines, calls by Zipf's law.
 
-What the figures stand for, and where they come from, is in docs/benchmarks/balancing.md.
+docs/benchmarks/balancing.md explains the figures and their sources.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from benchmarks.papers.pipeline.research_team import AGENTS
 from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.job import JobSpec
 
-# Each policy begins with so many.
+# Engines of each policy at the start.
 ENGINES: Final = 2
 HEARTBEAT_SECONDS: Final = 0.25
-# One engine decodes at 20 ms a step, eight turns at once: 400 tokens a second at most. Trainers
-# are as good as absent.
+# One engine decodes at 20 ms per step with eight turns at once: at most 400 tokens per second.
+# Trainers take almost no time.
 SIMULATED: Final = {
     "prefill_tokens_per_second": 50_000,
     "decode_seconds": 0.0192,
@@ -28,14 +28,14 @@ SIMULATED: Final = {
     "step_seconds": 0.02,
     "load_seconds": 0.1,
 }
-# Without: conversations are dealt out in turn, whatever engines have to do.
+# Without balancing: conversations are assigned round-robin, regardless of engines' load.
 BLIND: Final = {
     "policy": "round_robin",
     "sticky": False,
     "priority": False,
     "adaptive_limit": False,
 }
-# The paper's threshold; times are a tenth of the defaults, as the turns are.
+# The paper's threshold; times are a tenth of the defaults, like the turns.
 MOVING: Final = {
     "inter": True,
     "threshold": 5,
@@ -47,7 +47,7 @@ MOVING: Final = {
 
 @dataclass(frozen=True)
 class Row:
-    """What differs between the rows, and nothing else does."""
+    """The settings in which rows differ; everything else is equal."""
 
     name: str
     label: str
@@ -64,7 +64,7 @@ ROWS: Final = (
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is. The first step of each row is warm-up and not measured."""
+    """The size of a run. The first step of each row is warm-up and not measured."""
 
     steps: int
     queries_per_step: int
@@ -77,7 +77,8 @@ QUICK: Final = Size(steps=2, queries_per_step=12, group_size=4, moves=60)
 
 
 def model(directory: Path) -> dict[str, Any]:
-    """The policies' model: never built, simulated engines need a vocabulary only."""
+    """Return the policies' model, which is never built: simulated engines only need a
+    vocabulary."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     return {
         "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
@@ -86,7 +87,7 @@ def model(directory: Path) -> dict[str, Any]:
 
 
 def job(row: Row, size: Size, directory: Path) -> JobSpec:
-    """The job of one row; its tokenizer is put under `directory`."""
+    """Return the job of one row; save its tokenizer under `directory`."""
     made = model(directory)
     engine = {"replicas": ENGINES, "max_running": 8, "max_context": 1024}
     return JobSpec.model_validate(

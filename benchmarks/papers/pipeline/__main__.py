@@ -3,9 +3,9 @@
     python -m benchmarks.papers.pipeline [--quick] [--json] [--out DIR] [--setups ...] [--modes ...]
 
 Every pipeline mode runs the same job on the same cluster of real processes, one after another:
-first with simulated engines and trainers (how fast), in each of two published set-ups, then with
-real tiny ones (what is learned). The last line of stdout is the JSON object; pictures and the
-object go to `--out`.
+first with simulated engines and trainers (for speed), in each of two published set-ups, then with
+real tiny ones (for learning). The last line of stdout is the JSON object; pictures and the object
+go to `--out`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEARNING_STEPS = 12
 
 
 def main() -> None:
-    """Run it all."""
+    """Run everything."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.papers.pipeline", description=__doc__
     )
@@ -67,7 +67,7 @@ def main() -> None:
 async def measure(
     args: argparse.Namespace, directory: Path, console: Console
 ) -> tuple[list[report.Measured], list[equality.Lesson]]:
-    """All rows of all tables, on one cluster."""
+    """Measure all rows of all tables on one cluster."""
     trace = directory / "trace"
     tables: list[report.Measured] = []
     lessons: list[equality.Lesson] = []
@@ -96,7 +96,7 @@ def _told(row: report.Row) -> str:
 
 
 def write_pictures(setup: str, runs: list[Run], out: Path) -> None:
-    """One picture per mode over two of its steps, and one of all over the same time."""
+    """Write one picture per mode over two of its steps, and one of all modes over the same time."""
     panels = []
     for one in runs:
         start, end = window(one)

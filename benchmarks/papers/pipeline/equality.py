@@ -1,4 +1,4 @@
-"""The modes on real engines and trainers: what they learn, and whether it is bitwise the same."""
+"""The modes on real engines and trainers: their learning, and its bitwise equality."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ POLICIES: Final = ("checker", "solver")
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one job learned: team reward per step, and the checksum of each policy's last weights.
+    """The result of one job: team reward per step, and the checksum of each policy's last weights.
 
-    `failure` says why there is nothing.
+    `failure`: the reason if there is no result.
     """
 
     mode: str
@@ -30,7 +30,7 @@ class Lesson:
 
 
 def job(mode: str, steps: int, directory: Path) -> JobSpec:
-    """A tiny team on embedded engines; deterministic where the mode can be."""
+    """Return the job of a tiny team on embedded engines, deterministic if the mode supports it."""
     letters = string.ascii_lowercase[:12] + " ?"
     vocabulary = save_tokenizer(directory / "letters", letters)
     model = {
@@ -77,7 +77,7 @@ def job(mode: str, steps: int, directory: Path) -> JobSpec:
 
 
 async def learn(client: AsyncClient, mode: str, spec: JobSpec) -> Lesson:
-    """Train to the end."""
+    """Train to the end; return the lesson."""
     handle = await client.submit(spec)
     rewards = [step.values[metric_names.TEAM_MEAN] for step in await step_ends(handle)]
     try:

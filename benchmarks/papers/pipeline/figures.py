@@ -1,4 +1,4 @@
-"""From steps and spans to the figures of a row."""
+"""Computation of a row's figures from steps and spans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.papers.pipeline.measure import Run, StepEnd
 from testbed.timeline import TimelineSpan, busy_within, union
 from troupe.contracts import metric_names
 
-# What counts as work of an engine; loading weights does not.
+# Activities that count as an engine's work; loading weights does not.
 _WORK = ("generate", "train", "step")
 
 
@@ -36,8 +36,8 @@ class Figures:
 
 
 def window(run: Run) -> tuple[float, float]:
-    """What is measured of a row, in seconds of the wall clock: all but its first step and those
-    `Mode.after`, or its one step."""
+    """Return the measured window of a row in wall-clock seconds: all steps except the first and the
+    last `Mode.after`, or its only step."""
     first, last = run.steps[0], _steps(run)[-1]
     return first.at - (first.values[metric_names.STEP_SECONDS] if first is last else 0), last.at
 
@@ -47,7 +47,7 @@ def _steps(run: Run) -> list[StepEnd]:
 
 
 def figures(run: Run) -> Figures:
-    """The figures of a row that has at least one step."""
+    """Return the figures of a row with at least one step."""
     start, end = window(run)
     steps = _steps(run)
     count = max(1, len(steps) - 1)
@@ -83,7 +83,7 @@ def _work(spans: list[TimelineSpan]) -> list[TimelineSpan]:
 
 
 def levels(spans: list[TimelineSpan], start: float, end: float, buckets: int) -> list[float]:
-    """Mean `level` of `spans` in equal buckets of [start, end]."""
+    """Return the mean `level` of `spans` in equal buckets of [start, end]."""
     width = (end - start) / buckets
     found = [0.0] * buckets
     for span in spans:
@@ -97,7 +97,8 @@ def levels(spans: list[TimelineSpan], start: float, end: float, buckets: int) ->
 
 
 def blocks(spans: list[TimelineSpan], start: float, end: float, gap: float) -> list[TimelineSpan]:
-    """`spans` within [start, end], with those of one policy joined that are `gap` s apart."""
+    """Return `spans` within [start, end], joining spans of one policy that are at most `gap` s
+    apart."""
     joined: list[TimelineSpan] = []
     for policy in sorted({span.policy for span in spans}):
         own = [

@@ -1,7 +1,7 @@
 """A team that real, tiny models learn within a dozen steps: speak the letter a.
 
 The solver proposes, the checker criticises, the solver answers again; the reward is the share of
-the letter a. For comparing what modes learn, not for learning anything.
+the letter a. It only serves to compare modes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Queries:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """One exchange of the team."""
+    """Play one exchange of the team."""
     question = {"role": "user", "content": query["question"]}
     draft = await agents["solver"].chat([question])
     critique = await agents["checker"].chat(query["question"] + draft.text)
@@ -38,5 +38,5 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
 
 
 def share_of_a(text: str) -> float:
-    """How much of `text` is the letter a, in [0, 1]."""
+    """Return the share of the letter a in `text`, in [0, 1]."""
     return text.count("a") / max(1, len(text))

@@ -1,4 +1,4 @@
-"""Runs one row on a cluster and keeps what the figures are made of."""
+"""The run of one row on a cluster, with the data for its figures."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.contracts import metric_names
 from troupe.job import JobSpec
 
-# A row that takes this long hangs.
+# Time limit of a row, in seconds.
 _ROW_SECONDS = 900.0
-# Trainers let a finished job's policies go within seconds.
+# Trainers release a finished job's policies within seconds.
 _FREE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step's metrics, and when it had ended (seconds of the wall clock)."""
+    """A step's metrics and the wall-clock time of its end, in seconds."""
 
     at: float
     values: dict[str, float]
@@ -34,10 +34,10 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Run:
-    """One row: its steps in their order and the spans of its engines and trainers.
+    """One row: its steps in order, and the spans of its engines and trainers.
 
-    `cpu` is the share of the machine's cores in use, by whomever; `failure` says why there are no
-    figures.
+    `cpu`: the share of the machine's cores in use by all programs; `failure`: the reason if there
+    are no figures.
     """
 
     mode: Mode
@@ -52,10 +52,10 @@ class Run:
 async def cluster(
     data_dir: Path, trace_dir: Path, trainers: int = TRAINERS
 ) -> AsyncIterator[AsyncClient]:
-    """A cluster of real processes, simulated stand-ins of which write to `trace_dir`, and its
-    client."""
+    """Yield the client of a cluster of real processes, whose simulated stand-ins write to
+    `trace_dir`."""
     os.environ["TROUPE_REWARD_WORKERS"] = str(TOOL_PROCESSES)
-    # All there from the start: what is compared is not how they scale.
+    # All workers exist from the start, since scaling is not compared.
     os.environ["TROUPE_REWARD_MIN_WORKERS"] = str(TOOL_PROCESSES)
     os.environ["TROUPE_SIMULATED_TRACE_DIR"] = str(trace_dir)
     settings = ClusterSettings(data_dir=data_dir, trainers=trainers, panel=False)
@@ -67,7 +67,7 @@ async def cluster(
 
 
 async def step_ends(handle: AsyncJobHandle) -> list[StepEnd]:
-    """Wait for the job's end, well or not; its steps in their order."""
+    """Wait for the job's end, successful or not; return its steps in order."""
     return [
         StepEnd(event.at.timestamp(), event.values)
         async for event in handle.watch()
@@ -99,7 +99,7 @@ async def run(client: AsyncClient, mode: Mode, spec: JobSpec, trace_dir: Path) -
 
 
 async def _trainers_free(client: AsyncClient) -> None:
-    """Wait until no heartbeat tells of an earlier row: it would change who is bound where."""
+    """Wait until no heartbeat reports bindings of an earlier row, which would change this row's."""
     async with asyncio.timeout(_FREE_SECONDS):
         while (await client.cluster()).bindings:  # noqa: ASYNC110 - heartbeats come each second
             await asyncio.sleep(0.5)
@@ -111,7 +111,7 @@ def _own(
     steps: list[StepEnd],
     since: float,
 ) -> dict[str, list[TimelineSpan]]:
-    """Every trainer by a short name, idle ones too; only what it did for this row."""
+    """Return the spans of every trainer in this row by a short name, including idle ones."""
     lanes = sorted({span.lane for span in spans if span.what in ("train", "step")})
     until = steps[-1].at
     return {

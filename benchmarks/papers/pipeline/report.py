@@ -26,7 +26,7 @@ _RATIOS: Final = (*JUDGED, "async_over_sync")
 
 
 def speed_table(setup: Setup, rows: list[Row]) -> Table:
-    """Seconds per step, how they pass, and how busy the hardware is."""
+    """Return the table of seconds per step, their division, and utilizations."""
     table = Table(
         title=f"Pipeline modes on the same SIMULATED engines and trainers (modelled time, no GPU); "
         f"{setup.name}: {setup.stands_for}",
@@ -66,7 +66,7 @@ def speed_table(setup: Setup, rows: list[Row]) -> Table:
 
 
 def ratio_table(setup: Setup, rows: list[Row]) -> Table:
-    """How much faster one mode is than another, beside what was published and what we aim at."""
+    """Return the table of ratios between modes, with published and target ratios."""
     table = Table(title=f"{setup.name}: ratios of seconds per step")
     for column in ("", "here", "published", "target"):
         table.add_column(column, justify="right" if column else "left")
@@ -83,7 +83,7 @@ def ratio_table(setup: Setup, rows: list[Row]) -> Table:
 
 
 def speedups(rows: list[Row]) -> dict[str, float]:
-    """Ratios of seconds per step between modes that both have figures."""
+    """Return the ratios of seconds per step between modes that both have figures."""
     measured = {run.mode.name: f for run, f in rows if f is not None}
     pairs = {name: name.split("_over_") for name in _RATIOS}
     return {
@@ -94,7 +94,7 @@ def speedups(rows: list[Row]) -> dict[str, float]:
 
 
 def lesson_table(lessons: list[Lesson]) -> Table:
-    """What was learned, and whether two modes learned bitwise the same."""
+    """Return the table of learning, and of its bitwise equality between modes."""
     table = Table(title="What is learned: REAL engines and trainers, a tiny team")
     for column in ("mode", "team reward, first step", "last step", *POLICIES, "as sync"):
         table.add_column(column)
@@ -114,9 +114,10 @@ def lesson_table(lessons: list[Lesson]) -> Table:
 
 
 def agrees(lesson: Lesson, lessons: list[Lesson]) -> bool | None:
-    """Whether its weights are bitwise those of `sync`; None for sync and async.
+    """Return whether its weights equal those of `sync` bit for bit; None for sync and async.
 
-    The rewards must agree to rounding: their means are added up as trajectories end.
+    The rewards must agree up to rounding, since their means are summed in the order of
+    trajectories' ends.
     """
     sync = next((one for one in lessons if one.mode == "sync" and not one.failure), None)
     if sync is None or lesson.mode in ("sync", "async") or lesson.failure:
@@ -129,8 +130,8 @@ def agrees(lesson: Lesson, lessons: list[Lesson]) -> bool | None:
 
 
 def as_json(tables: list[Measured], lessons: list[Lesson]) -> dict[str, Any]:
-    """Seconds per step and utilization of the set-up that most is judged on, both set-ups whole,
-    the targets, and what was learned."""
+    """Return seconds per step and utilization of the main set-up, all figures of both set-ups, the
+    targets, and the lessons."""
     setups = {setup.name: _one(setup, rows) for setup, rows in tables}
     # `ma`, unless it was left out.
     first = next(iter(setups), "")

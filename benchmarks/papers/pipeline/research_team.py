@@ -1,9 +1,9 @@
-"""Five agents around a planner, with the skew and the tails that the papers report.
+"""Five agents around a planner, with the published skew and tails.
 
 Every round the planner speaks, then the k-th of the query's agents with probability 1/k: within a
-query the calls per agent follow Zipf's law, and which specialist is called much depends on the
-query (a coding question needs the coder). The first specialist runs a tool that takes a while. How
-many rounds a query takes is lognormal. What is said means nothing; simulated engines make it up.
+query the calls per agent follow Zipf's law, and the most frequently called specialist depends on
+the query (a coding question needs the coder). The first specialist runs a slow tool. The number of
+rounds of a query is lognormal. The texts are meaningless: simulated engines generate them.
 
 Standard library only: the reward service's worker processes import this.
 """
@@ -24,7 +24,7 @@ _BRIEF: Final = "Task {index}, round {turn}. You are the {agent}. Say what the t
 
 
 class Queries:
-    """Tasks that differ in the rounds that they take: lognormal, `rounds` on average."""
+    """Tasks with different numbers of rounds: lognormal, `rounds` on average."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Queries:
         return {
             "index": index,
             "rounds": max(1, round(rounds)),
-            # From the one that is called most to the one that is called least.
+            # From the most to the least frequently called agent.
             "agents": [PLANNER, *rng.sample(SPECIALISTS, len(SPECIALISTS))],
             "tool": self._tool,
         }
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """Rounds of the team; each agent's reward is noise."""
+    """Play the team's rounds; each agent's reward is noise."""
     rng = random.Random(query["index"])
     mean, sigma = query["tool"]
     for turn in range(query["rounds"]):
@@ -65,7 +65,7 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
             text = _BRIEF.format(index=query["index"], turn=turn, agent=agent)
             reply = await agents[agent].chat([{"role": "user", "content": text}])
             if turn == 0 and agent == PLANNER:
-                # From here on the group's members go their own ways, each always the same.
+                # From here on the group's members differ, each in the same way in every run.
                 rng = random.Random(hash(reply.token_ids))
             if rank == 2:
                 await tools.call("run", seconds=lognormal(rng, mean, sigma))
@@ -73,11 +73,11 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
 
 
 async def run(seconds: float) -> float:
-    """The tool: takes `seconds`."""
+    """Run the tool, which takes `seconds`."""
     await asyncio.sleep(seconds)
     return seconds
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float) -> float:
-    """A draw of the lognormal distribution with this mean."""
+    """Draw from the lognormal distribution with this mean."""
     return rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)

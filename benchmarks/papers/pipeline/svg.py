@@ -16,7 +16,7 @@ _LANE: Final = 18
 _ROW: Final = 22
 _HEAD: Final = 30
 _FOOT: Final = 34
-# Distinct without red against green, and readable on white and on dark grey.
+# Distinct without a contrast of red and green, and readable on white and on dark grey.
 COLOURS: Final = dict(
     zip(AGENTS, ("#3366aa", "#dd7733", "#8855aa", "#22997a", "#bb9911"), strict=False)
 )
@@ -29,7 +29,7 @@ STYLE: Final = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A row, and the seconds of the wall clock that are shown of it."""
+    """A row and the displayed window in wall-clock seconds."""
 
     title: str
     run: Run
@@ -38,7 +38,7 @@ class Panel:
 
 
 def draw(panels: list[Panel]) -> str:
-    """An SVG document with one panel under the other."""
+    """Return an SVG document with the panels below one another."""
     height = 0
     parts = []
     for panel in panels:
@@ -48,7 +48,7 @@ def draw(panels: list[Panel]) -> str:
 
 
 def document(parts: list[str], height: int) -> str:
-    """What is drawn, between LEFT and LEFT + WIDTH, as a file."""
+    """Return the drawing between LEFT and LEFT + WIDTH as an SVG document."""
     width = LEFT + WIDTH + 16
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -104,7 +104,7 @@ def _lane(name: str, y: int) -> str:
 
 
 def axis(y: int, seconds: float, scale: float) -> str:
-    """Ticks under a panel; `scale`: pixels per second."""
+    """Draw the ticks below a panel; `scale`: pixels per second."""
     tick = next(t for t in (0.5, 1, 2, 5, 10, 20, 50, 100, 1e9) if seconds / t <= 12)
     parts = []
     for number in range(int(seconds / tick) + 1):

@@ -1,6 +1,6 @@
 """The jobs that every mode runs: five policies, a skewed team, simulated hardware, in two set-ups.
 
-What the figures stand for, and where they come from, is in docs/benchmarks/pipeline.md.
+docs/benchmarks/pipeline.md explains the figures and their sources.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from benchmarks.workloads.tokenizer import save_tokenizer
 from troupe.job import JobSpec
 
 TRAINERS: Final = 3
-# Tool calls at once: each has a process of the reward service.
+# Concurrent tool calls, each with a process of the reward service.
 TOOL_PROCESSES: Final = 24
 
-# One second here is about sixteen of the papers' hardware. What follows is a policy of 14B
-# parameters; one of 32B reads and trains 2.3 times slower and decodes 1.7 times slower.
+# One second here is about sixteen seconds of the papers' hardware. The following values are for a
+# policy of 14B parameters; one of 32B prefills and trains 2.3 times slower and decodes 1.7 times
+# slower.
 SMALL: Final = {
     "prefill_tokens_per_second": 40_000.0,
     "decode_seconds": 0.00135,
@@ -35,7 +36,7 @@ _LARGE_DECODES: Final = 1.7
 
 @dataclass(frozen=True)
 class Mode:
-    """One row of a table: what differs from the other rows, and nothing else does."""
+    """One row of a table: the settings in which it differs from the other rows."""
 
     name: str
     label: str
@@ -43,15 +44,16 @@ class Mode:
     pipeline: dict[str, Any]
     steps: int
     after: int = 0
-    """Steps at the end that only keep busy what the measured ones overlap with."""
+    """Steps at the end that only keep the cluster busy while the measured ones overlap with
+    them."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """One table: the job that its rows share.
 
-    `published` are the ratios that the papers report for what it stands for, by the names of the
-    JSON object (`micro_batch_over_sync`, ...).
+    `published`: the papers' ratios for this set-up, by the names of the JSON object
+    (`micro_batch_over_sync`, ...).
     """
 
     name: str
@@ -61,14 +63,14 @@ class Setup:
     in_flight: int
     micro_batch_samples: int
     tasks: dict[str, float]
-    # Policies of 32B; bound to trainers like all others, in the order of names, each to the least
-    # loaded one: coder and searcher share the first, critic and writer the second.
+    # Policies of 32B; they are bound to trainers like all others, in the order of names, each to
+    # the least loaded one: coder and searcher share the first, critic and writer the second.
     large: tuple[str, ...] = ()
     small: dict[str, float] = field(default_factory=lambda: dict(SMALL))
     group_size: int = 4
 
     def simulated(self, policy: str) -> dict[str, float]:
-        """The cost model of a policy."""
+        """Return the cost model of a policy."""
         if policy not in self.large:
             return self.small
         return self.small | {
@@ -78,8 +80,8 @@ class Setup:
         }
 
 
-# 96 queries of 4 are 384 trajectories of which 24 run at once, one in 16 as in the paper (64 of
-# 1,024); a micro-batch is one group's worth of samples, as there.
+# 96 queries of 4 are 384 trajectories, of which 24 run at once: one in 16 as in the paper (64 of
+# 1,024). A micro-batch has as many samples as one group, as in the paper.
 MA: Final = Setup(
     name="ma",
     stands_for="FlexMARL MA: all agents of 14B, training takes as long as rollout",
@@ -108,15 +110,15 @@ SETUPS: Final = {one.name: one for one in (MA, CA)}
 
 
 def quick(setup: Setup) -> Setup:
-    """The same with a small step, which says little about speed."""
+    """Return the set-up with a small step, which says little about speed."""
     return replace(setup, queries_per_step=12, in_flight=16)
 
 
 def modes() -> list[Mode]:
-    """The rows, slowest first.
+    """Return the rows, slowest first.
 
-    The first step is warm-up and not measured, but for `serial`, whose one step is long. Of the
-    others the same three steps are measured: steps differ by some percent in what they hold.
+    The first step is warm-up and not measured, except for `serial`, whose only step is long. The
+    others measure the same three steps, since the contents of steps differ by some percent.
     """
     return [
         Mode("serial", "serial", "MAS-RL: colocated", {"mode": "serial"}, 1),
@@ -127,10 +129,10 @@ def modes() -> list[Mode]:
 
 
 def job(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
-    """The job of one row; its tokenizer is put under `directory`."""
+    """Return the job of one row; save its tokenizer under `directory`."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     model = {
-        # Never built: simulated policies need a configuration's vocabulary only.
+        # Never built: simulated policies only need a configuration's vocabulary.
         "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
         "tokenizer": str(directory / "tokenizer"),
     }

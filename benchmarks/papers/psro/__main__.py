@@ -4,12 +4,12 @@
 
 Both sides run here, one after the other, on one thread: pools that begin with the uniform policy
 and grow by a best response per player, Nash equilibria of the meta-game by linear programming,
-payoffs and best responses exact. Seconds are of CPU, of the whole run from the game's name on;
-imports, and measuring NashConv where PSRO itself does not need it, are not counted.
+payoffs and best responses exact. Seconds are CPU seconds of the whole run from the game's name on,
+without imports, and without measuring NashConv where PSRO itself does not need it.
 
-Some minutes. `--deep` goes on to NashConv 0.157 on Leduc poker, three times as long.
-`--learned`: best responses that a DQN learns on both sides, too (`learned.py`), with the same limit
-of CPU seconds for both; all of it took twelve minutes on two busy cores.
+It takes some minutes. `--deep` continues to NashConv 0.157 on Leduc poker, which takes three times
+as long. `--learned` adds best responses that a DQN learns on both sides (`learned.py`), with the
+same limit of CPU seconds for both; everything took twelve minutes on two busy cores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
 
-# What OpenSpiel's linear program needs.
+# Requirement of OpenSpiel's linear program.
 PACKAGES: Final = ("cvxpy==1.7.3", "ecos==2.0.14")
-# And its DQN in PyTorch.
+# Requirement of its DQN in PyTorch.
 TREE: Final = "dm-tree==0.1.10"
 _ITERATIONS: Final = 400
 
@@ -44,7 +44,7 @@ class Point:
 
 
 def ours(game: str, target: float) -> list[Point]:
-    """Troupe's iterations until NashConv is at most `target`."""
+    """Return Troupe's iterations until NashConv is at most `target`."""
     began = time.process_time()
     found = []
     for one in ExactPsro(SequenceForm.of(game)).run(_ITERATIONS):
@@ -56,18 +56,18 @@ def ours(game: str, target: float) -> list[Point]:
 
 
 def openspiels(python: Path, game: str, target: float) -> list[Point]:
-    """OpenSpiel's iterations until then."""
+    """Return OpenSpiel's iterations until NashConv is at most `target`."""
     found = iterations(python, "openspiel", game, _ITERATIONS, target)
     return [Point(one["iteration"], one["nash_conv"], one["seconds"]) for one in found]
 
 
 def first(points: Sequence[Point], level: float) -> Point | None:
-    """The first iteration at or below `level`."""
+    """Return the first iteration at or below `level`."""
     return next((one for one in points if one.nash_conv <= level), None)
 
 
 def row(name: str, side: str, level: float, point: Point | None) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     if point is None:
         return f"{name:12} {side:10} {level:>9g} {'not reached':>24}"
     return f"{name:12} {side:10} {level:>9g} {point.iteration:>10} {point.seconds:>13.2f}"
@@ -76,7 +76,7 @@ def row(name: str, side: str, level: float, point: Point | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run both, print a table and the JSON object."""
     flags = {
-        "learned": "best responses that a DQN learns on both sides, too",
+        "learned": "add best responses that a DQN learns on both sides",
         "deep": "Leduc poker to NashConv 0.157",
     }
     options = options_of(__doc__, arguments, flags=flags)

@@ -1,4 +1,4 @@
-"""PSRO with learned best responses beside OpenSpiel's: DQN on both sides, exact payoffs."""
+"""PSRO with learned best responses against OpenSpiel's: DQN on both sides, exact payoffs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from benchmarks.papers.psro.theirs import iterations, report_iteration
 from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.populations.psro import LearnedPsro, Oracle
 
-# OpenSpiel's, of each best response: a fifth of its example's, with which it gets there sooner.
+# Episodes of each of OpenSpiel's best responses: a fifth of its example's, with which it is faster.
 EPISODES: Final = 2_000
-# By game: the goal, updates of each of our best responses, games at once.
+# By game: the goal, updates of each of Troupe's best responses, games at once.
 GAMES: Final = {"kuhn_poker": (0.1, 24, 512), "leduc_poker": (1.5, 60, 1024)}
 _ITERATIONS: Final = 60
-# Of CPU, for either side and each game. What OpenSpiel takes to measure NashConv is not counted.
+# CPU seconds for either side and each game, without OpenSpiel's time for measuring NashConv.
 _CPU_SECONDS: Final = 90.0
 
 
 @dataclass(frozen=True)
 class Learned:
-    """How far one side came, and what that took."""
+    """The result of one side, and its cost."""
 
     nash_conv: float
-    """The least of all iterations."""
+    """The lowest NashConv of all iterations."""
     iteration: int
     cpu: float
     wall: float
 
 
 def oracle(updates: int, copies: int) -> Oracle:
-    """Networks as OpenSpiel's, of two hidden layers of 64."""
+    """Return networks like OpenSpiel's, with two hidden layers of 64."""
     learning = QLearningSpec(
         lr=2e-3,
         gamma=1.0,
@@ -52,7 +52,7 @@ def oracle(updates: int, copies: int) -> Oracle:
 
 
 def ours(game: str, target: float, updates: int, copies: int, seconds: float) -> Learned:
-    """Troupe's, both players' best responses beside each other in processes of one thread."""
+    """Run Troupe's PSRO, with both players' best responses in parallel processes of one thread."""
     context = get_context("spawn")
     with ProcessPoolExecutor(
         2, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
@@ -72,14 +72,14 @@ def ours(game: str, target: float, updates: int, copies: int, seconds: float) ->
 
 
 def openspiels(python: Path, game: str, target: float, episodes: int, seconds: float) -> Learned:
-    """OpenSpiel's, until `target` or until so many CPU seconds are over."""
+    """Run OpenSpiel's PSRO until `target`, or for `seconds` CPU seconds."""
     points = iterations(python, "openspiel_learned", game, target, seconds, episodes, 1)
     best = min(points, key=lambda one: float(one["nash_conv"]))
     return Learned(best["nash_conv"], best["iteration"], best["seconds"], best["wall"])
 
 
 def compare(python: Path, quick: bool) -> tuple[list[str], dict[str, float]]:
-    """Lines of a table, and the benchmark's keys."""
+    """Return the lines of a table, and the JSON keys."""
     lines = [
         f"{'game':12} {'side':10} {'NashConv':>9} {'iteration':>10} {'CPU s':>8} {'wall s':>8}"
     ]
@@ -103,6 +103,6 @@ def compare(python: Path, quick: bool) -> tuple[list[str], dict[str, float]]:
 
 
 def _cpu() -> float:
-    """Seconds of CPU of this process and those below it."""
+    """Return the CPU seconds of this process and its descendants."""
     me = psutil.Process()
     return sum(sum(one.cpu_times()[:2]) for one in [me, *me.children(recursive=True)])

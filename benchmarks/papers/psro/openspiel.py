@@ -1,8 +1,8 @@
 """OpenSpiel's own PSRO: `PYTHON -m benchmarks.papers.psro.openspiel GAME ITERATIONS NASH_CONV`.
 
-Run by the reference's Python. Exact best responses by its C++ backend, exact payoffs by its C++
+The reference's Python runs it. Exact best responses by its C++ backend, exact payoffs by its C++
 tree walk, its linear program for the meta-strategy. Prints one JSON line per iteration, until its
-NashConv is at most NASH_CONV; measuring that is not counted.
+NashConv is at most NASH_CONV, whose measurement is not counted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from open_spiel.python.algorithms.psro_v2 import (
 
 
 class Exact(psro_v2.PSROSolver):  # type: ignore[misc]
-    """Payoffs are computed instead of sampled."""
+    """OpenSpiel's solver with computed instead of sampled payoffs."""
 
     def sample_episodes(self, policies: list[Any], num_episodes: int) -> Any:
-        """Expected returns of both players."""
+        """Return the expected returns of both players."""
         del num_episodes
         found = pyspiel.expected_returns(
             self._game.new_initial_state(), [self._tabular(p) for p in policies], -1, True
@@ -36,7 +36,7 @@ class Exact(psro_v2.PSROSolver):  # type: ignore[misc]
         return np.array(found)
 
     def _tabular(self, policy: Any) -> Any:
-        # A policy never changes: made once, by its identity.
+        # A policy never changes: its table is made once, by identity.
         known = self.__dict__.setdefault("_tables", {})
         if id(policy) not in known:
             known[id(policy)] = (policy, pyspiel.TabularPolicy(self._table(policy)))

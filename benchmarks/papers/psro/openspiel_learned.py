@@ -2,11 +2,11 @@
 
     PYTHON -m benchmarks.papers.psro.openspiel_learned GAME TARGET SECONDS EPISODES SEED
 
-Run by the reference's Python. `RLOracle` over its PyTorch DQN, which takes a tenth of the time of
-its JAX one, with the settings of its example (`psro_v2_example.py`) but two hidden layers of 64;
-EPISODES per best response; payoffs exact and the meta-strategy a Nash equilibrium, as on our side.
-Prints one JSON line per iteration, until its NashConv is at most TARGET or SECONDS of CPU are over.
-What NashConv itself takes is not counted.
+The reference's Python runs it. `RLOracle` over its PyTorch DQN, which takes a tenth of the time of
+its JAX version, with the settings of its example (`psro_v2_example.py`) except for two hidden
+layers of 64; EPISODES per best response; exact payoffs and a Nash equilibrium as the meta-strategy,
+as on Troupe's side. Prints one JSON line per iteration, until its NashConv is at most TARGET or
+SECONDS of CPU have passed. The time of NashConv itself is not counted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from open_spiel.python.pytorch import dqn
 
 from benchmarks.papers.psro.openspiel import Exact
 
-# `rl_policy` makes policies of its two JAX agents on import, of which none is used here: without
-# them five packages less have to be installed.
+# `rl_policy` makes policies of its two JAX agents on import, which are not used here: without them,
+# five fewer packages are needed.
 for name, agent in (("dqn", "DQN"), ("policy_gradient", "PolicyGradient")):
     absent = types.ModuleType(f"open_spiel.python.jax.{name}")
     setattr(absent, agent, object)
@@ -39,7 +39,7 @@ from open_spiel.python.algorithms.psro_v2 import rl_policy  # noqa: E402
 
 
 class Learned(Exact):
-    """A DQN answers at its own player's states only."""
+    """A solver whose DQNs answer only at their own player's states."""
 
     def _table(self, policy: Any) -> Any:
         if "_states" not in self.__dict__:

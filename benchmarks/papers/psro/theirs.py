@@ -1,4 +1,4 @@
-"""Runs OpenSpiel's side in the reference's Python, and tells how far it is."""
+"""OpenSpiel's side: its run in the reference's Python, with reports of progress."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _RUN_SECONDS: Final = 1800.0
 def report_iteration(
     side: str, game: str, iteration: int, nash_conv: float, seconds: float
 ) -> None:
-    """Print a line about an iteration for users who wait."""
+    """Print a line of progress about an iteration."""
     said = f"{side}, {game}: iteration {iteration}, NashConv {nash_conv:.4g}, {seconds:.1f} CPU s"
     progress(said)
 
 
 def iterations(python: Path, module: str, game: str, *arguments: object) -> list[dict[str, Any]]:
-    """Run `python -m benchmarks.papers.psro.MODULE GAME ARGUMENTS`; an object for each iteration.
+    """Run `python -m benchmarks.papers.psro.MODULE GAME ARGUMENTS`; return an object per iteration.
 
-    Raises SystemExit with what it said last if it fails or takes half an hour.
+    Raises SystemExit with its last output if it fails or takes half an hour.
     """
     command = [str(python), "-m", f"benchmarks.papers.psro.{module}", game, *map(str, arguments)]
     process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""Environment steps per second of small networks, beside RLlib and Sample Factory."""
+"""Environment steps per second of small networks, against RLlib and Sample Factory."""

@@ -1,11 +1,11 @@
-"""Environment steps per second of small networks, beside RLlib's and Sample Factory's.
+"""Environment steps per second of small networks, against RLlib's and Sample Factory's.
 
     python -m benchmarks.papers.sampling [--quick] [--json] [--only peers|workers]
 
 MPE's simple_spread (three agents, 25 steps) and Leduc poker against uniformly random play, networks
 of two hidden layers of 64, as many worker processes as cores on every side, each side in its own
-Python, short windows in turns. What is counted has come back to the driver. Sampling alone: nobody
-trains. Takes three to four minutes.
+Python, short alternating windows. Only steps that have reached the driver count. Sampling alone,
+without training. Takes three to four minutes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from benchmarks.references import ReferenceUnavailable, reference_python
 T = TypeVar("T")
 RLLIB: Final = ("ray[rllib]==2.60.0",)
 SAMPLE_FACTORY: Final = ("sample-factory==2.1.1",)
-# Of the peers' environments, which are one copy each, in a worker.
+# Copies in a worker of the peers' environments, which are one copy each.
 _PEER_COPIES: Final = 16
 _COPIES: Final = {"spread": 256, "leduc": 512}
-# Of the same arrays on both sides.
+# Copies of the same arrays on both sides.
 _ARRAYS: Final = (256, 512)
 _WORLDS: Final = ("spread", "leduc")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long it takes."""
+    """The extent of the measurement."""
 
     workers: int
     counts: tuple[int, ...]
-    """Worker processes of ours, growing."""
+    """Troupe's numbers of worker processes, ascending."""
     seconds: float
-    """Of a window."""
+    """Seconds of a window."""
     rounds: int
 
 
 def row(side: Side, workers: int, rates: Sequence[Rate]) -> str:
-    """A line of the table: medians of all rounds."""
+    """Return a line of the table: medians of all rounds."""
     per_second = median(rate.per_second for rate in rates)
     per_cpu = median(rate.per_cpu_second for rate in rates)
     told = f"{side.world.removesuffix('_arrays'):8} {side.name:28} {workers:>7} {side.copies:>6}"
@@ -55,14 +55,15 @@ def row(side: Side, workers: int, rates: Sequence[Rate]) -> str:
 
 
 def turn(what: Sequence[T], number: int) -> list[T]:
-    """In which order round `number` goes: another one begins every time, since who comes first, or
-    after whom, may matter."""
+    """Return the order of round `number`, in which another side begins each time, since the order
+    may matter."""
     first = number % len(what)
     return [*what[first:], *what[:first]]
 
 
 def compared(sides: Sequence[Side], plan: Plan, lines: list[str]) -> list[list[Rate]]:
-    """Windows of all sides in turns, of which each begins some."""
+    """Measure alternating windows of all sides, in orders in which each side begins equally
+    often."""
     progress(f"{', '.join(side.name for side in sides)}: {sides[0].world}")
     found: list[list[Rate]] = [[] for _ in sides]
     with started(sides) as running:
@@ -74,12 +75,12 @@ def compared(sides: Sequence[Side], plan: Plan, lines: list[str]) -> list[list[R
 
 
 def own(world: str, workers: int, copies: int) -> Side:
-    """Ours."""
+    """Return Troupe's side."""
     return Side("Troupe", sys.executable, "ours", world, workers, copies)
 
 
 def against_peers(lines: list[str], plan: Plan) -> dict[str, float]:
-    """Both environments on all sides as users run them, and one with the same arrays."""
+    """Measure both environments on all sides in their usual form, and one with the same arrays."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as directory:
         rllib = reference_python(RLLIB, Path(directory) / "rllib", apart="rllib")
@@ -102,8 +103,8 @@ def against_peers(lines: list[str], plan: Plan) -> dict[str, float]:
 
 
 def over_workers(lines: list[str], plan: Plan) -> dict[str, float]:
-    """Ours with more and more processes: the least of all rates against that of one per core, and
-    of all rates per CPU second against that of one process."""
+    """Measure Troupe with more and more processes: the lowest rate over the rate of one process per
+    core, and the lowest rate per CPU second over the rate of one process."""
     stable = {}
     for world in _WORLDS:
         side = own(world, plan.counts[-1], _COPIES[world])
@@ -123,7 +124,7 @@ def over_workers(lines: list[str], plan: Plan) -> dict[str, float]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""Steps in windows of time, with the CPU seconds of a process and all below it."""
+"""Steps in windows of time, with the CPU seconds of a process and its descendants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEGIN_SECONDS = 1.0
 
 
 def cpu_seconds() -> float:
-    """Of this process and all its descendants."""
+    """Return the CPU seconds of this process and all its descendants."""
     me = psutil.Process()
     total = 0.0
     for process in [me, *me.children(recursive=True)]:
@@ -26,11 +26,11 @@ def cpu_seconds() -> float:
 
 
 def serve(collect: Callable[[int], int]) -> None:
-    """Measure a window per line of stdin, "SECONDS WORKERS", until there are no more.
+    """Measure a window per line of stdin, "SECONDS WORKERS", until its end.
 
-    `collect(workers)` says how many steps came back to this process. A fifth of a window goes by
-    unmeasured first, in which what waits in buffers is taken. Prints a line per window, and one
-    when all run.
+    `collect(workers)` returns the number of steps that reached this process. A fifth of a window
+    passes unmeasured first, to empty buffers. Prints a line per window, and one when all workers
+    run.
     """
     began = time.perf_counter()
     while time.perf_counter() - began < _BEGIN_SECONDS:

@@ -1,7 +1,7 @@
 """Troupe's sampling: `python -m benchmarks.papers.sampling.ours WORLD WORKERS COPIES`.
 
-WORKERS processes with COPIES copies each, one torch thread a process; an actor plays whole episodes
-of all copies. What is counted has come back to the driver as fragments.
+WORKERS processes with COPIES copies each, one torch thread per process; an actor plays whole
+episodes of all copies. Only steps that have reached the driver as fragments count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _JOIN_SECONDS = 20.0
 
 
 class Leduc(GameCopies):
-    """As `worlds.Leduc`: all moves are offered, and one that is not legal is a call."""
+    """Like `worlds.Leduc`: all moves are offered, and an illegal one is a call."""
 
     def reset(self, seed: int) -> Observed:
-        """A new game in every copy."""
+        """Begin a new game in every copy."""
         return self._offered(super().reset(seed))
 
     def step(self, actions: Actions) -> Stepped:
@@ -45,14 +45,14 @@ class Leduc(GameCopies):
 
 
 def environment(world: str, copies: int) -> VectorEnvironment:
-    """So many copies of it."""
+    """Return `copies` copies of the environment."""
     if world == "leduc":
         return Leduc(copies)
     return make_environment("simple_spread", copies, agents=AGENTS, steps=STEPS)
 
 
 def work(world: str, copies: int, seed: int, out: Connection) -> None:
-    """Play until nobody reads any more."""
+    """Play until the reader is gone."""
     torch.set_num_threads(1)
     played, spec = environment(world, copies), NetworkSpec(hidden=(64, 64), activation="tanh")
     actor = Actor(played, {"p": Seat(spec, played.agents)})
@@ -67,9 +67,9 @@ def work(world: str, copies: int, seed: int, out: Connection) -> None:
 
 
 def main() -> None:
-    """Measure whenever asked to."""
+    """Measure on request."""
     world, workers, copies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    # A worker begins with all that is imported here, once for all of them.
+    # Workers inherit all imports from this process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.papers.sampling.ours"])
     processes, ends = [], []
@@ -80,11 +80,11 @@ def main() -> None:
         out.close()
         processes.append(process)
         ends.append(end)
-    for end in ends:  # everybody plays
+    for end in ends:  # all workers play
         end.recv()
 
     def collect(some: int) -> int:
-        # Who is not read from stands still.
+        # A worker that is not read from stops.
         ready: list[Any] = wait(ends[:some] if some else ends)
         return sum(end.recv().steps for end in ready)
 

@@ -1,7 +1,7 @@
 """RLlib's sampling: `PYTHON -m benchmarks.papers.sampling.rllib WORLD WORKERS ENVS`.
 
-Run by the reference's Python. PPO's env runners of the new API stack, WORKERS processes with ENVS
-copies each; what is counted has come back to the driver (`synchronous_parallel_sample`).
+The reference's Python runs it. PPO's env runners of the new API stack, WORKERS processes with ENVS
+copies each; only steps that have reached the driver count (`synchronous_parallel_sample`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.papers.sampling.worlds import STEPS, Leduc, spread
 
 
 def main() -> None:
-    """Measure whenever asked to."""
+    """Measure on request."""
     world, workers, envs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
     register_env("spread", lambda config: ParallelPettingZooEnv(spread()))

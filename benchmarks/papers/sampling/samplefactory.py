@@ -2,9 +2,9 @@
 
     PYTHON -m benchmarks.papers.sampling.samplefactory WORLD WORKERS ENVS
 
-Run by the reference's Python. Its sampler as its own example of sampling alone runs it
+The reference's Python runs it. Its sampler as in its own example of sampling alone
 (`SyncSamplingAPI`): WORKERS rollout processes with ENVS copies each in two halves, one process for
-inference; what is counted has come back to the driver.
+inference; only steps that have reached the driver count.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from troupe.networks.environments.simple_spread import SimpleSpread
 
 
 class Alone(Leduc):
-    """What it asks every environment for."""
+    """The environment with the attributes that Sample Factory requires."""
 
     num_agents, is_multiagent = 1, False
 
 
 class Spread(gymnasium.Env):  # type: ignore[misc]
-    """simple_spread by lists, which begins anew by itself, as Sample Factory wants it."""
+    """simple_spread with lists, which resets itself, as Sample Factory requires."""
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
@@ -46,7 +46,7 @@ class Spread(gymnasium.Env):  # type: ignore[misc]
         self.action_space = gymnasium.spaces.Discrete(5)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """What all agents see."""
+        """Return all agents' observations."""
         seen, _ = self._world.reset(seed=seed)
         return [seen[name] for name in self._names], [{} for _ in self._names]
 
@@ -63,8 +63,8 @@ class Spread(gymnasium.Env):  # type: ignore[misc]
 
 
 class Arrays(gymnasium.Env):  # type: ignore[misc]
-    """simple_spread as Troupe computes it, all copies as one environment of many agents
-    (`batched_sampling`, as for Isaac Gym and EnvPool): what is left is the framework's own."""
+    """simple_spread as computed by Troupe, with all copies as one environment of many agents
+    (`batched_sampling`, as for Isaac Gym and EnvPool): the rest is the framework's cost."""
 
     is_multiagent = True
 
@@ -77,12 +77,12 @@ class Arrays(gymnasium.Env):  # type: ignore[misc]
         self.action_space = gymnasium.spaces.Discrete(5)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """All copies begin."""
+        """Reset all copies."""
         self._seed += 1
         return self._seen(self._world.reset(self._seed)), {}
 
     def step(self, actions: Any) -> Any:
-        """Move all copies; all end together."""
+        """Step all copies, which end together."""
         stepped = self._world.step(np.asarray(actions).reshape(-1, AGENTS))
         over = torch.from_numpy(stepped.truncated.repeat(AGENTS))
         seen = stepped.observed
@@ -99,7 +99,7 @@ class Arrays(gymnasium.Env):  # type: ignore[misc]
 
 
 def make(name: str, cfg: Any, env_config: Any, render_mode: str | None = None) -> Any:
-    """One copy; its processes import this by name."""
+    """Return one copy; its processes import this by name."""
     del env_config
     if name == "spread_arrays":
         return Arrays(cfg.copies_in_arrays, render_mode)
@@ -107,7 +107,7 @@ def make(name: str, cfg: Any, env_config: Any, render_mode: str | None = None) -
 
 
 def main() -> None:
-    """Measure whenever asked to."""
+    """Measure on request."""
     world, workers, envs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     arrays = world == "spread_arrays"
     register_env(world, make)
@@ -119,7 +119,7 @@ def main() -> None:
         "num_envs_per_worker": 1 if arrays else envs,
         "worker_num_splits": 1 if arrays or envs == 1 else 2,
         "rollout": STEPS,
-        # A multiple of what one worker brings, whatever it is of arrays.
+        # A multiple of one worker's samples, also with arrays.
         "batch_size": STEPS * envs * AGENTS if arrays else 1000,
         "use_rnn": False,
         "normalize_input": False,

@@ -1,7 +1,7 @@
-"""A side of the comparison: a process that samples a window of time whenever it is asked to.
+"""A side of the comparison: a process that samples a window of time on request.
 
-All sides of a group live at once and are asked in turns, so that whatever else the machine does
-meets all of them; who is not asked is stopped, since a sampler otherwise goes on by itself.
+All sides of a group are alive at once and measured alternately, so that other load on the machine
+affects all of them. The idle sides are stopped, since a sampler otherwise continues by itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from troupe.processes.ending import signal_group
 
 _START_SECONDS: Final = 180.0
 _END_SECONDS: Final = 20.0
-# Beyond the window itself: what is under way is taken to its end.
+# Time beyond the window itself, in which running work ends.
 _LATE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is run."""
+    """The command of one side."""
 
     name: str
     python: str | Path
@@ -37,12 +37,12 @@ class Side:
     world: str
     workers: int
     copies: int
-    """Of the environment, in each worker."""
+    """Copies of the environment in each worker."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one side did in one window."""
+    """The result of one side in one window."""
 
     steps: float
     wall: float
@@ -55,12 +55,12 @@ class Rate:
 
     @property
     def per_cpu_second(self) -> float:
-        """Steps per second of CPU, of all its processes."""
+        """Steps per CPU second of all its processes."""
         return self.steps / self.cpu
 
 
 class SideFailed(Exception):
-    """A side ended or did not answer; says what it wrote last."""
+    """A side ended or did not answer; the message has its last output."""
 
 
 class Running:
@@ -77,7 +77,7 @@ class Running:
             stderr=self._errors,
             text=True,
             start_new_session=True,
-            # Sample Factory writes where it is.
+            # Sample Factory writes into its working directory.
             cwd=directory,
             env=os.environ
             | {
@@ -88,18 +88,18 @@ class Running:
         )
 
     def wait_ready(self) -> None:
-        """Until all its workers play; then it stands still. Raises SideFailed."""
+        """Wait until all its workers play, then stop it. Raises SideFailed."""
         self._said(_START_SECONDS)
         self._signal(signal.SIGSTOP)
 
     def window(self, seconds: float, workers: int = 0) -> Rate:
-        """So many seconds; of our side with so many of its workers (0: all of them).
+        """Measure `seconds` seconds; for Troupe with `workers` of its workers (0: all of them).
 
         Raises SideFailed.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_said` reports it
             self._process.stdin.write(f"{seconds} {workers}\n")
             self._process.stdin.flush()
         found = Rate(**self._said(2 * seconds + _LATE_SECONDS))
@@ -122,7 +122,7 @@ class Running:
         self._errors.close()
 
     def _said(self, seconds: float) -> dict[str, Any]:
-        """Its next line of JSON; peers write other lines, too."""
+        """Return its next line of JSON; peers also write other lines."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._kill)
         timer.start()
@@ -149,7 +149,7 @@ class Running:
 
 @contextlib.contextmanager
 def started(sides: Sequence[Side]) -> Iterator[list[Running]]:
-    """All of them, each having played already; ends them afterwards. Raises SideFailed."""
+    """Run all sides, each warmed up; end them afterwards. Raises SideFailed."""
     with tempfile.TemporaryDirectory(prefix="sampling-", ignore_cleanup_errors=True) as directory:
         running: list[Running] = []
         try:
@@ -168,8 +168,8 @@ def started(sides: Sequence[Side]) -> Iterator[list[Running]]:
 
 
 def ratio(ours: Sequence[Rate], theirs: Sequence[Rate]) -> float:
-    """By the clock or by CPU seconds, whichever says less for us: medians over the rounds, each
-    round compared with itself."""
+    """Return the ratio by wall-clock or by CPU seconds, whichever is less favourable to Troupe: the
+    median of the ratios within the rounds."""
     pairs = list(zip(ours, theirs, strict=True))
     by_clock = statistics.median(a.per_second / b.per_second for a, b in pairs)
     by_cpu = statistics.median(a.per_cpu_second / b.per_cpu_second for a, b in pairs)

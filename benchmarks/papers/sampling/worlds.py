@@ -1,4 +1,4 @@
-"""The environments as RLlib and Sample Factory take them: one copy each, from its own library."""
+"""The environments for RLlib and Sample Factory: one copy each, from its own library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 AGENTS = 3
 STEPS = 25
-# What is called when a move is not legal; it is always legal in Leduc poker.
+# The replacement of an illegal move, which is always legal in Leduc poker.
 CALL = 1
 
 
@@ -29,7 +29,7 @@ class Leduc(gymnasium.Env):  # type: ignore[misc]
         self._state: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """A new game."""
+        """Begin a new game."""
         del options
         if seed is not None:
             self._random = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ class Leduc(gymnasium.Env):  # type: ignore[misc]
         return self._seen(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move, then all others until the first player is to move again."""
+        """Play the move, then all others' moves until the first player is to move again."""
         legal = self._state.legal_actions()
         self._state.apply_action(int(action) if int(action) in legal else CALL)
         self._play_others()
@@ -48,7 +48,7 @@ class Leduc(gymnasium.Env):  # type: ignore[misc]
     def _play_others(self) -> None:
         state = self._state
         while not state.is_terminal() and state.current_player() != 0:
-            # Chance is uniform here, too.
+            # Chance is also uniform here.
             moves = state.legal_actions()
             state.apply_action(moves[self._random.integers(len(moves))])
 
@@ -57,7 +57,8 @@ class Leduc(gymnasium.Env):  # type: ignore[misc]
 
 
 def spread() -> Any:
-    """MPE's simple_spread, three agents at once (PettingZoo's parallel interface)."""
+    """Return MPE's simple_spread with three simultaneous agents (PettingZoo's parallel
+    interface)."""
     from mpe2 import simple_spread_v3
 
     return simple_spread_v3.parallel_env(N=AGENTS, max_cycles=STEPS)

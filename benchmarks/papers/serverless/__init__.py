@@ -1,1 +1,1 @@
-"""Reward functions that are there when they are called, and gone when they are not."""
+"""Reward functions that scale from zero and back."""

@@ -1,20 +1,21 @@
-"""Rewards as functions that scale from zero, beside a pool that is always there.
+"""Rewards as functions that scale from zero, against a permanent pool.
 
     python -m benchmarks.papers.serverless [--quick] [--json]
 
-A real reward service, in a process of its own; the client is this process. The last line is one
-JSON object:
+A real reward service in a separate process; the client is this process. The last line is one JSON
+object:
 
-- `utilization`: seconds that functions ran over seconds that worker processes were there, of 10,000
-  calls in bursts, with workers that are started for a burst and ended after it. The start of a
-  worker is no use, so it counts as provisioned and not as run.
-- `dedicated_utilization`: the same of a pool that has as many workers all the time. Both get the
-  same bursts at the same distance, each while the other is idle.
-- `throughput`: calls per second while a burst lasts, autoscaled; `dedicated_throughput` beside it.
-- `overhead_p50_ms`: from sending a call of a function that does nothing to its result; one worker,
-  warm, one call at a time. `batched_overhead_p50_ms`: the same per call of batches of 100.
-- `cold_start_p50_ms`, `cold_start_p99_ms`: what a call waits for a new worker process, until that
-  has imported the function.
+- `utilization`: seconds of running functions over seconds of existing worker processes, for 10,000
+calls in bursts, with workers that are started for a burst and ended after it. The start of a worker
+counts as provisioned time, not as running time.
+- `dedicated_utilization`: the same for a pool that always has as many workers. Both get the same
+bursts at the same intervals, each while the other is idle.
+- `throughput`: calls per second during a burst, autoscaled; `dedicated_throughput`: of the
+dedicated pool.
+- `overhead_p50_ms`: from sending a call of an empty function to its result; one warm worker, one
+call at a time. `batched_overhead_p50_ms`: the same per call in batches of 100.
+- `cold_start_p50_ms`, `cold_start_p99_ms`: a call's wait for a new worker process, until that has
+imported the function.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BATCH = 100
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     singles: int
     batches: int
@@ -49,15 +50,16 @@ class Plan:
     calls_per_burst: int
     workers: int
     mean_seconds: float
-    """Of a call; they are drawn from an exponential distribution and at most five times that."""
+    """Mean seconds of a call, drawn from an exponential distribution, at most five times the
+    mean."""
     distance_seconds: float
-    """From the start of a burst to the start of the next."""
+    """Seconds from the start of a burst to the start of the next."""
     idle_seconds: float = 0.1
-    """After which a worker without calls is ended."""
+    """Seconds after which an idle worker is ended."""
 
     @property
     def calls(self) -> int:
-        """Of all bursts."""
+        """Calls of all bursts."""
         return self.bursts * self.calls_per_burst
 
 
@@ -67,7 +69,7 @@ QUICK = Plan(50, 2, 3, 2, 60, 3, 0.01, 3.0)
 
 @dataclass
 class Pool:
-    """What a pool did with all bursts."""
+    """The figures of one pool over all bursts."""
 
     run_seconds: float = 0.0
     burst_seconds: float = 0.0
@@ -77,12 +79,12 @@ class Pool:
 
     @property
     def utilization(self) -> float:
-        """Of the time that its workers were there."""
+        """Fraction of its workers' lifetime in which functions ran."""
         return self.run_seconds / self.provisioned_seconds
 
 
 async def overhead(directory: Path, plan: Plan) -> tuple[list[float], list[float]]:
-    """Seconds of single calls, and per call of batches."""
+    """Return the seconds of single calls, and per call of batches."""
     async with started(directory, "warm", workers=1, min_workers=1) as service:
         await service.register("nothing")
         for _ in range(20):
@@ -101,7 +103,7 @@ async def overhead(directory: Path, plan: Plan) -> tuple[list[float], list[float
 
 
 async def cold_starts(directory: Path, plan: Plan) -> list[float]:
-    """Seconds that calls waited for a new worker."""
+    """Return the seconds that calls waited for a new worker."""
     async with started(directory, "cold", workers=1, min_workers=0, idle_seconds=0) as service:
         await service.register("nothing")
         found = []
@@ -113,7 +115,7 @@ async def cold_starts(directory: Path, plan: Plan) -> list[float]:
 
 
 async def bursts(directory: Path, plan: Plan) -> tuple[Pool, Pool]:
-    """The autoscaled pool and the dedicated one, in turns."""
+    """Measure the autoscaled pool and the dedicated one alternately."""
     draw = random.Random(7)
     durations = [
         [
@@ -171,7 +173,7 @@ def _ran(response: reward_pb.InvokeResponse) -> float:
 
 
 async def measure(plan: Plan, console: Console) -> dict[str, float]:
-    """All of it; tables go to `console`."""
+    """Measure everything; print tables to `console`."""
     with scratch() as directory:
         singles, batches = await overhead(directory, plan)
         cold = await cold_starts(directory, plan)

@@ -1,4 +1,4 @@
-"""A reward service of its own process, as the embedded cluster starts one, and calls to it."""
+"""A reward service in a separate process, as started by the embedded cluster, and calls to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Service:
         self.stub = stub
 
     async def register(self, name: str) -> None:
-        """Make a function of the workload known."""
+        """Register a function of the workload."""
         spec = reward_pb.FunctionSpec(
             name=name, entrypoint=f"{WORKLOAD}:{name}", timeout_seconds=60, kind="reward"
         )
@@ -40,7 +40,7 @@ class Service:
         )
 
     async def invoke(self, name: str, arguments_json: str = "{}") -> reward_pb.InvokeResponse:
-        """One call."""
+        """Make one call."""
         return await self.stub.Invoke(
             reward_pb.InvokeRequest(
                 invocation_id=new_id(), name=name, arguments_json=arguments_json
@@ -48,7 +48,7 @@ class Service:
         )
 
     async def batch(self, name: str, arguments: Sequence[str]) -> list[reward_pb.InvokeResponse]:
-        """Many in one message. Raises RuntimeError for one that failed."""
+        """Make many calls in one message. Raises RuntimeError if one fails."""
         request = reward_pb.InvokeBatchRequest(
             name=name,
             calls=[
@@ -68,13 +68,13 @@ class Service:
                 await asyncio.sleep(0.02)
 
     async def pool(self) -> reward_pb.PoolStatus:
-        """Its workers."""
+        """Return the status of its workers."""
         return (await self.stub.ListFunctions(reward_pb.ListFunctionsRequest())).pool
 
 
 @contextlib.asynccontextmanager
 async def started(directory: Path, name: str, **settings: float) -> AsyncIterator[Service]:
-    """A service with `TROUPE_REWARD_*` settings, for as long as the context lasts."""
+    """Run a service with `TROUPE_REWARD_*` settings as long as the context lasts."""
     with _process(directory, name, settings) as address:
         async with connect(address) as channel:
             yield Service(RewardStub(channel))

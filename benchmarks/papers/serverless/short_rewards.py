@@ -1,4 +1,4 @@
-"""Rewards as short as most are, for `benchmarks.papers.serverless`."""
+"""Short rewards for `benchmarks.papers.serverless`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 def nothing(x: int = 0) -> int:
-    """Answers at once: what a call takes is what it costs to make one."""
+    """Return at once, so that a call takes only its overhead."""
     return x
 
 
 def waits(seconds: float) -> float:
-    """Takes its time and no core, as one does that asks somebody else; so a machine of few cores
-    can run as many at once as there are workers."""
+    """Wait without using a core, like a function that calls another service, so that a machine with
+    few cores can run as many calls at once as there are workers."""
     time.sleep(seconds)
     return 1.0

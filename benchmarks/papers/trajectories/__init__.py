@@ -1,1 +1,1 @@
-"""What trajectories that never wait for each other are worth (docs/benchmarks/trajectories.md)."""
+"""The gain from trajectories that never wait for each other (docs/benchmarks/trajectories.md)."""

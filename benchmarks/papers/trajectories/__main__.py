@@ -1,8 +1,8 @@
 """`python -m benchmarks.papers.trajectories [--quick] [--json]`
 
-What trajectory-level rollout is worth over batch-level rollout, for environments whose steps vary
-little and much, and what redundant trajectories are worth where some stall or fail. Real processes
-and messages; simulated engines and trainers. The last line of stdout is the JSON object.
+The gain of trajectory-level over batch-level rollout, for environments whose steps vary little and
+much, and the gain of redundant trajectories when some stall or fail. Real processes and messages;
+simulated engines and trainers. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from benchmarks.papers.trajectories.workload import (
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 
-# A row that takes this long hangs.
+# Time limit of a row, in seconds.
 _ROW_SECONDS = 900.0
 _SIGMAS = (1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A row: seconds per step in the steady state, from the end of the first step to the end of the
-    last, its standard deviation over steps, and means of the steps' metrics."""
+    """Figures of a row: seconds per step in the steady state, from the end of the first step to the
+    end of the last, their standard deviation over steps, and means of the steps' metrics."""
 
     seconds: float
     spread: float
@@ -55,7 +55,7 @@ class Figures:
 
 
 def main() -> None:
-    """Run it all."""
+    """Run everything."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.papers.trajectories", description=__doc__
     )
@@ -77,7 +77,7 @@ def main() -> None:
 async def measure(
     size: Size, sigmas: tuple[float, ...], directory: Path, console: Console
 ) -> tuple[dict[str, Any], list[Table]]:
-    """All rows, one after another on one cluster: the object, and tables for people."""
+    """Measure all rows, one after another on one cluster; return the JSON object, and tables."""
     async with cluster(directory / "data") as client:
 
         async def pair(rows: tuple[Row, Row]) -> tuple[Figures, Figures]:
@@ -110,7 +110,7 @@ async def measure(
 
 @asynccontextmanager
 async def cluster(data_dir: Path) -> AsyncIterator[AsyncClient]:
-    """A cluster of real processes, and its client. Nothing calls its reward service."""
+    """Yield the client of a cluster of real processes. Nothing calls its reward service."""
     os.environ["TROUPE_REWARD_WORKERS"] = "1"
     settings = ClusterSettings(data_dir=data_dir, trainers=1, panel=False)
     async with (
@@ -131,7 +131,7 @@ async def run(client: AsyncClient, row: Row, size: Size, directory: Path) -> Fig
 
 
 def figures(steps: list[StepEnd], cpu: float) -> Figures:
-    """The figures of a row of at least two steps; the first one warms up."""
+    """Return the figures of a row of at least two steps, of which the first is warm-up."""
     ends = [step.at for step in steps]
     each = [later - earlier for earlier, later in itertools.pairwise(ends)]
     names = {name for step in steps[1:] for name in step.values}
@@ -174,9 +174,9 @@ def _level_table(levels: list[tuple[float, tuple[Figures, Figures]]], size: Size
 
 def _spare_table(rows: tuple[Figures, Figures], size: Size) -> Table:
     table = Table(
-        title="4 % of trajectories stall, 3 % fail and are begun anew; SIMULATED engines",
-        caption="Mode micro_batch. Bias: means per trajectory over those kept and those cancelled, "
-        "as far as they came.",
+        title="4 % of trajectories stall, 3 % fail and restart; SIMULATED engines",
+        caption="Mode micro_batch. Bias: means per trajectory over kept and cancelled ones, up "
+        "to their end.",
     )
     for column in ("", "s/step", "± s", "x faster", "kept: s", "turns", "cancelled: s", "turns"):
         table.add_column(column, justify="right")

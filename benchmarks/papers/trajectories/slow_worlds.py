@@ -1,8 +1,7 @@
-"""One agent in an environment that takes its time: Gaussian steps, and now and then a stall or a
-fault.
+"""One agent in a slow environment: Gaussian steps, and occasional stalls or faults.
 
-The environment is elsewhere, as a service is: its step is a wait, and no work on this machine. How
-long, is drawn from the agent's first words, so that a trajectory meets the same world in every row.
+The environment is remote, like a service: its step is a wait without work on this machine. The wait
+is drawn from the agent's first words, so that a trajectory meets the same world in every row.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from troupe.workflow.errors import EnvironmentFault
 AGENT: Final = "player"
 # About 100 tokens with a tokenizer of characters.
 _PROMPT: Final = "World {index}, turn {turn}. This is what you see after your move. What do you do?"
-# Worlds that have failed once: the next attempt finds them mended.
+# Worlds that have failed once: the next attempt succeeds.
 _mended: set[tuple[str, int, int]] = set()
 
 
 class Worlds:
-    """Tasks that are all alike. A step takes `seconds` on average with standard deviation `sigma`,
-    none less than 0. In a share `stalls` of trajectories one step takes `stall_seconds` more, in a
-    share `faults` one step fails. `row` keeps what failed in one job from mending it in another."""
+    """Equal tasks. A step takes `seconds` on average with standard deviation `sigma`, at least 0.
+    In a share `stalls` of trajectories one step takes `stall_seconds` more, in a share `faults` one
+    step fails. `row`: the job's name, since each world fails once per job."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class Worlds:
 
 
 async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
-    """As many turns as the world has, each followed by a step of the environment. The reward is
-    noise. Raises `EnvironmentFault`."""
+    """Play the world's turns, each followed by a step of the environment. The reward is noise.
+    Raises `EnvironmentFault`."""
     world = random.Random()
     stall = fault = -1
     key = ("", 0, 0)

@@ -1,4 +1,4 @@
-"""The jobs of the trajectory benchmark. What they stand for: docs/benchmarks/trajectories.md."""
+"""The jobs of the trajectory benchmark, explained in docs/benchmarks/trajectories.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from troupe.job import JobSpec
 # The papers' environment steps take 10 s on average; here one second stands for 20.
 MEAN_SECONDS: Final = 10.0
 SCALE: Final = 1 / 20
-# A turn of about 30 tokens takes a tenth to a fifth of a second, as engines are busy: about 3 s of
-# the papers', a third of an environment step.
+# A turn of about 30 tokens takes a tenth to a fifth of a second, depending on the engines' load:
+# about 3 s of the papers' time, a third of an environment step.
 PACE: Final = {
     "prefill_tokens_per_second": 30_000,
     "decode_seconds": 0.002,
@@ -29,7 +29,7 @@ PACE: Final = {
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is. `scale`: our seconds per second of the papers'."""
+    """The size of a run. `scale`: seconds here per second of the papers."""
 
     queries_per_step: int
     group_size: int
@@ -44,18 +44,18 @@ QUICK: Final = Size(queries_per_step=4, group_size=4, turns=3, steps=4, scale=1 
 
 @dataclass(frozen=True)
 class Row:
-    """One job of a table: what differs from the others."""
+    """One job of a table: its differences from the others."""
 
     name: str
     sigma: float
-    """Of an environment step, in the papers' seconds."""
+    """Standard deviation of an environment step, in the papers' seconds."""
     pipeline: dict[str, Any]
     world: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
 
 def lockstep_rows(sigmas: tuple[float, ...]) -> list[tuple[Row, Row]]:
-    """For each sigma the same job batch by batch and trajectory by trajectory."""
+    """Return, for each sigma, the same job at batch level and at trajectory level."""
     return [
         (
             Row(f"batch-{sigma:g}", sigma, {"mode": "async", "rollout": "batch"}),
@@ -66,10 +66,10 @@ def lockstep_rows(sigmas: tuple[float, ...]) -> list[tuple[Row, Row]]:
 
 
 def redundancy_rows(size: Size) -> tuple[Row, Row]:
-    """Environments with a tail, with nothing to spare and with a quarter more trajectories.
+    """Return the rows with a tail of environments, without and with a quarter more trajectories.
 
-    One trajectory in 25 meets a step that takes ten times the mean longer, one in 33 a fault, after
-    which it is begun anew.
+    In one trajectory in 25 a step takes ten times the mean longer; one in 33 has a fault, after
+    which it restarts.
     """
     world = {"stalls": 0.04, "stall_seconds": 10 * MEAN_SECONDS * size.scale, "faults": 0.03}
     again = {"trajectory_retries": 2}
@@ -87,7 +87,7 @@ def redundancy_rows(size: Size) -> tuple[Row, Row]:
 
 
 def job(row: Row, size: Size, directory: Path) -> JobSpec:
-    """The job of one row; its tokenizer is put under `directory`."""
+    """Return the job of one row; save its tokenizer under `directory`."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     redundant = row.pipeline.get("redundant_trajectories", 0)
     return JobSpec.model_validate(
@@ -108,7 +108,7 @@ def job(row: Row, size: Size, directory: Path) -> JobSpec:
             "policies": {
                 "policy": {
                     "model": {
-                        # Never built: simulated policies need a configuration's vocabulary only.
+                        # Never built: simulated policies only need a configuration's vocabulary.
                         "config": {
                             "model_type": "qwen3",
                             "vocab_size": vocabulary,
@@ -129,7 +129,7 @@ def job(row: Row, size: Size, directory: Path) -> JobSpec:
             },
             "evaluation": {"queries": 0},
             "limits": {
-                # One step's trajectories: what is free goes to the next step's, if that is open.
+                # One step's trajectories; free capacity goes to the next step, if it is open.
                 "max_concurrent_trajectories": size.queries_per_step
                 * (size.group_size + redundant),
                 **row.limits,

@@ -1,10 +1,10 @@
 """`python -m benchmarks.papers.twin [--quick] [--json] [--only PART] [--compiled]`
 
-The twin's step times beside those of live runs (docs/twin/live.json, measured by
-benchmarks.papers.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
-decisions are at 3,000 devices. PART is live, flexmarl, rollart, tangram, malib, mechanisms,
-control or speed. `--compiled`: run the same sources compiled by mypyc. The last line of stdout is
-the JSON object.
+The twin's step times against live runs (docs/twin/live.json, measured by
+benchmarks.papers.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and the speed of twin
+and decisions at 3,000 devices. PART is live, flexmarl, rollart, tangram, malib, mechanisms, control
+or speed. `--compiled`: run the same sources compiled by mypyc. The last line of stdout is the JSON
+object.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PARTS: Final = (
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     flags = {"compiled": "the twin and the live router compiled by mypyc, with the same results"}
     args = options_of(__doc__, None, parts=_PARTS, flags=flags)
     if args.compiled and not compiled.is_compiled():
@@ -78,9 +78,10 @@ def main() -> None:
 
 
 def beside_live(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """Predicted and measured seconds per step of every mode and set-up; the errors."""
+    """Compare predicted and measured seconds per step of every mode and set-up; return the
+    errors."""
     live = json.loads(_LIVE.read_text(encoding="utf-8"))
-    table = Table(title=f"Seconds per step: the twin beside live runs of {live['date']}")
+    table = Table(title=f"Seconds per step: the twin against live runs of {live['date']}")
     for column in ("set-up", "mode", "live", "twin", "error", "rollout alone", "both", "training"):
         table.add_column(column, justify="left" if column in ("set-up", "mode") else "right")
     errors: dict[str, dict[str, float]] = {}
@@ -106,7 +107,8 @@ def beside_live(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def predicted(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
-    """The twin's means of every mode of a set-up, over the steps that the benchmark measures."""
+    """Return the twin's means of every mode of a set-up, over the steps that the benchmark
+    measures."""
     setup = SETUPS[name]
     rows = [mode for mode in modes() if not quick or mode.steps == 1]
     most = max(mode.steps for mode in rows)
@@ -121,7 +123,8 @@ def predicted(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
 
 
 def published(console: Console, *, quick: bool = False) -> dict[str, float]:
-    """FlexMARL's rows beside what the twin gives; errors are of ratios to the row of all."""
+    """Compare FlexMARL's rows with the twin; errors are of ratios to the row with all
+    mechanisms."""
     found: dict[str, float] = {}
     for name in ("ma",) if quick else tuple(flexmarl.SETUPS):
         told = flexmarl.PUBLISHED[name]
@@ -152,7 +155,7 @@ def published(console: Console, *, quick: bool = False) -> dict[str, float]:
 
 
 def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """RollArt's rows and mechanisms beside what the twin gives."""
+    """Compare RollArt's rows and mechanisms with the twin."""
     steps = 1 if quick else 4
     means = rollart_rows.rows(steps)
     best = means["rollart"].seconds
@@ -200,7 +203,7 @@ def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """What each mechanism is worth alone and together, by the devices of the cluster."""
+    """Print the gain of each mechanism, alone and together, by devices of the cluster."""
     found: dict[str, Any] = {}
     sizes = ((64, 0.5, 8, 4), (512, 0.25, 4, 4), (3000, 0.1, 2, 1))
     for devices, share, overlapping, apart in ((64, 0.1, 2, 1),) if quick else sizes:
@@ -222,11 +225,11 @@ def valued(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def scaled(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """MALib: sampling by workers, and iterations of PSRO by best responses trained at once."""
+    """Print MALib's claims: sampling by workers, and PSRO by best responses trained at once."""
     workers = malib.WORKERS[:4] if quick else malib.WORKERS
     table = Table(title="Sampling: throughput over that of one worker")
     table.add_column("")
-    for column in ("one worker, per s", *map(str, workers), "one process is full at, per s"):
+    for column in ("one worker, per s", *map(str, workers), "a process saturates at, per s"):
         table.add_column(column, justify="right")
     sampling: dict[str, dict[str, float]] = {}
     for name, case in malib.CASES.items():
@@ -259,7 +262,8 @@ def scaled(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """Cores that jobs ask of each service, and the devices at which its only process is full."""
+    """Print the cores that each service needs, and the devices at which its only process
+    saturates."""
     found: dict[str, Any] = {}
     for name, load in control.loads(quick=quick).items():
         one: dict[str, Any] = {
@@ -271,7 +275,7 @@ def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
             title=f"{name}: {load.turns:.0f} turns/s, {load.tokens:,.0f} tokens/s, "
             f"{load.bytes / 1e6:.2f} MB/s of rows"
         )
-        for column in ("service", "cores, quiet", "busy", "full at devices, quiet", "busy"):
+        for column in ("service", "cores, quiet", "busy", "saturated at devices, quiet", "busy"):
             table.add_column(column, justify="left" if column == "service" else "right")
         rates = {"quiet": control.QUIET, "busy": control.BUSY}
         cores = {kind: load.cores(rate) for kind, rate in rates.items()}
@@ -292,7 +296,8 @@ def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
                 "full_at_devices": {service: round(at) for service, at in full[kind].items()},
             }
             console.print(
-                f"{kind}: {load.rollout_workers(rate)} rollout workers; {first} is full first, at "
+                f"{kind}: {load.rollout_workers(rate)} rollout workers; {first} saturates first, "
+                "at "
                 f"{devices:,.0f} devices"
             )
         found[name] = one
@@ -300,8 +305,8 @@ def controlled(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def acted(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """ARL-Tangram: reservations over elastic actions by size of the batch, pods held until their
-    trajectory or their query's group has ended; and devices of model services."""
+    """Print ARL-Tangram's claims: reservations over elastic actions by size of the batch, with pods
+    held until their trajectory or their query's group ends; and devices of model services."""
     sizes = (256, 512) if quick else (256, 768, 1536)
     hosts = [simulated.HOST_CORES] * simulated.HOSTS
     trajectories = coding(sizes[-1], CodingLaw(), 1)
@@ -328,7 +333,7 @@ def acted(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def coding_steps(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """Steps of a job of coding agents, by batch and by what their actions run on."""
+    """Print the steps of a job of coding agents, by batch and by kind of action pool."""
     table = Table(title="Steps of coding agents, seconds of which rollout; mean action; engines")
     for column in ("batch", "hosts of cores", "actions", "step", "rollout", "action", "busy"):
         table.add_column(column, justify="left" if column == "actions" else "right")
@@ -363,7 +368,7 @@ def coding_steps(console: Console, *, quick: bool = False) -> dict[str, Any]:
 
 
 def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:
-    """A simulated hour of 3,000 GPUs, and the decisions at that size."""
+    """Measure a simulated hour of 3,000 GPUs, and the decisions at that size."""
     ran, times = hour(quick=quick), decisions(quick=quick)
     table = Table(title="Live decisions at 3,000 devices and 10,000 trajectories")
     table.add_column("decision")

@@ -1,7 +1,7 @@
 """The twin as machine code: its own sources and the live router's, compiled by mypyc.
 
 Copies of the packages `troupe` and `testbed` with the compiled modules next to their sources come
-first on the path, so that there is no second router: the same files decide.
+first on the path, so that the same files decide and there is no second router.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT: Final = Path(__file__).resolve().parents[3]
 # Ignored by git.
 CACHE: Final = _ROOT / "build" / "twin"
 _PACKAGES: Final = ("troupe", "testbed")
-# What runs for every turn, and the subclasses of its classes.
+# The modules that run for every turn, and the subclasses of their classes.
 MODULES: Final = (
     "troupe/scheduling/routing.py",
     "troupe/twin/batch.py",
@@ -37,22 +37,22 @@ MODULES: Final = (
 )
 _OPTIONS: Final = ("--ignore-missing-imports", "--follow-imports=silent")
 _BUILD_SECONDS: Final = 1800.0
-# Begins the names of builds that another process may be making.
+# Prefix of builds that another process may be making.
 _UNFINISHED: Final = "new-"
 
 
 def is_compiled() -> bool:
-    """Whether this process runs the compiled modules."""
+    """Return whether this process runs the compiled modules."""
     found = importlib.util.find_spec("troupe.twin.cluster")
     return found is not None and not str(found.origin).endswith(".py")
 
 
 def environment(cache: Path = CACHE) -> dict[str, str]:
-    """The environment of a Python process, to be started with -P, that imports the compiled
-    modules. They are built where no build of these very sources is in `cache`, and the builds of
-    other sources there are removed.
+    """Return the environment of a Python process, to be started with -P, that imports the compiled
+    modules. Build them unless `cache` has a build of these sources, and remove builds of other
+    sources.
 
-    Raises SystemExit, saying what is missing, where they cannot be built.
+    Raises SystemExit that names the missing requirement if they cannot be built.
     """
     built = cache / _key()
     if not built.is_dir():
@@ -72,8 +72,8 @@ def run_compiled(module: str, arguments: Sequence[str]) -> None:
 
 
 def _key() -> str:
-    """A hash of the sources, and of what compiles them. Other files of the package count, since
-    types that the compiled modules use are declared there."""
+    """Return a hash of the sources and their compiler. Other files of the package count too, since
+    they declare types that the compiled modules use."""
     found = hashlib.sha256(f"{sys.version} {MODULES}".encode())
     if importlib.util.find_spec("mypyc") is not None:
         found.update(version("mypy").encode())

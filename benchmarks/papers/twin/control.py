@@ -1,8 +1,8 @@
-"""Which process of the control plane is full first: one orchestrator, one store and one Redis.
+"""The first process of the control plane to saturate: one orchestrator, one store and one Redis.
 
-The services' CPU seconds per turn are those that benchmarks.scale measured, and what a token adds
-to the store, Redis and a writer those of benchmarks.experience_store; turns, tokens and bytes per
-second are those of the twin's jobs. A process of Python runs on one core, and so does Redis.
+The services' CPU seconds per turn come from benchmarks.scale, and the cost of a token in the store,
+Redis and a writer from benchmarks.experience_store; turns, tokens and bytes per second come from
+the twin's jobs. A Python process runs on one core, and so does Redis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.scale import CLUSTERS, QUESTION, REPLY, TOKENS_PER_GPU
 from testbed.twin.cluster import PublishedJob, PublishedTwin
 
 # docs/benchmarks/scale.md, 2026-11-26, without the paced engines: CPU seconds per 1,000 turns of
-# 2,000 conversations on two workers, and the largest of each column, of runs on a busy machine.
+# 2,000 conversations on two workers, and the maximum of each column over runs on a busy machine.
 QUIET: Final = {
     "rollout": 1.70,
     "store": 0.17,
@@ -35,38 +35,38 @@ BUSY: Final = {
     "reward": 0.05,
     "orchestrator": 0.18,
 }
-# New tokens of a turn there.
+# New tokens per turn there.
 MEASURED_TOKENS: Final = QUESTION + REPLY
-# docs/benchmarks/experience-store.md: CPU seconds that a token more of a row costs, from rows of
-# 512 and 32,768 tokens with 64 writers; a writer is a rollout worker.
+# docs/benchmarks/experience-store.md: CPU seconds per additional token of a row, from rows of 512
+# and 32,768 tokens with 64 writers; a writer is a rollout worker.
 PER_TOKEN: Final = {
     "rollout": (312 - 27) * 1e-6 / (32_768 - 512),
     "store": (583 - 73) * 1e-6 / (32_768 - 512),
     "redis": (292 - 63) * 1e-6 / (32_768 - 512),
 }
-# Services of which a cluster has several processes; of the others one, of trainers one that claims
+# Services with several processes in a cluster; the others have one, and of the trainers one claims
 # rows for each policy.
 MANY: Final = ("rollout", "reward")
 # Rollout to store over unique bytes, and conversations per rollout worker, as scale.md measured.
 OVER_UNIQUE: Final = 1.11
 _CONVERSATIONS: Final = 2_000
-# Load of an event loop up to which its stalls stay short (assumed: a server's usual one).
+# Load of an event loop up to which its stalls stay short (assumed: a server's usual load).
 FULL: Final = 0.7
 
 
 @dataclass(frozen=True)
 class ControlLoad:
-    """What a job asks of the services per second."""
+    """The load of a job on the services, per second."""
 
     devices: int
     """Devices that generate or train."""
     turns: float
-    """Turns that engines end."""
+    """Turns ended by engines."""
     tokens: float
-    """Tokens of conversations, each once: what is new in prompts, and replies."""
+    """Unique tokens of conversations: new tokens of prompts, and replies."""
     response_tokens: float
     conversations: int
-    """Trajectories at once, at most."""
+    """Maximum number of concurrent trajectories."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a rate that is not a positive number."""
@@ -81,7 +81,7 @@ class ControlLoad:
         return OVER_UNIQUE * 4 * (self.tokens + self.response_tokens)
 
     def cores(self, per_1000: Mapping[str, float] = QUIET) -> dict[str, float]:
-        """Cores that each service keeps busy, all of its processes together."""
+        """Return the busy cores of each service, summed over its processes."""
         more = max(0.0, self.tokens - MEASURED_TOKENS * self.turns)
         return {
             name: self.turns * seconds / 1000 + more * PER_TOKEN.get(name, 0.0)
@@ -89,25 +89,24 @@ class ControlLoad:
         }
 
     def rollout_workers(self, per_1000: Mapping[str, float] = QUIET) -> int:
-        """Rollout workers of which each is busy for `FULL` of a core, and has as many conversations
-        as were measured, at most."""
+        """Return the number of rollout workers, each of which uses at most `FULL` of a core and has
+        at most the measured number of conversations."""
         by_load = math.ceil(self.cores(per_1000)["rollout"] / FULL)
         return max(by_load, math.ceil(self.conversations / _CONVERSATIONS))
 
     def full_at(self, per_1000: Mapping[str, float] = QUIET, load: float = 1.0) -> dict[str, float]:
-        """The devices at which each service's only process has this load, with work in proportion
-        to devices; the smallest first. Raises ValueError for a load that is not in (0, 1]."""
+        """Return the devices at which each service's only process has this load, with work
+        proportional to devices; the smallest first. Raises ValueError for a load outside (0, 1]."""
         if not 0 < load <= 1:
-            raise ValueError(f"load = {load}: a process has at most one core, and more than none")
+            raise ValueError(f"load = {load}: must be above 0 and at most 1")
         cores = self.cores(per_1000)
         found = {n: self.devices * load / one for n, one in cores.items() if n not in MANY}
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def load_of(job: PublishedJob, devices: int, steps: int = 2) -> ControlLoad:
-    """What a job in the twin asks of the services: the turns and tokens of a step over its seconds,
-    which are the mean of `steps` steps after the first, without those at the end that nothing
-    overlaps."""
+    """Return the load of a job in the twin: the turns and tokens of a step over its seconds, as
+    means of `steps` steps after the first, without the last ones, which nothing overlaps."""
     after = 1 + job.alpha
     run = PublishedTwin(job).run(1 + steps + after)
     end, seconds = run.steps[-1], run.means(1, after).seconds
@@ -115,8 +114,8 @@ def load_of(job: PublishedJob, devices: int, steps: int = 2) -> ControlLoad:
     return ControlLoad(
         devices,
         run.events / each,
-        # Tokens of a conversation once, as `share_prefixes` says; without those of trajectories
-        # that redundancy ends, which make no rows.
+        # Tokens of a conversation count once, as with `share_prefixes`; trajectories that
+        # redundancy ends make no rows and do not count.
         end.trained_tokens / each,
         end.response_tokens / each,
         job.in_flight,
@@ -124,8 +123,8 @@ def load_of(job: PublishedJob, devices: int, steps: int = 2) -> ControlLoad:
 
 
 def loads(*, quick: bool = False) -> dict[str, ControlLoad]:
-    """What is looked at: the job of RollArt's tasks with all mechanisms by its devices, the large
-    job of speed.py, and the densest turns, which benchmarks.scale assumes. `quick`: only the
+    """Return the examined loads: the job of RollArt's tasks with all mechanisms by its devices, the
+    large job of speed.py, and the densest turns, which benchmarks.scale assumes. `quick`: only the
     smallest job, with half of the queries, and the last."""
     every = frozenset(mechanisms.MECHANISMS)
     found = {}

@@ -1,8 +1,8 @@
 """FlexMARL's table (arXiv 2602.09578) at its own scale: 48 hosts of 16 devices, in the twin.
 
 Published: hosts, devices, models, global batch 64, micro-batch 16, 4 queries of 16 trajectories at
-once, skewed calls, a balancing threshold of 5 turns, 11 s to move a policy of 32B. What is not
-published is in `Assumed` and in the constants beside it, fitted to the rows' ratios.
+once, skewed calls, a balancing threshold of 5 turns, 11 s to move a policy of 32B. Unpublished
+values are in `Assumed` and the constants near it, fitted to the rows' ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PER_HOST: Final = 16
 _QUERIES: Final = 64
 _GROUP: Final = 16
 _LAYERS: Final = model_shape("Qwen3-14B").layers
-# Seconds per step that the paper reports.
+# The paper's seconds per step.
 PUBLISHED: Final = {
     "ma": {
         "serial": 914.4,
@@ -42,7 +42,7 @@ PUBLISHED: Final = {
 }
 ROWS: Final = {
     "serial": "MAS-RL: colocated, query after query, policy after policy",
-    "colocated": "MARTI: all devices generate, then each policy's own train",
+    "colocated": "MARTI: all devices generate, then each policy's devices train",
     "sync": "without the asynchronous pipeline",
     "fixed": "without load balancing",
     "flexmarl": "FlexMARL",
@@ -51,11 +51,11 @@ ROWS: Final = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not say of a set-up: seven numbers and which policies are large, found
-    by a search over the twin (docs/benchmarks/twin.md)."""
+    """Unpublished values of a set-up: seven numbers and the set of large policies, found by a
+    search over the twin (docs/benchmarks/twin.md)."""
 
     large: tuple[str, ...]
-    """Policies of 32B; the others are of 14B."""
+    """Policies of 32B; the others have 14B."""
     rounds: float
     response: float
     """Tokens per turn: 910 tokens/s in steps of 126 s are 112 per trajectory (MA)."""
@@ -63,27 +63,27 @@ class Assumed:
     wait_sigma: float
     prompt: float
     micro_batch: float
-    """Seconds of a micro-batch of 14B besides its tokens: launches, collectives, rows."""
+    """Fixed seconds per micro-batch of 14B: launches, collectives, rows."""
 
 
 SETUPS: Final = {
     "ma": Assumed((), 1.437, 37.0, 0.942, 1.056, 1725.0, 0.288),
     "ca": Assumed(("coder",), 1.377, 32.1, 0.147, 0.924, 500.0, 0.2),
 }
-# Assumed in both: engines of each policy (twice as many where engines have all devices), their
-# devices, and the turns that one runs at once.
+# Assumed in both: engines of each policy (twice as many if engines have all devices), their
+# devices, and the concurrent turns of each.
 _INSTANCES: Final = 2
 _ENGINE_DEVICES: Final = 4
 _LIMIT: Final = 5
 # Published: a policy of 32B moves off its devices, or onto them, in about 11 s.
 _SWAP_SECONDS: Final = 11.0 / model_shape("Qwen3-32B").parameters
-# A micro-batch has 16 rows, of which half a host computes one: more devices do not shorten it. The
-# training pool is one such gang, on which policies take turns by micro-batch.
+# A micro-batch has 16 rows, each of which half a host computes: more devices do not shorten it. The
+# training pool is one such gang, on which policies alternate by micro-batch.
 _GANG_HOSTS: Final = 8
 
 
 def job(name: str, row: str) -> TwinJob:
-    """The job of one row of the table."""
+    """Return the job of one row of the table."""
     given = SETUPS[name]
     device = DEVICES["910B"]
     together = row in ("serial", "colocated")
@@ -148,7 +148,8 @@ def job(name: str, row: str) -> TwinJob:
 
 
 def table(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
-    """Means of every row after the first of four steps; `quick`: of two rows, of two steps."""
+    """Return the means of every row after the first of four steps; `quick`: of two rows and two
+    steps."""
     rows = ("fixed", "flexmarl") if quick else tuple(ROWS)
     steps = 2 if quick else 4
     return {row: Twin(job(name, row)).run(steps).means(1) for row in rows}

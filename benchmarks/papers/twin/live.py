@@ -1,7 +1,7 @@
 """The jobs of `benchmarks.papers.pipeline` for the twin: same trajectories, same cost model.
 
-The workflow is played with responses drawn by the turns' seeds, as simulated engines draw them, so
-that the twin has the live run's turns, lengths and tool calls, one by one.
+The workflow is played with responses drawn by the turns' seeds, as in simulated engines, so that
+the twin has exactly the live run's turns, lengths and tool calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROL: Final = ControlPlane(turn=0.004, trajectory=0.004, claim=0.004, commit=
 
 
 def rehearse(setup: Setup, queries: int, directory: Path) -> list[list[TwinTrajectory]]:
-    """The trajectories of the first `queries` queries, as a live run of the job has them."""
+    """Return the trajectories of the first `queries` queries, equal to those of a live run."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     tokenizer = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer"))
     paces = {name: SimulatedSpec.model_validate(setup.simulated(name)) for name in AGENTS}
@@ -116,7 +116,7 @@ def twin_job(
     queries: Sequence[Sequence[TwinTrajectory]],
     control: ControlPlane = CONTROL,
 ) -> TwinJob:
-    """The job of one row of the benchmark, in the twin."""
+    """Return the twin's job for one row of the benchmark."""
     policies = {}
     for name in AGENTS:
         pace = setup.simulated(name)

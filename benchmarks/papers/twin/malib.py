@@ -1,9 +1,9 @@
-"""MALib's two claims (JMLR 24, 2023) at sizes that no machine here has: sampling by 1 to 1,024
-workers, and PSRO with 1 to 64 best responses trained at the same time.
+"""MALib's two claims (JMLR 24, 2023) at sizes beyond this machine: sampling by 1 to 1,024 workers,
+and PSRO with 1 to 64 best responses trained concurrently.
 
 Sampling is a closed network of queues in simpy: each worker is a core, and one store, one Redis and
-one orchestrator serve all trajectories in turn; which start where is what `admission` decides. The
-matches and loads of PSRO are those that `troupe.populations` plans for a payoff table that grows.
+one orchestrator serve all trajectories in turn; `admission` decides which trajectories start where.
+`troupe.populations` plans the matches and loads of PSRO for a growing payoff table.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from troupe.scheduling import admission
 
 WORKERS: Final = (1, 4, 16, 64, 256, 1024)
 LEARNERS: Final = (1, 2, 4, 8, 16, 32, 64)
-# Turns of a trajectory in benchmarks.scale, by which a trajectory's cost in the control plane
-# follows from that of 1,000 turns.
+# Turns of a trajectory in benchmarks.scale: its cost in the control plane follows from the cost of
+# 1,000 turns.
 _TURNS: Final = 10
-# What the orchestrator does for a trajectory: the same for all kinds.
+# The orchestrator's cost per trajectory, the same for all kinds.
 _ORCHESTRATOR: Final = QUIET["orchestrator"] * _TURNS / 1000
 
 
 @dataclass(frozen=True)
 class SamplingCase:
-    """One kind of trajectory and its costs in seconds, and how many units it counts for."""
+    """One kind of trajectory, its costs in seconds, and its number of units."""
 
     title: str
     unit: str
     units: float
-    """Of one trajectory."""
+    """Units per trajectory."""
     core: float
-    """Of the worker's core."""
+    """Seconds of the worker's core."""
     latency: float
-    """In which nobody of the control plane is busy: engines."""
+    """Seconds in engines, without load on the control plane."""
     places: int
-    """Trajectories of one worker at once."""
+    """Concurrent trajectories per worker."""
     group: int
     """Trajectories of one query."""
     single: tuple[tuple[str, float], ...]
-    """Of each process of which there is one."""
+    """Seconds of each process that exists once."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -62,25 +62,26 @@ class SamplingCase:
 
     @property
     def most(self) -> float:
-        """Trajectories per second at which the first single process is full."""
+        """Trajectories per second at which the first single process saturates."""
         return 1 / max(seconds for _, seconds in self.single)
 
 
 def _fragments(title: str, steps_per_second: float) -> SamplingCase:
-    """Episodes of networks on simple_spread as one sample: 256 copies of 25 steps. Its arrays are
-    kept by reference, so that the store has a small row (benchmarks.experience_store: 73 and 63
-    microseconds of 512 tokens)."""
+    """Return the case of network episodes on simple_spread, one sample for 256 copies of 25 steps.
+    Its arrays are kept by reference, so that the store's row is small (benchmarks.experience_store:
+    73 and 63 microseconds for 512 tokens)."""
     steps = 256 * 25.0
     rows = (("store", 73e-6), ("redis", 63e-6), ("orchestrator", _ORCHESTRATOR))
     return SamplingCase(title, "steps", steps, steps / steps_per_second, 0.0, 2, 1, rows)
 
 
 def _turns(title: str, rate: float) -> SamplingCase:
-    """Trajectories of language models with ten turns at `rate` turns per second and worker."""
+    """Return the case of language models' trajectories with ten turns at `rate` turns per second
+    and worker."""
     store, redis = (QUIET[name] * _TURNS / 1000 for name in ("store", "redis"))
     core = QUIET["rollout"] * _TURNS / 1000
-    # As many as speed.py has for a host; for busier workers fewer than they have, with a latency
-    # that leaves the rate as it is.
+    # As many as for a host in speed.py; for busier workers fewer than in reality, with a latency
+    # that preserves the rate.
     places = 40
     latency = places * _TURNS / rate
     rows = (("store", store), ("redis", redis), ("orchestrator", _ORCHESTRATOR))
@@ -88,9 +89,9 @@ def _turns(title: str, rate: float) -> SamplingCase:
 
 
 # Steps per CPU second of a worker: docs/benchmarks/networks.md, our arrays of 256 copies, and
-# environments in Python, one copy each, as RLlib and Sample Factory play them. Turns per second of
-# a worker: the job of speed.py (530 of 250 hosts with eight H800), and the most that
-# benchmarks.scale's CPU seconds leave a worker that is busy for 0.7 of a core.
+# environments in Python, one copy each, as in RLlib and Sample Factory. Turns per second of a
+# worker: the job of speed.py (530 of 250 hosts with eight H800), and the maximum, by
+# benchmarks.scale's CPU seconds, of a worker that uses 0.7 of a core.
 CASES: Final = {
     "python": _fragments("networks, environments in Python", 1_255.0),
     "arrays": _fragments("networks, environments as arrays", 217_921.0),
@@ -100,14 +101,14 @@ CASES: Final = {
 
 
 def sampled(case: SamplingCase, workers: int, seed: int = 0) -> float:
-    """Units per second of so many workers. Raises ValueError without workers."""
+    """Return the units per second of `workers` workers. Raises ValueError without workers."""
     if workers < 1:
         raise ValueError(f"workers = {workers}: must be at least 1")
     return _Sampling(case, workers, seed).run() * case.units
 
 
 class _Sampling:
-    """Workers, the processes that all of them share, and trajectories that follow one another."""
+    """Workers, the processes shared by all of them, and successive trajectories."""
 
     def __init__(self, case: SamplingCase, workers: int, seed: int) -> None:
         self._case, self._rng = case, random.Random(seed)
@@ -117,22 +118,22 @@ class _Sampling:
         self._running = [0] * workers
         self._limit = case.places * workers
         self._turn = self._ended = self._in_flight = 0
-        # The first trajectories start together; what is counted comes after three times as many.
+        # The first trajectories start together; counting begins after three times as many.
         self._first = 3 * self._limit
         self._last = self._first + max(2000, 3 * self._limit)
         self._began = 0.0
         self._done = self._env.event()
 
     def run(self) -> float:
-        """Trajectories per second."""
+        """Return trajectories per second."""
         self._start()
         self._env.run(self._done)
         return (self._last - self._first) / (self._env.now - self._began)
 
     def _start(self) -> None:
         size, running = self._case.group, self._running
-        # One group more than the window has room for: there is always something to start. Whether a
-        # wave is due follows from the first of them.
+        # One group more than the window has room for, so that there is always one to start. The
+        # first group determines whether a wave is due.
         limit, running_now = self._limit, self._in_flight
         if not admission.due_wave([size, limit + 1], in_flight=running_now, limit=limit):
             return
@@ -169,7 +170,8 @@ class _Sampling:
 
 
 def scale_out(name: str, workers: tuple[int, ...] = WORKERS) -> dict[int, float]:
-    """Units per second of one of `CASES` by workers. Raises ValueError for another name."""
+    """Return the units per second of one of `CASES` by workers. Raises ValueError for another
+    name."""
     if name not in CASES:
         raise ValueError(f"name = {name!r}: one of {', '.join(CASES)}")
     return {count: sampled(CASES[name], count) for count in workers}
@@ -177,46 +179,46 @@ def scale_out(name: str, workers: tuple[int, ...] = WORKERS) -> dict[int, float]
 
 @dataclass(frozen=True)
 class PsroCase:
-    """A symmetric game of two, and best responses of language models (assumed, all of it)."""
+    """A symmetric two-player game, and best responses of language models (all assumed)."""
 
     members: int = 64
-    """Best responses that a population gets."""
+    """Final number of best responses in the population."""
     train: float = 1800.0
     """Seconds of one best response."""
     sigma: float = 0.25
-    """Of the logarithm of these seconds: learners are not equally fast."""
+    """Sigma of the logarithm of these seconds, since learners differ in speed."""
     matches: int = 8
-    """Per cell of the payoff table."""
+    """Matches per cell of the payoff table."""
     match: float = 30.0
     at_once: int = 64
-    """Matches that the engines of one learner play at once."""
+    """Concurrent matches on the engines of one learner."""
     slots: int = 4
-    """Members that the engines of one learner serve at once."""
+    """Concurrently served members on the engines of one learner."""
     load: float = 10.0
     """Seconds until the members of a wave of matches are loaded."""
 
 
 @dataclass(frozen=True)
 class PsroRun:
-    """Seconds until the population has its members, and where they went."""
+    """Seconds until the population has its members, by activity."""
 
     training: float
     matches: float
     loads: float
     solving: float
-    """Of a core, measured: linear programs of the meta-game."""
+    """Measured core seconds of the meta-game's linear programs."""
     played: int
     waves: int
 
     @property
     def seconds(self) -> float:
-        """All of it, one after another as iterations do it."""
+        """The sum, since iterations do these one after another."""
         return self.training + self.matches + self.loads + self.solving
 
 
 def psro(learners: int, case: PsroCase = PsroCase(), seed: int = 0) -> PsroRun:
-    """Iterations of so many best responses at the same time, each learner with devices of its own,
-    which play matches when all have been trained.
+    """Simulate iterations of `learners` concurrent best responses, each learner with its own
+    devices, which play matches once all are trained.
 
     Raises ValueError unless `learners` divides the members.
     """

@@ -18,17 +18,17 @@ MECHANISMS: Final = {
     "asynchronous": "the next steps roll out meanwhile, alpha 1 (`mode`)",
     "affinity": "classes of devices are known (`routing`)",
     "redundancy": "8 of 10 trajectories of a query (`redundant_trajectories`)",
-    "fetched": "weights are fetched beside serving",
-    "cache": "engines keep what turns of a conversation share",
-    "prefixes": "trainers compute what turns of a conversation share once",
+    "fetched": "weights are fetched during serving",
+    "cache": "engines cache the shared prefixes of a conversation's turns",
+    "prefixes": "trainers compute the shared prefixes of a conversation's turns once",
 }
-# H800 and H20 engines of four devices, and H800 hosts of eight that train, by devices in all.
+# H800 and H20 engines of four devices, and training hosts of eight H800, by total devices.
 SIZES: Final = {64: (3, 7, 3), 512: (26, 52, 25), 3000: (150, 300, 150)}
 
 
 @dataclass(frozen=True)
 class Worth:
-    """Seconds per step of one size: of none, of all, with only one, with all but one."""
+    """Seconds per step of one size: with no mechanism, all, only one, and all but one."""
 
     none: float
     all: float
@@ -37,14 +37,14 @@ class Worth:
 
 
 def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) -> PublishedJob:
-    """The job on one of `SIZES` with some of the mechanisms.
+    """Return the job on one of `SIZES` with some of the mechanisms.
 
     Raises ValueError for another size or an unknown mechanism.
     """
     if devices not in SIZES:
         raise ValueError(f"devices = {devices}: one of {', '.join(map(str, SIZES))}")
     if unknown := used - MECHANISMS.keys():
-        raise ValueError(f"used: no mechanism is called {', '.join(sorted(unknown))}")
+        raise ValueError(f"used: there is no mechanism {', '.join(sorted(unknown))}")
     h800, h20, hosts = SIZES[devices]
     mode = "micro_batch" if "micro_batch" in used else "sync"
     features = rollart.Features(
@@ -57,7 +57,7 @@ def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) 
     one = rollart.job(features, fleet={"H800": h800, "H20": h20}, disturbed=True)
     queries = max(4, round(devices * queries_per_device))
     trainer = one.policies["agent"].trainer
-    # What `rollart` gives its gang of 24 devices, on as many as there are.
+    # The state of the gang of 24 devices in `rollart`, on this cluster's devices.
     speed = trainer.backward_tokens_per_second * 8 * hosts / one.policies["agent"].ranks
     policy = replace(
         one.policies["agent"],
@@ -79,11 +79,11 @@ def job(devices: int, used: frozenset[str], *, queries_per_device: float = 0.5) 
 def worth(
     devices: int, *, overlapping: int = 2, apart: int = 1, queries_per_device: float = 0.5
 ) -> Worth:
-    """All rows of one size: means of `overlapping` steps of jobs whose steps overlap, of `apart`
-    of others.
+    """Measure all rows of one size: means of `overlapping` steps of jobs with overlapping steps,
+    and of `apart` steps of other jobs.
 
-    The former begin two steps at once, so that the second one ends early and a long step follows a
-    short one for ever: both of the first are left out, and `overlapping` should be even.
+    The former begin two steps at once, so that the second one ends early, and short and long steps
+    alternate from then on: the first two are left out, and `overlapping` should be even.
     """
 
     def seconds(used: frozenset[str]) -> float:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.papers.twin.pictures
 
-Reads docs/twin/figures.json and writes docs/twin/NAME.svg, one picture per entry: bars beside each
-other by group, or lines over a logarithmic or linear axis.
+Reads docs/twin/figures.json and writes docs/twin/NAME.svg, one picture per entry: grouped bars, or
+lines over a logarithmic or linear axis.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _GAP: Final = 18
 
 
 def drawn(figures: Mapping[str, Any]) -> dict[str, str]:
-    """An SVG document by name. Raises ValueError for an entry that cannot be drawn, naming it."""
+    """Return an SVG document by name. Raises ValueError naming an entry that cannot be drawn."""
     return {name: picture(name, one) for name, one in figures.items()}
 
 
 def picture(name: str, given: Mapping[str, Any]) -> str:
-    """One picture: its panels one under the other."""
+    """Return one picture, with its panels below one another."""
     parts = []
     for number, panel in enumerate(given["panels"]):
         series, x = panel["series"], panel["x"]
         for label, values in series.items():
             if len(values) != len(x):
                 raise ValueError(
-                    f"{name}.{label}: {len(values)} values over {len(x)} places; null where a "
+                    f"{name}.{label}: {len(values)} values for {len(x)} points; use null if a "
                     "series has none"
                 )
         draw = _lines if given["kind"] == "lines" else _bars
@@ -101,7 +101,7 @@ def _lines(panel: Mapping[str, Any]) -> str:
             for x, value in zip(xs, values, strict=True)
             if value is not None
         ]
-        # Wider the earlier a series is drawn: what lies under another one is still seen.
+        # Earlier series are drawn wider, so that they stay visible below later ones.
         width = 2 + 1.5 * (len(series) - 1 - number)
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(
@@ -136,7 +136,7 @@ def _frame(panel: Mapping[str, Any]) -> str:
 
 
 def _grid(ticks: Sequence[tuple[float, str]]) -> str:
-    """Lines at parts of the height, with their labels."""
+    """Draw grid lines at fractions of the height, with their labels."""
     parts = []
     for share, label in ticks:
         y = _HEAD + _HEIGHT * (1 - share)
@@ -148,14 +148,14 @@ def _grid(ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """Four to eight round numbers from 0 on, the last one above `most`."""
+    """Return four to eight round numbers from 0 on, the last one above `most`."""
     step = 10.0 ** math.floor(math.log10(most))
     step = next(one for one in (step / 5, step / 2, step, 2 * step) if most / one < 7.5)
     return [step * n for n in range(math.floor(most / step) + 2)]
 
 
 def _powers(most: float) -> list[float]:
-    """Powers of four from 1 on, the last one not below `most`."""
+    """Return powers of four from 1 on, the last one not below `most`."""
     return [4.0**n for n in range(math.ceil(math.log(most, 4)) + 1)]
 
 

@@ -1,10 +1,10 @@
-"""Agentic tasks of several kinds on two classes of device, as RollArt (arXiv 2512.22560) has them:
-what affinity, environments, redundancy and failing hosts are worth or cost in the twin.
+"""Agentic tasks of several kinds on two classes of device, as in RollArt (arXiv 2512.22560): gains
+and costs of affinity, environments, redundancy and failing hosts in the twin.
 `benchmarks.papers.twin.rollart_rows` has the table of step times.
 
-Published: H800 beside H20, models up to 32B, responses whose longest is 5 to 9 times the mean,
-environments of 10 s, alpha 1, 29.7 s of a pull of 32B. What else is needed is assumed here, named
-at each constant. docs/benchmarks/twin.md says which of it was changed after a look at results.
+Published: H800 and H20, models up to 32B, longest responses of 5 to 9 times the mean, environments
+of 10 s, alpha 1, 29.7 s for a pull of 32B. All other values are assumed, as noted at each constant.
+docs/benchmarks/twin.md lists the values that were changed after results were known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from troupe.twin.costs import DEVICES, EngineRates, engine_rates, model_shape, t
 from troupe.twin.job import ControlPlane, EngineFleet, TwinPolicy
 from troupe.twin.workload import Lengths, TwinTrajectory, TwinTurn
 
-# Seconds of a pull of 32B, and what is exposed of it.
+# Seconds of a pull of 32B, and the exposed part.
 PULL: Final = (29.7, 9.6)
 
 MODEL: Final = "Qwen3-32B"
@@ -32,28 +32,28 @@ MODEL: Final = "Qwen3-32B"
 _TENSOR: Final = 4
 _GENERATING: Final = {"H800": 6, "H20": 12}
 _TRAINING_HOSTS: Final = 3
-# What an H800 costs over an H20 (assumed: about what clouds charge).
+# Price of an H800 over an H20 (assumed: about the clouds' prices).
 _PRICE: Final = 2.85
 _QUERIES: Final = 64
 _GROUP: Final = 8
 CONTEXT: Final = 8000.0
 _LIMIT: Final = 64
-# By kind of task, prefill-heavy ones with short replies, and one that is all decoding (assumed):
-# turns, tokens that are new in a prompt, tokens of a reply, seconds of an environment's step.
+# By kind of task, prefill-heavy ones with short replies, and one with only decoding (assumed):
+# turns, new tokens of a prompt, tokens of a reply, seconds of an environment's step.
 _SHORT: Final = {
     "software": (25.0, 1200.0, 150.0, 5.0),
     "web": (12.0, 2500.0, 80.0, 4.0),
     "game": (30.0, 200.0, 60.0, 0.5),
 }
 _LONG: Final = {"mathematics": (1.0, 300.0, 3000.0, 0.5)}
-# Share of trajectories with a step of the environment that takes so much longer, and with one that
-# breaks (assumed: as in benchmarks.papers.trajectories).
+# Share of trajectories with a longer environment step, its additional seconds, and the share with a
+# broken environment (assumed: as in benchmarks.papers.trajectories).
 _STALLS, _STALL_SECONDS, _FAULTS = 0.04, 100.0, 0.03
 
 
 def tasks(share: float = 0.5, group: int = _GROUP, *, disturbed: bool = False) -> MixedWorkload:
-    """Queries of every kind; `share` of them are all decoding. `disturbed`: environments stall and
-    break."""
+    """Return queries of every kind, a fraction `share` of them with only decoding. `disturbed`:
+    environments stall and break."""
     parts = []
     for kinds, part in ((_SHORT, 1 - share), (_LONG, share)):
         for kind, (turns, prompt, response, wait) in kinds.items():
@@ -76,9 +76,10 @@ def tasks(share: float = 0.5, group: int = _GROUP, *, disturbed: bool = False) -
 
 
 def _rates(device: str, *, fetched: bool) -> EngineRates:
-    """An engine of the model; its weights take the published pull, fetched beside serving or not.
+    """Return the rates of an engine, whose weights take the published pull, fetched during serving
+    or not.
 
-    What is exposed of a fetched pull is copying from host memory to the devices.
+    The exposed part of a fetched pull is the copy from host memory to the devices.
     """
     shape, costs = model_shape(MODEL), DEVICES[device]
     rates = engine_rates(shape, costs, tensor_parallel=_TENSOR, context=CONTEXT)
@@ -95,7 +96,7 @@ def _known(rates: EngineRates) -> Rates:
 
 @dataclass(frozen=True)
 class Features:
-    """Which of RollArt's mechanisms a job has."""
+    """The mechanisms of RollArt that a job has."""
 
     mode: str = "async"
     alpha: int = 1
@@ -106,12 +107,12 @@ class Features:
 
 
 def training_hosts(count: int) -> list[RankWorker]:
-    """Trainer workers on hosts of eight GPUs."""
+    """Return trainer workers on hosts of eight GPUs."""
     return [RankWorker(f"t{n:03}", devices=8, device="cuda", host=f"h{n:03}") for n in range(count)]
 
 
 def engine_fleet(device: str, count: int, features: Features) -> ClassedFleet:
-    """Engines of the model on one class of device."""
+    """Return engines of the model on one class of device."""
     rates = _rates(device, fetched=features.fetched)
     if not features.affinity:
         return ClassedFleet(count, rates, _LIMIT, _TENSOR)
@@ -134,8 +135,8 @@ def job(
     fleet: dict[str, int] | None = None,
     disturbed: bool = False,
 ) -> PublishedJob:
-    """A job with these mechanisms. `share`: of queries that are all decoding; `fleet`: engines of
-    each class; `disturbed`: environments stall and break."""
+    """Return a job with these mechanisms. `share`: fraction of queries with only decoding; `fleet`:
+    engines of each class; `disturbed`: environments stall and break."""
     fleets = [
         engine_fleet(device, count, features) for device, count in (fleet or _GENERATING).items()
     ]
@@ -160,15 +161,15 @@ def job(
 
 
 def run(one: PublishedJob, steps: int = 4) -> TwinMeans:
-    """Means without the first step (two that begin at once, where steps overlap), and without the
-    last ones, in which nothing is left to begin."""
+    """Return means without the first step (the first two, which begin at once, if steps overlap),
+    and without the last ones, during which no steps begin."""
     first, after = (2, 1 + one.alpha) if one.mode == "async" else (1, 0)
     return PublishedTwin(one).run(first + steps + after).means(first, after)
 
 
 def one_class(steps: int = 4) -> dict[str, float]:
-    """Seconds per step with all mechanisms, without affinity, and on as many engines of one class
-    as cost the same."""
+    """Return seconds per step with all mechanisms, without affinity, and on engines of one class at
+    the same price."""
     full = FEATURES["rollart"]
     h800, h20 = _GENERATING["H800"], _GENERATING["H20"]
     jobs = {
@@ -181,9 +182,9 @@ def one_class(steps: int = 4) -> dict[str, float]:
 
 
 def environments(sigma: float, *, queries: int = 16) -> float:
-    """Step time of environments that advance as a batch, over trajectories that wait for nobody:
-    six turns, steps of 10 s on average, Gaussian with this sigma;
-    as in benchmarks.papers.trajectories."""
+    """Return the step time of environments that advance as a batch over the one of independent
+    trajectories: six turns, Gaussian steps of 10 s on average with this sigma, as in
+    benchmarks.papers.trajectories."""
     shape, device = model_shape("Qwen3-8B"), DEVICES["H800"]
     engine = engine_rates(shape, device, context=1000.0)
     trainer = trainer_rates(shape, device, ranks=8, context=1000.0)
@@ -217,7 +218,8 @@ def environments(sigma: float, *, queries: int = 16) -> float:
 
 
 def redundancy(steps: int = 3) -> dict[int, float]:
-    """Seconds per step by redundant trajectories of a group, where environments stall and break."""
+    """Return seconds per step by redundant trajectories of a group, with environments that stall
+    and break."""
     features = replace(FEATURES["rollart"], mode="micro_batch", alpha=0)
     return {
         count: run(job(replace(features, redundant=count), disturbed=True), steps).seconds
@@ -232,27 +234,28 @@ HOST_MTBF: Final = 54 * 86_400 * 2048 / 419
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failing hosts cost: measured at a multiple of the published rate, for a day at it."""
+    """The cost of failing hosts: measured at a multiple of the published rate, per day at the
+    published rate."""
 
     failures: int
     lost_seconds: float
-    """Per failure, over the same steps without."""
+    """Seconds per failure, compared with the same steps without failures."""
     per_day: float
-    """Failures per day that the published rate gives."""
+    """Failures per day at the published rate."""
 
     @property
     def share(self) -> float:
-        """Part of a day's work that is left."""
+        """The remaining fraction of a day's work."""
         return 1 - self.per_day * self.lost_seconds / 86_400
 
 
 def goodput(
     large: PublishedJob, hosts: int, steps: int, *, faster: float = 100.0, spare: int = 0
 ) -> Goodput:
-    """The cost of failures of a job on so many hosts: one that fails `faster` than published is
-    compared with one that does not. A lost host is away for 300 s; a gang needs 120 s more.
-    `spare`: hosts besides those that the gang needs. `faster` must leave most steps without a
-    failure, else what is lost is not by failure."""
+    """Return the cost of failures of a job on `hosts` hosts, by comparing a job that fails `faster`
+    times as often as published with one that does not fail. A lost host is away for 300 s; a gang
+    needs 120 s more. `spare`: hosts in addition to the gang's. `faster` must leave most steps
+    without a failure, otherwise the cost per failure is wrong."""
     more = [RankWorker(f"spare{n}", devices=8, device="cuda", host=f"s{n}") for n in range(spare)]
     large = replace(large, trainers=[*large.trainers, *more])
     faults = NodeFaults(HOST_MTBF / faster, 300.0, 120.0)

@@ -1,8 +1,8 @@
-"""RollArt's step times (arXiv 2512.22560v2, OSDI 2026) on the devices and tasks that it names.
+"""RollArt's step times (arXiv 2512.22560v2, OSDI 2026) on its published devices and tasks.
 
 Published: batch, groups, five kinds of tasks in equal parts, the longest context, devices of every
-row, tensor parallelism, which kinds go to which class, alpha 1. Lengths and waits are not: they are
-in `Assumed`, found by a search over the twin for the rows' ratios (docs/benchmarks/twin.md).
+row, tensor parallelism, the class for each kind, alpha 1. Lengths and waits are unpublished:
+`Assumed` has them, found by a search over the twin for the rows' ratios (docs/benchmarks/twin.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS: Final = {
     "sync": "Sync+: rollout, then training",
     "one_off": "One-off: batch k trains while batch k + 1 rolls out",
     "areal": "AReaL-like: steps overlap, alpha 1",
-    "rollart": "RollArt: affinity and weights fetched beside serving, too",
+    "rollart": "RollArt: also affinity, and weights fetched during serving",
 }
 _QUERIES: Final = 64
 _GROUP: Final = 8
@@ -44,8 +44,8 @@ _TRAINING_HOSTS: Final = 4
 # Affinity is published over fleets of about one price: 64 H800 and 24 H20, 72 H800, 208 H20.
 _AFFINITY: Final = {"H800": 16, "H20": 6}
 _ONE_CLASS: Final = {"H800": 18, "H20": 52}
-# By kind: most turns (published: up to 30 to 100, and up to five), and whether it draws long
-# thoughts on H20 or acts in short replies on H800 (published).
+# By kind: maximum turns (published: up to 30 to 100, and up to five), and whether it draws long
+# thoughts on H20 or short replies on H800 (published).
 _KINDS: Final = {
     "software": (100, False),
     "shop": (50, False),
@@ -57,19 +57,19 @@ _KINDS: Final = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not say."""
+    """Unpublished values."""
 
     turns: float = 20.0
     """Mean turns of tasks with short replies."""
     few_turns: float = 3.0
-    """Those of tasks with long ones."""
+    """Mean turns of tasks with long replies."""
     turns_sigma: float = 0.15
     observation: float = 100.0
     """New tokens of a prompt."""
     action: float = 60.0
     """Tokens of a short reply."""
     thought: float = 1800.0
-    """Tokens of a long one."""
+    """Tokens of a long reply."""
     reply_sigma: float = 0.25
     wait: float = 2.0
     """Seconds of an environment's step in tasks with short replies; in others a tenth."""
@@ -82,7 +82,7 @@ ASSUMED: Final = Assumed()
 
 
 def tasks(given: Assumed = ASSUMED) -> MixedWorkload:
-    """Queries of the five kinds in equal parts."""
+    """Return queries of the five kinds in equal parts."""
     parts = []
     for kind, (most, long) in _KINDS.items():
         wait = given.wait / 10 if long else given.wait
@@ -104,7 +104,7 @@ def tasks(given: Assumed = ASSUMED) -> MixedWorkload:
 def job(
     features: Features, fleet: Mapping[str, int] | None = None, given: Assumed = ASSUMED
 ) -> PublishedJob:
-    """The job of a row. `fleet`: engines of each class; None: those of the row."""
+    """Return the job of a row. `fleet`: engines of each class; None: the row's."""
     if fleet is None:
         fleet = MIXED if features.affinity else BASELINE
     ranks = 8 * _TRAINING_HOSTS
@@ -133,13 +133,13 @@ def job(
 
 
 def rows(steps: int = 4) -> dict[str, TwinMeans]:
-    """The table of step times."""
+    """Return the table of step times."""
     return {row: run(job(features), steps) for row, features in FEATURES.items()}
 
 
 def affinity(steps: int = 4) -> dict[str, float]:
-    """Seconds per step of both classes with the map of kinds, and of one class of about the same
-    price, with RollArt's other mechanisms."""
+    """Return seconds per step of both classes with the map of kinds, and of one class of about the
+    same price, with RollArt's other mechanisms."""
     full = FEATURES["rollart"]
     unknown = replace(full, affinity=False)
     jobs = {"both": job(full, _AFFINITY), "both, no affinity": job(unknown, _AFFINITY)}
@@ -149,5 +149,5 @@ def affinity(steps: int = 4) -> dict[str, float]:
 
 
 def bound(alpha: int, steps: int = 4) -> float:
-    """Seconds per step of the last row with another bound of staleness."""
+    """Return seconds per step of the last row with another bound of staleness."""
     return run(job(replace(FEATURES["rollart"], alpha=alpha)), steps).seconds

@@ -1,4 +1,4 @@
-"""How fast the twin is at 3,000 GPUs, and how fast the live decisions are at that size."""
+"""The speed of the twin, and of the live decisions, at 3,000 GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOUR: Final = 3600.0
 
 @dataclass(frozen=True)
 class HourSpeed:
-    """A simulated hour: seconds of one core, and where they go per turn."""
+    """A simulated hour: seconds of one core, and their division per turn."""
 
     simulated_seconds: float
     cpu_seconds: float
@@ -43,8 +43,8 @@ class HourSpeed:
 
 
 def large_job(trajectories: int = 8000, turns: int = 10) -> PublishedJob:
-    """An agentic job on 3,000 H800: 2,000 generate (500 engines of four), 1,000 train one policy of
-    32B; steps of about two minutes."""
+    """Return an agentic job on 3,000 H800: 2,000 generate (500 engines of four), 1,000 train one
+    policy of 32B; steps of about two minutes."""
     shape, device = model_shape("Qwen3-32B"), DEVICES["H800"]
     context = 4000.0
     engine = engine_rates(shape, device, tensor_parallel=4, context=context)
@@ -77,7 +77,7 @@ def large_job(trajectories: int = 8000, turns: int = 10) -> PublishedJob:
 
 
 def hour(*, quick: bool = False) -> HourSpeed:
-    """Run some steps of the large job; the time of a whole hour follows from their length."""
+    """Run some steps of the large job, whose length gives the time of a whole hour."""
     job = large_job(800 if quick else 8000)
     steps = 2 if quick else 5
     began = time.process_time()
@@ -86,7 +86,8 @@ def hour(*, quick: bool = False) -> HourSpeed:
 
 
 def decisions(*, quick: bool = False) -> dict[str, float]:
-    """p99 of each live decision at 3,000 devices and 10,000 trajectories, in milliseconds."""
+    """Return the p99 of each live decision at 3,000 devices and 10,000 trajectories, in
+    milliseconds."""
     repeat = 30 if quick else 300
     cases = {
         "routing (500 engines)": _routing(),
@@ -98,9 +99,9 @@ def decisions(*, quick: bool = False) -> dict[str, float]:
         "binding (375 workers, 16 policies)": _binding(slots=2),
         "binding, more policies than fit": _binding(slots=1, policies=24),
         "placement (375 hosts, 3,000 devices)": _placing(),
-        "placement beside what runs": _placing(running=True),
+        "placement on a busy cluster": _placing(running=True),
     }
-    # As the services do: what the libraries have imported is collected no more.
+    # As in the services: imported objects are excluded from garbage collection.
     gc.freeze()
     found = {}
     for name, decide in cases.items():

@@ -1,9 +1,9 @@
 """ARL-Tangram's effect on training steps (arXiv 2603.13019): coding agents whose commands, tests
-and rewards run on a cluster of cores, beside the engines and trainers of the same job.
+and rewards run on a cluster of cores, together with the engines and trainers of the same job.
 
-Published: 15 hosts of 256 cores, a batch of 1,280, and that steps with static pods take 1.4 times
-(coding) and 1.5 times (deep search) as long. Model and devices are not; those here are assumed, as
-is the trace (testbed/simulator/trace.py).
+Published: 15 hosts of 256 cores, a batch of 1,280, and steps with static pods that take 1.4 times
+(coding) and 1.5 times (deep search) as long. Model and devices are unpublished and assumed here,
+like the trace (testbed/simulator/trace.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _HOSTS: Final = 16
 _TENSOR: Final = 4
 _LIMIT: Final = 64
 _CONTEXT: Final = 16_000.0
-# Tokens of the task, and that a command or test prints on average (assumed).
+# Tokens of the task, and of the average output of a command or test (assumed).
 _QUESTION, _OUTPUT = 2000, 500
-# What the trace's seconds of generation are at: tokens/s of one turn on an engine that is half full
+# The rate behind the trace's seconds of generation: tokens/s of one turn on a half-full engine
 # (engine_rates gives 45 at 32 turns of 16,000 tokens).
 _TOKENS_PER_SECOND: Final = 45.0
 _SWITCH_SECONDS: Final = 11.0  # from rollout to training and back: FlexMARL's, for 32B
 
-# Conversations are cut there, as agents compact them.
+# Conversations are cut at this length, since agents compact them.
 _LONGEST: Final = 100_000
 
 CODING: Final = CodingLaw()
@@ -55,7 +55,7 @@ POOLS: Final = {
 @dataclass(frozen=True)
 class CodingStep:
     """Seconds of a step and of its rollout, mean seconds of its actions, waits included, and the
-    part of the step that engines are busy."""
+    busy fraction of engines."""
 
     seconds: float
     rollout: float
@@ -71,7 +71,7 @@ class CodingWorkload:
         self._seed = seed
 
     def __call__(self, index: int) -> list[TwinTrajectory]:
-        """The trajectories of a query."""
+        """Return the trajectories of a query."""
         size = self._law.group
         return [_trajectory(one) for one in coding(size, self._law, self._seed, first=index * size)]
 
@@ -90,7 +90,8 @@ def _trajectory(trace: Trajectory) -> TwinTrajectory:
 def job(
     make: Callable[[simpy.Environment], ActionPool], batch: int = BATCH, law: CodingLaw = CODING
 ) -> PublishedJob:
-    """Devices in turns: all generate, then all train. `make`: the pool of actions."""
+    """Return the job whose devices alternate: all generate, then all train. `make`: the factory of
+    the pool."""
     shape, device = model_shape(_MODEL), DEVICES[_DEVICE]
     engines = EngineFleet(
         8 // _TENSOR,
@@ -117,7 +118,7 @@ def job(
 
 
 def pool(kind: str, hosts: int = simulated.HOSTS) -> Callable[[simpy.Environment], ActionPool]:
-    """Makes a pool of `POOLS` on so many hosts."""
+    """Return the factory of a pool of `POOLS` on `hosts` hosts."""
     capacities = [{CORES: simulated.HOST_CORES}] * hosts
     if kind == "elastic":
         learned = Learned(Discipline(SHORTEST))
@@ -137,7 +138,8 @@ def pool(kind: str, hosts: int = simulated.HOSTS) -> Callable[[simpy.Environment
 
 
 def step(kind: str, batch: int = BATCH, hosts: int = simulated.HOSTS) -> CodingStep:
-    """One step with a pool of `POOLS`; durations of actions are learned in a step before."""
+    """Run one step with a pool of `POOLS`, after a step in which durations of actions are
+    learned."""
     twin = PublishedTwin(job(pool(kind, hosts), batch))
     means = twin.run(2).means(1)
     (actions_before, seconds_before), (actions, seconds) = twin.acts
