@@ -5,25 +5,34 @@
 375 hosts of eight linked devices (4 with --quick) and 300 jobs' worth of requests: gangs of 8 to 32
 ranks, engines of one, two and four devices per replica, some of them sharing a gang's devices.
 Three plans: of an empty cluster, of the same cluster while all of it runs, and after 16 hosts are
-lost. The last line is one JSON object: `devices`, `requests`, `plan_seconds` (the slowest plan,
-the better of three tries each), `violations`: devices used twice without being shared, groups that
-are not linked although the cluster was empty, gangs on more hosts than they need, members that ran
-and were moved.
+lost. Then the job of README.md on one host of eight H100s, as `troupe train` divides it. The last
+line is one JSON object: `devices`, `requests`, `plan_seconds` (the slowest plan, the better of
+three tries each), `violations`: devices used twice without being shared, groups that are not linked
+although the cluster was empty, gangs on more hosts than they need, members that ran and were moved;
+`readme_job_devices_used`: devices that have an engine or a rank of README's job.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, options_of, run_program
-from troupe.devices import GIB, Device
+from services.rollout.engines.server_process import EngineDevices
+from troupe.cluster.inventory import NodeShares, assign, fill
+from troupe.devices import GIB, Device, parse_devices
+from troupe.job import JobSpec, parse_job
+from troupe.job.automatic import with_values
+from troupe.job.balancing import engine_count
+from troupe.scheduling.binding import Bind, BindingRules, Policy, RankWorker, decide
 from troupe.scheduling.devices import (
     DeviceHost,
     DevicePlan,
@@ -35,6 +44,8 @@ from troupe.scheduling.devices import (
 PER_HOST: Final = 8
 LOST: Final = 16
 TRIES: Final = 3
+README: Final = Path(__file__).resolve().parent.parent / "README.md"
+README_HOST: Final = "8xH100-80GB"
 
 
 def cluster(hosts: int) -> list[DeviceHost]:
@@ -142,6 +153,45 @@ def measure(hosts: Sequence[DeviceHost]) -> tuple[list[Row], int]:
     return rows, len(asked)
 
 
+def readme_job() -> JobSpec:
+    """Return the job that README.md shows."""
+    text = README.read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"(?ms)^```yaml\n(.*?)^```$", text) if "policies:" in one]
+    return parse_job(block, README.name)
+
+
+def devices_used(spec: JobSpec, devices: Sequence[Device]) -> set[int]:
+    """Return the devices of one host that have an engine or a rank once the job runs there: shares
+    of `troupe train`, numbers that `auto` stands for, engines' devices as rollout workers assign
+    them, gangs as the scheduler binds them."""
+    shares, decision = fill(spec, devices, NodeShares(colocate=bool(spec.colocated)))
+    spec = with_values(spec, decision.values)
+    given = assign(devices, shares)
+    used: set[int] = set()
+    for worker, some in enumerate(given.rollouts):
+        engines = EngineDevices(some)
+        for name, policy in spec.policies.items():
+            for number in range(engine_count(policy)):
+                engine = f"readme.{name}.{number}@rollout-{worker}"
+                found = engines.assign(engine, name, policy.engine.tensor_parallel)
+                used.update(one.index for one in found or ())
+    workers = {
+        f"trainer-{number}": RankWorker(f"trainer-{number}", devices=len(some), host="here")
+        for number, some in enumerate(given.trainers)
+    }
+    policies = [
+        Policy(name, work=1, ranks=spec.policies[name].trainer.ranks)
+        for name in spec.trained_policies
+    ]
+    ranks = {one.policy: one.ranks for one in policies}
+    for move in decide(BindingRules(), policies, list(workers.values()), 0.0).moves:
+        assert isinstance(move, Bind), "nothing was bound before"
+        for worker_id in move.workers:
+            mine = given.of(worker_id)[: ranks[move.policy] // len(move.workers)]
+            used.update(one.index for one in mine)
+    return used
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run as the command line says."""
     options = options_of(__doc__, arguments)
@@ -161,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "requests": asked,
         "plan_seconds": round(max(row.seconds for row in rows), 4),
         "violations": sum(row.violations for row in rows),
+        "readme_job_devices_used": len(devices_used(readme_job(), parse_devices(README_HOST))),
     }
     finish(found, quiet=options.json)
 

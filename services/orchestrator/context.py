@@ -14,6 +14,7 @@ from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.event_log import EventLog
 from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.trajectories import RecentTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
 from troupe.job import JobSpec
@@ -57,6 +58,14 @@ class JobContext:
     directory: Path
     # Steps and evaluations in which a kind of trouble occurred, by kind.
     complaints: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, shared: Shared, record: JobRecord, epoch: int) -> JobContext:
+        """Return the context of a stored job. Raises `FailedPrecondition` for a job of an older
+        release that this one cannot run."""
+        spec = record.decided_spec()
+        text = spec.model_dump_json() if record.decided else record.spec_json
+        return cls(shared, record.job_id, epoch, spec, text, record.directory)
 
     async def info(self, text: str) -> None:
         """Log information for the user."""

@@ -306,9 +306,7 @@ class GenerationService:
                 value=record.job_id,
                 remedy="Wait until it runs, or resume it.",
             )
-        job = JobContext(
-            shared, record.job_id, record.epoch, spec, record.spec_json, record.directory
-        )
+        job = JobContext.of(shared, record, record.epoch)
         deadline = Deadline("preparing engines", _PREPARE_SECONDS, "generate")
         both = (orchestrator_pb.WORKER_KIND_ROLLOUT, orchestrator_pb.WORKER_KIND_TRAINER)
         await shared.workers.wait_for(both, deadline)
@@ -323,7 +321,7 @@ class GenerationService:
             request = rollout_pb.PrepareJobRequest(
                 request_id=new_id("prepare"),
                 job_id=record.job_id,
-                spec_json=record.spec_json,
+                spec_json=job.spec_json,
                 weights=weights.values(),
             )
             await worker.rollout.PrepareJob(request, timeout=deadline.left)

@@ -59,7 +59,7 @@ def make_learner(
     if source.network is not None:
         return _network_learner(spec, policy), None
     simulated = source.simulated is not None
-    gang = source.trainable and not simulated and source.trainer.gang > 1
+    gang = source.trainable and not simulated and source.trainer.ranks > 1
     model: Any
     if simulated:
         # Imported by name, since the testbed is not part of the product.

@@ -480,7 +480,7 @@ class TrainerWorker:
         here, any other on the first."""
         found: dict[int, list[str]] = {}
         for (job_id, policy), binding in self.bindings.bound.items():
-            ranks = binding.spec.policies[policy].trainer.gang // (1 + len(binding.hosts.members))
+            ranks = binding.spec.policies[policy].trainer.ranks // (1 + len(binding.hosts.members))
             for device in self._devices[:ranks]:
                 found.setdefault(device.index, []).append(f"{job_id}/{policy}")
         if (lent := self.lent.request) is not None:

@@ -65,6 +65,7 @@ async def test_two_policies_of_two_replicas_and_a_gang_share_nothing(
         "policies.solver.engine": engine,
         "policies.checker.engine": engine,
         "policies.solver.trainer": {"gang": 2},
+        "policies.checker.trainer": {"gang": 1},
         "policies.solver.optimizer": {"lr": 1e-3, "eps": 1e-3},
     }
     async with (

@@ -18,6 +18,7 @@ from tests.support.experience import make_sample
 from tests.support.fake_worker import FakeWorker
 from tests.support.waiting import until
 from troupe.job import JobSpec
+from troupe.job.balancing import engine_count
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -170,7 +171,7 @@ class FakeRollout(FakeWorker, rollout_grpc.RolloutServicer):
             self.places[request.job_id] = {
                 f"{self.worker_id}-{request.job_id}-{policy}{number or ''}": policy
                 for policy, one in spec.policies.items()
-                for number in range(one.engine.replicas)
+                for number in range(engine_count(one))
             }
         self.script.on_devices()
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}

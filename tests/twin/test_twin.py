@@ -29,7 +29,6 @@ from troupe.scheduling.binding import RankWorker
 from troupe.twin.cluster import Twin, TwinRun
 from troupe.twin.costs import (
     DEVICES,
-    active_parameters,
     device_costs,
     engine_rates,
     engine_turns,
@@ -239,7 +238,7 @@ def test_models_have_the_parameters_that_are_published(
 ) -> None:
     shape = model_shape(name)
     assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert active_parameters(shape) / 1e9 == pytest.approx(active, rel=0.02)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_costs_follow_the_device() -> None:

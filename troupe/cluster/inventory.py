@@ -10,9 +10,12 @@ share all. Other processes see no devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from troupe.devices import Device
+from troupe.job import JobSpec
+from troupe.job.automatic import Decision, JobDevices, decide, devices_per_trainer
+from troupe.job.sizing import shapes_of
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.devices import (
     DeviceHost,
@@ -96,6 +99,34 @@ def assign(devices: Sequence[Device], shares: NodeShares) -> NodeDevices:
         reward,
         parts.shared,
         known=True,
+    )
+
+
+def fill(
+    spec: JobSpec, devices: Sequence[Device], shares: NodeShares
+) -> tuple[NodeShares, Decision]:
+    """Return the shares with which a machine's devices are all used by a job alone, and the numbers
+    that the job then has for `replicas: auto` and `gang: auto`. Blocking; raises like `assign`."""
+    shapes = shapes_of(spec)
+    single = replace(shares, devices_per_trainer=1)
+    there = _of_job(assign(devices, single))
+    decision = decide(spec, there, shapes)
+    chosen = replace(shares, devices_per_trainer=devices_per_trainer(spec, decision))
+    if 1 < chosen.devices_per_trainer <= sum(there.trainers):
+        decision = decide(spec, _of_job(assign(devices, chosen)), shapes)
+    return chosen, decision
+
+
+def _of_job(given: NodeDevices) -> JobDevices:
+    """Return what a job alone finds of these devices."""
+    rollouts, trainers = (
+        [[one for one in some if one.device_class.lower() != "cpu"] for some in workers]
+        for workers in (given.rollouts, given.trainers)
+    )
+    return JobDevices(
+        min(map(len, rollouts), default=0),
+        tuple(sorted(len(some) for some in trainers if some)),
+        min((one.memory for some in trainers for one in some), default=0),
     )
 
 

@@ -134,10 +134,11 @@ class ClusterSettings(BaseModel):
         """Return the devices of this host. Raises `InvalidArgument` for an invalid declaration."""
         return find_devices({**os.environ, DECLARED: self.devices})
 
-    def shares(self, devices: Sequence[Device]) -> NodeDevices:
-        """Return the devices of each process. Raises `InvalidArgument`, which names the setting."""
+    @property
+    def asked(self) -> NodeShares:
+        """The shares of the devices that these settings ask for."""
         reward = self.environment.get("TROUPE_REWARD_GPUS", os.environ.get("TROUPE_REWARD_GPUS"))
-        asked = NodeShares(
+        return NodeShares(
             self.engine_devices,
             self.trainer_devices,
             self.devices_per_trainer,
@@ -147,10 +148,13 @@ class ClusterSettings(BaseModel):
             may_lack=self.role == "node",
             colocate=self.colocate,
         )
+
+    def shares(self, devices: Sequence[Device]) -> NodeDevices:
+        """Return the devices of each process. Raises `InvalidArgument`, which names the setting."""
         if self.role == "head":
-            rewards = tuple(devices)[: asked.reward_devices]
+            rewards = tuple(devices)[: self.asked.reward_devices]
             return NodeDevices((), (), rewards, known=bool(devices))
-        return assign(devices, asked)
+        return assign(devices, self.asked)
 
 
 def require_utf8(data_dir: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from troupe.job.policy import LoraSpec, PolicySpec
-from troupe.job.section import MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Section
+from troupe.job.section import MAX_ENGINES, MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Section
 from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]
@@ -46,7 +46,7 @@ class BalancingSpec(Section):
     drain_seconds: SecondsOrNone = 10.0
     """Time for the turns of a moving engine to end; the others continue on another engine of their
     policy."""
-    minimum: dict[str, Annotated[int, Field(ge=0, le=1024)]] = Field(
+    minimum: dict[str, Annotated[int, Field(ge=0, le=MAX_ENGINES)]] = Field(
         default={}, max_length=MAX_POLICIES
     )
     """By policy: engines that stay on each rollout worker. Default: 1."""
@@ -116,13 +116,13 @@ class BalancingSpec(Section):
             if name not in policies:
                 known = ", ".join(sorted(policies))
                 raise ValueError(f"balancing.minimum: '{name}' is not a policy; known: {known}")
-            engines = engine_count(policies[name])
+            engines = _most_engines(policies[name])
             if not 1 <= count <= engines:
                 raise ValueError(
                     f"balancing.minimum.{name}: {count} is not between 1 and the {engines} engines "
                     "that the policy begins with"
                 )
-        if not self.inter or self.possible(policies):
+        if not self.inter or self.possible(policies) or _any_open(policies):
             return
         if len(policies) < 2:
             raise ValueError("balancing.inter: there is one policy only; remove it")
@@ -138,10 +138,21 @@ class BalancingSpec(Section):
 
 
 def engine_count(policy: PolicySpec) -> int:
-    """Return the initial number of a policy's engines on each rollout worker."""
+    """Return the initial number of a policy's engines on each rollout worker: 1 until `replicas:
+    auto` is decided."""
     engine = policy.engine
     pooled = sum(pool.replicas for pool in engine.pools)
-    return len(engine.urls) or pooled or engine.replicas
+    given = engine.replicas if isinstance(engine.replicas, int) else 1
+    return len(engine.urls) or pooled or given
+
+
+def _most_engines(policy: PolicySpec) -> int:
+    return MAX_ENGINES if policy.engine.replicas == "auto" else engine_count(policy)
+
+
+def _any_open(policies: Mapping[str, PolicySpec]) -> bool:
+    """Whether the number of engines is yet to be decided for some policy among several."""
+    return len(policies) > 1 and any(p.engine.replicas == "auto" for p in policies.values())
 
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:

@@ -16,6 +16,7 @@ from troupe.job.engines import KINDS, KindName, server_kinds
 from troupe.job.network import NetworkSpec
 from troupe.job.section import (
     MAX_COEFFICIENT,
+    MAX_ENGINES,
     MAX_TOKENS,
     Norm,
     Rate,
@@ -93,10 +94,12 @@ class TrainerSpec(Section):
     pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU (512 for
     hidden sizes of 512 and more), 4096 to 16384 on a GPU, by its memory
     (docs/training.md)."""
-    gang: int = Field(default=1, ge=1, le=4096)
+    gang: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] | None = None
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
-    `pipeline.deterministic`. May change when a job is resumed."""
+    `pipeline.deterministic`. `auto`: decided when the job starts, so that the gangs of its policies
+    use all training devices of the cluster (docs/gpus.md). Default: `auto` with a server as engine,
+    else 1. May change when a job is resumed."""
     offload: Offload = "none"
     """State that is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
     training state, which a step brings to the device in parts while it computes others. `all`: the
@@ -113,9 +116,14 @@ class TrainerSpec(Section):
     """Time without a step to train after which a policy releases its device and memory, so that
     trainers can scale to zero; the next step loads it again."""
 
+    @property
+    def ranks(self) -> int:
+        """`gang` as a number: 1 until `auto` is decided."""
+        return self.gang if isinstance(self.gang, int) else 1
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        if self.gang % self.context_parallel:
+        if isinstance(self.gang, int) and self.gang % self.context_parallel:
             raise ValueError(
                 f"context_parallel is {self.context_parallel}, which does not divide the "
                 f"{self.gang} devices of `gang`; choose a divisor"
@@ -266,8 +274,10 @@ class EngineSpec(Section):
 
     kind: KindName = "embedded"
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
-    replicas: int = Field(default=1, ge=1, le=1024)
-    """Engines of this policy per rollout worker."""
+    replicas: Annotated[int, Field(ge=1, le=MAX_ENGINES)] | Literal["auto"] | None = None
+    """Engines of this policy per rollout worker. `auto`: decided when the job starts, so that the
+    launched servers of its policies use all devices of a rollout worker (docs/gpus.md). Default:
+    `auto` for launched servers, else 1."""
     pools: list[PoolSpec] = Field(default=[], max_length=64)
     """Engines by device class, instead of `replicas`. Attached servers (`urls`) are assigned to the
     pools in order."""
@@ -449,6 +459,28 @@ class PolicySpec(Section):
             own = self.engine.is_server and self.model.path and self.simulated is None
             changed = self.model.model_copy(update={"dtype": "auto" if own else "float32"})
             self.__dict__["model"] = changed  # frozen
+        return self
+
+    @model_validator(mode="after")
+    def _whole_machine(self) -> Self:
+        """Fill in the defaults `auto` of policies that launched servers serve on GPUs."""
+        engine = self.engine
+        if self.model is None or self.simulated is not None or not engine.is_server:
+            return self
+        if engine.replicas is None and not engine.urls and not engine.pools:
+            self.__dict__["engine"] = engine.model_copy(update={"replicas": "auto"})  # frozen
+        if self.trainer.gang is None and self.trainable:
+            self.__dict__["trainer"] = self.trainer.model_copy(update={"gang": "auto"})
+        return self
+
+    @model_validator(mode="after")
+    def _slices(self) -> Self:
+        slices = self.trainer.context_parallel
+        if self.trainer.gang is None and slices > 1:
+            raise ValueError(
+                f"trainer.context_parallel: {slices} devices divide a pass, but `gang` is 1; "
+                "set it to `auto` or a multiple"
+            )
         return self
 
     @model_validator(mode="after")

@@ -372,10 +372,13 @@ class Pools:
         for pool in self.pools:
             model = policies[pool.learners[0]]
             for name in (*pool.slots, *pool.evaluation_slots):
-                changes: dict[str, object] = {"pools": [], "urls": [], "replicas": 1}
+                # Networks have no engines.
+                count = 1 if model.network is None else None
+                changes: dict[str, object] = {"pools": [], "urls": [], "replicas": count}
                 engine = model.engine
                 if population.engine is not None:
-                    engine, changes = population.engine, {"urls": urls[:share]}
+                    engine = population.engine
+                    changes = {"urls": urls[:share], "replicas": engine.replicas or count}
                     urls = urls[share:]
                 own = EngineSpec.model_validate(engine.model_dump() | changes)
                 found[name] = model.model_copy(update={"trainable": False, "engine": own})

@@ -43,6 +43,8 @@ MAX_COEFFICIENT: Final = 1e6
 MAX_NORM: Final = 1e12
 MAX_AGENTS: Final = 1024
 MAX_POLICIES: Final = 256
+# Engines of a policy on one rollout worker.
+MAX_ENGINES: Final = 1024
 MAX_FUNCTIONS: Final = 256
 # Maximum queries of one step or evaluation, and their maximum number of trajectories.
 MAX_QUERIES: Final = 1 << 16

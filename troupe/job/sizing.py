@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from troupe.job.known_models import known_config
 from troupe.job.policy import ModelSpec
 from troupe.job.spec import JobSpec
 from troupe.scheduling.defaults import (
@@ -23,7 +24,13 @@ from troupe.scheduling.defaults import (
     context_of,
     defaults_of,
 )
-from troupe.scheduling.memory import SHORT_ROW, ModelShape, TrainingSetup, rank_memory
+from troupe.scheduling.memory import (
+    SHORT_ROW,
+    SLEEPING_SERVER_BYTES,
+    ModelShape,
+    TrainingSetup,
+    rank_memory,
+)
 
 # Defaults of transformers' configurations, which files may leave out: vocabulary, hidden size,
 # intermediate size, layers, heads, key-value heads (0: as many as heads), head size (0: hidden size
@@ -162,9 +169,20 @@ QUANTIZED_REMEDY: Final = (
 
 
 def read_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the shape of a job's model; None if this machine cannot tell."""
-    config = read_config(model)
+    """Return the shape of a job's model, from its configuration or, where this machine does not
+    have it, from its name; None if neither tells."""
+    config = read_config(model) or known_config(model.path or "")
     return None if config is None else shape_of_config(config)
+
+
+def shapes_of(spec: JobSpec) -> dict[str, ModelShape | None]:
+    """Return the shapes of a job's language models by policy; None where this machine cannot
+    tell. Blocking."""
+    return {
+        name: read_shape(one.model)
+        for name, one in spec.policies.items()
+        if one.model is not None and one.simulated is None
+    }
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
@@ -208,7 +226,7 @@ def setup_of(
     """
     own, algorithm = spec.policies[policy], spec.algorithm
     lora = own.lora
-    gang = own.trainer.gang if ranks is None else ranks
+    gang = own.trainer.ranks if ranks is None else ranks
     given = defaults_of(None if device == "cpu" else memory)
     room = LONGEST_CONTEXT if own.engine.is_server else EMBEDDED_CONTEXT
     longest = context_of(own.engine.max_context, shape.positions, room) + algorithm.team_tokens
@@ -249,6 +267,7 @@ def setup_of(
         offloaded=own.trainer.offload != "none",
         fused_norms=device == "cpu" and fused and not (half and adapter),
         short_rows=longest <= SHORT_ROW,
+        beside=SLEEPING_SERVER_BYTES if policy in spec.colocated and own.engine.is_server else 0,
     )
     if wish == "auto" and memory and setup.checkpointing and not spec.pipeline.colocate:
         kept = replace(setup, checkpointing=False)

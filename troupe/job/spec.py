@@ -455,7 +455,7 @@ class JobSpec(JobFields):
     @model_validator(mode="after")
     def _training(self) -> Self:
         for name, policy in self.policies.items():
-            if policy.trainer.gang == 1 or not policy.trainable:
+            if policy.trainer.ranks == 1 or not policy.trainable:
                 continue
             field = f"policies.{name}.trainer.gang"
             if self.pipeline.deterministic:

@@ -27,6 +27,9 @@ _SCRATCH_BYTES: Final = {"cpu": 1 << 20, "cuda": 256 << 20}
 _CONTEXT_BYTES: Final = 1 << 30
 _COLLECTIVE_BYTES: Final = 512 << 20
 _FRAGMENTS: Final = 0.1
+SLEEPING_SERVER_BYTES: Final = 2 << 30
+"""Bytes of a GPU that a sleeping inference server keeps, besides its weights, caches and graphs,
+which it releases: CUDA's context and kernels, workspaces of attention, buffers of NCCL."""
 # Elements of the moments that are on the device at a time, of those that are in host memory
 # (services/trainer/learning/optimizer.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25
@@ -74,6 +77,13 @@ class ModelShape:
         """Whether the output layer shares the embedding's weights."""
         return not self.output
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: of a mixture the experts that it is routed
+        to; the output layer, but not the embedding."""
+        idle = max(0, self.experts - self.active_experts) * 3 * self.hidden * self.intermediate
+        return self.layers * (self.layer - idle) + self.vocabulary * self.hidden
+
     def adapter(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Return the parameters of a LoRA adapter; `targets`: names of its layers, None: all."""
         return rank * sum(n for name, n in self.linears if targets is None or name in targets)
@@ -113,6 +123,8 @@ class TrainingSetup:
     """Whether norms keep their inputs only (services/trainer/learning/kernels/cpu.py)."""
     short_rows: bool = True
     """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
+    beside: int = 0
+    """Bytes of the device that other processes keep (`SLEEPING_SERVER_BYTES`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class RankMemory:
     logits: int = 0
     """One block of logits, and the gradient of the output layer."""
     overhead: int = 0
-    """CUDA's context, the buffers of collectives, fragmentation."""
+    """CUDA's context, the buffers of collectives, fragmentation; what a sleeping server keeps."""
 
     @property
     def state(self) -> int:
@@ -208,7 +220,7 @@ def _overhead(setup: TrainingSetup, working: int) -> int:
     if setup.device != "cuda":
         return 0
     collective = _COLLECTIVE_BYTES if setup.ranks > 1 else 0
-    return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working)
+    return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working) + setup.beside
 
 
 # Bytes of (gathered weights, activations, logits) at the moments when memory is fullest.

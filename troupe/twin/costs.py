@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
+from troupe.job.known_models import model_config as model_config
 from troupe.job.sizing import shape_of_config
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
@@ -148,68 +149,11 @@ def device_costs(
     )
 
 
-# Sizes in the order of `_NAMES`, and further properties, from the models' configurations.
-_NAMES: Final = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_QWEN3: Final[dict[str, tuple[tuple[int, ...], dict[str, int | bool]]]] = {
-    "Qwen3-0.6B": ((28, 1024, 3072, 16, 8), {"tie_word_embeddings": True}),
-    "Qwen3-1.7B": ((28, 2048, 6144, 16, 8), {"tie_word_embeddings": True}),
-    "Qwen3-4B": ((36, 2560, 9728, 32, 8), {"tie_word_embeddings": True}),
-    "Qwen3-8B": ((36, 4096, 12_288, 32, 8), {}),
-    "Qwen3-14B": ((40, 5120, 17_408, 40, 8), {}),
-    "Qwen3-32B": ((64, 5120, 25_600, 64, 8), {}),
-    "Qwen3-30B-A3B": ((48, 2048, 6144, 32, 4), {"moe_intermediate_size": 768}),
-    "Qwen3-235B-A22B": ((94, 4096, 12_288, 64, 4), {"moe_intermediate_size": 1536}),
-}
-_COMMON: Final = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
-}
-_DENSE: Final = {"model_type": "qwen3"}
-_MIXTURE: Final = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """Return the configuration of a Qwen3 model by its name. Raises InvalidArgument for another
-    one."""
-    if name not in _QWEN3:
-        raise InvalidArgument(
-            f"the dimensions of the model {name!r} are unknown",
-            field="model",
-            value=name,
-            remedy=f"Give a configuration, or one of {', '.join(_QWEN3)}.",
-        )
-    sizes, own = _QWEN3[name]
-    kind = _MIXTURE if "moe_intermediate_size" in own else _DENSE
-    return {**_COMMON, **kind, **dict(zip(_NAMES, sizes, strict=True)), **own}
-
-
 def model_shape(name: str) -> ModelShape:
     """Return the shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
     shape = shape_of_config(model_config(name))
     assert shape is not None  # an architecture known to the reader
     return shape
-
-
-def known_shape(path: str) -> ModelShape | None:
-    """Return the shape of a model by its path or its id on the hub, if the name is a Qwen3
-    model's."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return model_shape(name) if name in _QWEN3 else None
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Return the parameters that one token is multiplied with: in a mixture, only the experts that
-    it is routed to; with the output layer, without the embedding."""
-    idle = max(0, shape.experts - shape.active_experts) * 3 * shape.hidden * shape.intermediate
-    return shape.layers * (shape.layer - idle) + shape.vocabulary * shape.hidden
 
 
 def cache_bytes(shape: ModelShape) -> int:
@@ -245,7 +189,7 @@ def engine_rates(
     """Return the times of an engine. `context`: mean tokens of a turn in the cache; `running`:
     turns that usually run at once, from which the touched experts of a mixture follow."""
     part, count = device.efficiency, tensor_parallel
-    active = active_parameters(shape)
+    active = shape.active_parameters
     prefill = device.flops * count * part.prefill / (2 * active + _attention(shape, context / 2))
     touched = float(shape.parameters - (0 if shape.tied else shape.embedding))
     if shape.experts:
@@ -288,7 +232,7 @@ def trainer_rates(
 ) -> TrainerRates:
     """Return the times of a gang of `ranks` devices. `context`: mean tokens of a row; `adapter`:
     trained parameters of a LoRA adapter, 0: all are trained."""
-    active = active_parameters(shape)
+    active = shape.active_parameters
     passes = 3.0 if not adapter else 2.0  # forward, inputs' gradients, and weights' gradients
     passes += 1.0 if checkpointing else 0.0
     work = passes * (2 * active + _attention(shape, context / 2))

@@ -22,9 +22,10 @@ from troupe.scheduling.balancing import BalancingRules, Pair
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.devices import DeviceHost, DeviceRequest
 from troupe.scheduling.devices import plan as place
+from troupe.scheduling.filling import fill_engines, fill_gangs
 from troupe.scheduling.memory import ModelShape
 from troupe.twin.cluster import Twin, TwinMeans, TwinRun
-from troupe.twin.costs import DeviceCosts, known_shape
+from troupe.twin.costs import DeviceCosts
 from troupe.twin.job import ControlPlane, EngineFleet, RoutingRules, TwinJob, TwinPolicy
 from troupe.twin.job_rates import JobRates
 from troupe.twin.profile import JobProfile
@@ -242,7 +243,7 @@ def _case(
             )
         if policy.simulated is not None:
             continue
-        shape = read_shape(policy.model) or known_shape(policy.model.path or "")
+        shape = read_shape(policy.model)
         if shape is None:
             raise InvalidArgument(
                 f"the size of policy {name} is unknown here: this machine cannot read the "
@@ -393,21 +394,14 @@ def _chosen_gangs(
 ) -> list[dict[str, tuple[int, int]]]:
     """Return the gangs of all policies to try: the smallest of each; the largest, which take turns;
     and gangs that train side by side, larger for policies with more computation."""
+
+    def seconds(name: str, size: int) -> float:
+        return case.rows[name] / case.rates.trainer(name, size).backward_tokens_per_second
+
     found = [{name: gangs[0] for name, gangs in fitting.items()}]
-    side, left = dict(found[0]), devices - sum(size for size, _ in found[0].values())
-    while left > 0:
-        seconds = {
-            name: case.rows[name]
-            / case.rates.trainer(name, side[name][0]).backward_tokens_per_second
-            for name, gangs in fitting.items()
-            if side[name] != gangs[-1] and side[name][0] <= left  # the next one is twice as large
-        }
-        if not seconds:
-            break
-        most = max(seconds, key=lambda name: seconds[name])
-        gangs = fitting[most]
-        left -= side[most][0]
-        side[most] = gangs[gangs.index(side[most]) + 1]
+    sizes = {name: [size for size, _ in gangs] for name, gangs in fitting.items()}
+    filled = fill_gangs(sizes, seconds, devices)
+    side = {name: gangs[sizes[name].index(filled[name])] for name, gangs in fitting.items()}
     for more in (side, {name: gangs[-1] for name, gangs in fitting.items()}):
         if more not in found:
             found.append(more)
@@ -419,15 +413,11 @@ def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[s
     with the most work per engine. With few policies also the shares with one engine moved to
     another policy, since an engine's work depends on its queue. Empty: there is no room for one
     engine each."""
-    engines = dict.fromkeys(widths, 1)
-    left = devices - sum(widths.values())
-    if left < 0:
-        return []
     work = {name: _engine_seconds(case, name, widths[name]) for name in widths}
-    while fitting := [name for name in widths if widths[name] <= left and work[name] > 0]:
-        most = max(fitting, key=lambda name: work[name] / engines[name])
-        engines[most] += 1
-        left -= widths[most]
+    engines = fill_engines(widths, work, devices)
+    if not engines:
+        return []
+    left = devices - sum(engines[name] * width for name, width in widths.items())
     found = [engines]
     if len(widths) <= _SHARED_ANEW:
         for source, target in itertools.permutations(widths, 2):

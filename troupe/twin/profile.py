@@ -254,7 +254,7 @@ class JobProfile:
             {name: one.policy for name, one in spec.agents.items()},
             {name: _model_of(spec, name) for name in spec.policies},
             tensor_parallel={n: one.engine.tensor_parallel for n, one in spec.policies.items()},
-            gangs={n: one.trainer.gang for n, one in spec.policies.items()},
+            gangs={n: one.trainer.ranks for n, one in spec.policies.items()},
         )
 
     def add(

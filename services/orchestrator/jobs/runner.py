@@ -28,6 +28,7 @@ from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.split_watch import SplitWatch
 from services.orchestrator.pipeline.steps import StepContext
+from services.orchestrator.placement.automatic import settled
 from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
@@ -141,14 +142,7 @@ class JobRunner:
         await self._shared.store.forget_resolved(self._job_id)
         self._record = record = await self._shared.store.get(self._job_id)
         self._cancel = self._cancel or record.state == common_pb.JOB_STATE_CANCELLING
-        self._job = JobContext(
-            shared=self._shared,
-            job_id=self._job_id,
-            epoch=epoch,
-            spec=record.spec(),
-            spec_json=record.spec_json,
-            directory=record.directory,
-        )
+        self._job = JobContext.of(self._shared, record, epoch)
         self._was_up = record.state == common_pb.JOB_STATE_RUNNING or record.step > 0
         if record.state == common_pb.JOB_STATE_PAUSING:
             # The orchestrator died while the step finished. A resume continues with the step.
@@ -233,6 +227,7 @@ class JobRunner:
             await job.warn(trouble)
         await shared.workers.wait_for(_BOTH, self._settings_deadline("workers"))
         await release_ended_jobs(shared, self._job_id)
+        job = self._job = await settled(job, self._record)
         job.show("declaring tables")
         tables = store_pb.CreateTablesRequest(
             request_id=new_id("tables"),

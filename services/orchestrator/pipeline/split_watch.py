@@ -76,7 +76,7 @@ class SplitWatch:
                 read_tokens=totals.read[name],
                 drawn_tokens=totals.drawn[name],
                 train_seconds=train + publish,
-                gang=policy.trainer.gang,
+                gang=policy.trainer.ranks,
             )
         waits = max(0.0, totals.seconds - totals.engine_seconds)
         self._steps.append(

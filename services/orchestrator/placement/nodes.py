@@ -108,6 +108,14 @@ class NodeRegistry:
             found.append(status)
         return found
 
+    def alive(self) -> dict[str, orchestrator_pb.JoinNodeRequest]:
+        """Return the newest reports of the living nodes, by name."""
+        return {
+            name: report
+            for name, (report, seen) in sorted(self._nodes.items())
+            if self._alive(seen)
+        }
+
     @property
     def _lost_seconds(self) -> float:
         return self._settings.heartbeat_seconds * self._settings.lost_after_beats

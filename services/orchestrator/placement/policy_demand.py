@@ -246,4 +246,4 @@ class TrainingMemory:
 def _ranks_of(policy: PolicySpec) -> int:
     """Return the devices that train a policy together."""
     whole = not policy.trainable or policy.simulated is not None
-    return 1 if whole else policy.trainer.gang
+    return 1 if whole else policy.trainer.ranks

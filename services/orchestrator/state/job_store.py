@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -362,6 +363,13 @@ class JobStore:
         fields = (*done, "checkpoint_problem", problem_field(problem))
         await self._redis.call("HSET", JobKeys(job_id).record, *fields)
 
+    async def note_decided(
+        self, job_id: str, epoch: int, decided: Mapping[str, tuple[int, str]]
+    ) -> None:
+        """Note the numbers that were decided for what the job leaves open."""
+        await self.check_epoch(job_id, epoch)
+        await self._redis.call("HSET", JobKeys(job_id).record, "decided", json.dumps(decided))
+
     async def note_version(self, job_id: str, epoch: int, policy: str, version: int) -> None:
         """Note the newest version of a policy, as the experience store has it."""
         await self.check_epoch(job_id, epoch)
@@ -447,7 +455,7 @@ class JobStore:
         now = repr(time.time())
         fields: list[Value] = ["problem", problem_field(problem)]
         if target == common_pb.JOB_STATE_SUBMITTED:
-            fields += ["ended_at", "0.0"]
+            fields += ["ended_at", "0.0", "decided", "{}"]
         elif target == common_pb.JOB_STATE_STARTING:
             # "?": only the first time, since a takeover does not restart the job.
             fields += ["?started_at", now]

@@ -16,6 +16,7 @@ from troupe.contracts.metric_names import (
     BOUNDS,
 )
 from troupe.job import JobSpec
+from troupe.job.automatic import with_values
 from troupe.job.loading import explained
 from troupe.job.spec import policy_of
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -84,7 +85,10 @@ _CODECS: Final[Mapping[str, _Codec]] = {
     "checkpoint_problem": _PROBLEM,
     "before": _VALUES,
     "after": _VALUES,
+    "decided": _VALUES,
 }
+# Fields that records of earlier releases lack.
+_LATER: Final = frozenset({"decided"})
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ class JobRecord:
     # intervals (`<score>/low`, `<score>/high`).
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
+    # Numbers that the job leaves open (`auto`), by field: the number and how it came about. Decided
+    # when the job starts, kept while it runs, and decided anew when it is resumed.
+    decided: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     # Newest version of each policy that the orchestrator has seen in the experience store.
     versions: Mapping[str, int] = field(default_factory=dict)
     # Whether the stored record is unreadable; `problem` says why.
@@ -144,6 +151,10 @@ class JobRecord:
                 value=first.value or None,
                 remedy="Submit a new job; the old one's checkpoints are unchanged.",
             ) from error
+
+    def decided_spec(self) -> JobSpec:
+        """Return the specification with the numbers that have been decided. Raises like `spec`."""
+        return with_values(self.spec(), {one: number for one, (number, _) in self.decided.items()})
 
     def policy_of(self, name: str) -> str:
         """Return the policy called `name`, or the one that plays the agent `name`. Raises
@@ -186,7 +197,11 @@ class JobRecord:
         """Parse the record that `to_hash` wrote. Raises any error for other fields."""
         prefix = _VERSION.encode()
         return JobRecord(
-            **{name: read(fields[name.encode()]) for name, (_, read) in _CODECS.items()},
+            **{
+                name: read(fields[name.encode()])
+                for name, (_, read) in _CODECS.items()
+                if name not in _LATER or name.encode() in fields
+            },
             versions={
                 name.removeprefix(prefix).decode(): int(value)
                 for name, value in fields.items()

@@ -525,7 +525,7 @@ class GangLearner(PolicyLearner[Row]):
         self._loaded = loaded
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
-        self._size = spec.policies[policy].trainer.gang
+        self._size = spec.policies[policy].trainer.ranks
         self._submitted = submitted or spec.model_dump_json()
         self._reference: Path | None = None
         self._hosts = hosts

@@ -41,7 +41,7 @@ from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
-from troupe.client.records import Binding, Cluster, Service
+from troupe.client.records import Binding, Cluster, JobState, Service
 from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
@@ -51,6 +51,7 @@ from troupe.cluster.state import ClusterState, require_running, running_state, s
 from troupe.demo.command import demo
 from troupe.demo.command import examples as examples_app
 from troupe.doctor.examination import quick_checks
+from troupe.job.automatic import AUTOMATIC
 from troupe.job.spec import policy_of
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
@@ -394,6 +395,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
         if cluster is not None:
             _print_trainers(console, cluster)
             _print_devices(console, cluster)
+            _print_decided(console, state)
     healthy = all(r.healthy for r in reports) and all(one.serving for one in seen)
     healthy = healthy and state.phase == "ready"
     raise typer.Exit(0 if healthy else FAILED)
@@ -517,6 +519,20 @@ def _print_devices(console: Console, cluster: Cluster) -> None:
                 ", ".join(on_it) or "-",
             )
     console.print(table)
+
+
+def _print_decided(console: Console, state: ClusterState) -> None:
+    """Print the numbers of engines and the gangs that running jobs have for `auto`."""
+    try:
+        with Client(state.orchestrator_address) as client:
+            running = client.jobs(JobState.RUNNING)
+    except TroupeError:
+        return
+    for job in running:
+        for one in job.resolved:
+            if one.source.startswith(AUTOMATIC):
+                text = f"{job.id}: {one.field} = {one.value} ({one.source})"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _status_json(

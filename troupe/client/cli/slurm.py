@@ -23,7 +23,11 @@ from rich.console import Console
 
 from troupe.client.cli import options
 from troupe.client.cli.specification import load_with
+from troupe.cluster.inventory import NodeShares, fill
+from troupe.devices import Device
 from troupe.disks import own_directory
+from troupe.job import JobSpec
+from troupe.job.automatic import is_open
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.rpc.ids import check_name
 from troupe.rpc.tokens import read_token
@@ -163,11 +167,11 @@ def slurm(
                 value=one,
                 remedy="Write it as in a batch script, such as --sbatch=--qos=high.",
             )
-    gang = max((p.trainer.gang for p in spec.policies.values() if p.trainable), default=1)
+    shares = NodeShares(engine_devices, trainer_devices, colocate=bool(spec.colocated))
     given = {
         "engine-devices": engine_devices,
         "trainer-devices": trainer_devices,
-        "devices-per-trainer": devices_per_trainer or (min(gang, gpus_per_node) or None),
+        "devices-per-trainer": devices_per_trainer or _per_trainer(spec, gpus_per_node, shares),
     }
     shared = directory.expanduser().absolute()
     gpus = f"--gpus-per-node={gpus_per_node}" if gpus_per_node else ""
@@ -218,6 +222,16 @@ def slurm(
     console.print(done.stdout.strip(), highlight=False)
     number = done.stdout.split()[-1] if done.stdout.split() else "%j"
     console.print(f"output in {shared}/slurm-{number}.out", highlight=False, soft_wrap=True)
+
+
+def _per_trainer(spec: JobSpec, devices: int, shares: NodeShares) -> int | None:
+    """Return the devices of one trainer worker of a host that has so many; None: it has none."""
+    if not devices:
+        return None
+    if not is_open(spec):
+        return min(max(p.trainer.ranks for p in spec.policies.values() if p.trainable), devices)
+    chosen, _ = fill(spec, [Device(number, "gpu", 0) for number in range(devices)], shares)
+    return chosen.devices_per_trainer
 
 
 def write_files(shared: Path, script: str, spec: str) -> None:

@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from troupe.client.cli import options
+from troupe.cluster.inventory import NodeShares, fill
 from troupe.data.demonstrations import TRIED_ROWS, renderer_of
 from troupe.data.tasks import TaskSplit, compare_splits, open_tasks
-from troupe.devices import Device, parse_devices
+from troupe.devices import Device, find_devices, parse_devices
 from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
+from troupe.job.automatic import with_values
 from troupe.job.compatibility import advice
 from troupe.job.data import TasksSpec
 from troupe.job.functions import READY
@@ -41,7 +43,7 @@ from troupe.job.sizing import (
     setup_of,
 )
 from troupe.outcomes import shown
-from troupe.rpc.errors import TroupeError
+from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 from troupe.workflow import ChatTokenizer, Role, Sampling
 from troupe.workflow.asking import ask, question_of
@@ -105,6 +107,8 @@ def validate(
     effect give a note, not a fault."""
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
+    # What is installed on this machine says nothing about declared devices.
+    machine = given or find_devices()
     _refuse_quantized(spec)
     _refuse_templates(spec)
     code = "--imports checks that its code can be imported"
@@ -120,6 +124,8 @@ def validate(
     )
     for line in (*data, *advice(spec)):
         Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    if machine:
+        spec = show_shares(spec, machine, Console())
     if given and not show_sizing(spec, given, Console()):
         raise typer.Exit(1)
 
@@ -165,6 +171,21 @@ def _refuse_templates(spec: JobSpec) -> None:
             )
     if problems:
         raise JobSpecError(problems)
+
+
+def show_shares(spec: JobSpec, devices: Sequence[Device], console: Console) -> JobSpec:
+    """Print how the job's engines and gangs share a machine's devices, what stays idle, and which
+    numbers `auto` stands for. Return the job with these."""
+    try:
+        _, found = fill(spec, devices, NodeShares(colocate=bool(spec.colocated)))
+    except InvalidArgument as error:
+        console.print(f"note: {error}", markup=False, highlight=False, soft_wrap=True)
+        return spec
+    lines = [f"{field} = {found.values[field]} ({found.sources[field]})" for field in found.values]
+    lines += [f"note: {sentence}" for sentence in found.notes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return with_values(spec, found.values)
 
 
 _GB: Final = 1 << 30

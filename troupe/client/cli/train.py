@@ -34,6 +34,7 @@ from troupe.client.records import (
 )
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.inventory import fill
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, running_state, sign_in_link
 from troupe.job import JobSpec
@@ -167,17 +168,16 @@ def train(
         address=cluster,
         keep_up=keep_up,
         grace=grace,
-        settings=settings(
-            devices_per_trainer=None if spec is None else _largest_gang(spec),
-            colocate=spec is not None and bool(spec.colocated),
-        ).resolved(),
+        settings=(settings() if spec is None else _settings_for(spec, settings)).resolved(),
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
 
 
-def _largest_gang(spec: JobSpec) -> int:
-    """Return the number of devices of one trainer that the job's largest gang needs."""
-    return max((one.trainer.gang for one in spec.policies.values() if one.trainable), default=1)
+def _settings_for(spec: JobSpec, settings: options.MakeSettings) -> ClusterSettings:
+    """Return the settings of a cluster for this job alone, on all of the machine's devices."""
+    made = settings(devices_per_trainer=1, colocate=bool(spec.colocated))
+    shares, _ = fill(spec, made.inventory(), made.asked)
+    return made.model_copy(update={"devices_per_trainer": shares.devices_per_trainer})
 
 
 async def run(plan: TrainPlan, console: Console) -> int:
