@@ -28,23 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, run_program, scratch
 from benchmarks.experience_store.servers import Stub, started
+from benchmarks.workloads.fed_policy import FedPolicy, spec_of
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.chassis.app import serve
 from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
-from troupe import tensors
-from troupe.job import JobSpec
-from troupe.rpc import connect, new_id
-from troupe.v1 import common_pb2 as common_pb
-from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2 as trainer_pb
+from troupe.rpc import connect
 from troupe.v1 import trainer_pb2_grpc as trainer_grpc
 
 # SmolLM2-135M.
@@ -66,17 +61,13 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "async": {"every": 5},
     "sync": {"every": 1, "background": False},
 }
-_STEP_SECONDS: Final = 600.0
 
 
 @dataclass
 class Job:
     """One measured job."""
 
-    way: str
-    spec: JobSpec
-    name: str = field(default_factory=lambda: new_id("job"))
-    weights: common_pb.WeightsRef = field(default_factory=common_pb.WeightsRef)
+    policy: FedPolicy
     seconds: list[float] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
@@ -137,123 +128,42 @@ async def _measure(
         threads=options.threads,
         trainer_keep_states=1,
     )
-    jobs = {
-        way: Job(way, _spec(source, state)) for way, state in WAYS.items() if way in options.way
-    }
+    policy = {"model": source, "optimizer": {"lr": 1e-6}}
     async with (
         serve(TrainerService, settings) as server,
         connect(server.address) as channel,
-        connect(store) as to_store,
+        connect(store) as to_store_channel,
     ):
-        trainer = trainer_grpc.TrainerStub(channel)
+        trainer, to_store = trainer_grpc.TrainerStub(channel), Stub(to_store_channel)
+        jobs = {
+            way: Job(FedPolicy(spec_of("state", policy, state=state), trainer, to_store))
+            for way, state in WAYS.items()
+            if way in options.way
+        }
         for _ in range(options.rounds):
             for job in jobs.values():
-                await _block(job, trainer, Stub(to_store), options)
-                release = trainer_pb.ReleaseRequest(
-                    request_id=new_id(), job_id=job.name, policy="solver"
-                )
-                await trainer.Release(release, timeout=_STEP_SECONDS)
+                await _block(job, options)
+                await job.policy.release()
         for job in jobs.values():
-            shutil.rmtree(disk / "runs" / job.name, ignore_errors=True)
+            shutil.rmtree(disk / "runs" / job.policy.job_id, ignore_errors=True)
     return jobs
 
 
-def _spec(source: dict[str, Any], state: dict[str, Any]) -> JobSpec:
-    return JobSpec.model_validate(
-        {
-            "name": "state",
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {"solver": {"policy": "solver"}},
-            "policies": {"solver": {"model": source, "optimizer": {"lr": 1e-6}}},
-            "pipeline": {"steps": 10_000, "queries_per_step": 2, "micro_batch_samples": 4},
-            "state": state,
-        }
-    )
-
-
-async def _block(job: Job, trainer: Any, store: Stub, options: argparse.Namespace) -> None:
-    bind = trainer_pb.BindRequest(
-        request_id=new_id(),
-        job_id=job.name,
-        policy="solver",
-        spec_json=job.spec.model_dump_json(),
-        version=job.weights.version,
-        checksum=job.weights.checksum,
-    )
-    job.weights = (await trainer.Bind(bind, timeout=_STEP_SECONDS)).weights
-    first = job.weights.version
-    await store.CreateTables(
-        store_pb.CreateTablesRequest(request_id=new_id(), job_id=job.name, policies=["solver"])
-    )
-    await store.OpenVersion(
-        store_pb.OpenVersionRequest(request_id=new_id(), job_id=job.name, weights=job.weights)
-    )
-    await _play(job, store, first, options.tokens)
+async def _block(job: Job, options: argparse.Namespace) -> None:
+    policy = job.policy
+    await policy.bind()
+    first = policy.weights.version
+    await policy.play(first, options.tokens)
     for step in range(first, first + options.steps + 1):
-        await _play(job, store, step + 1, options.tokens)
-        request = trainer_pb.RunStepRequest(
-            request_id=new_id(), job_id=job.name, policy="solver", step=step, version=step
-        )
+        await policy.play(step + 1, options.tokens)
         began = time.perf_counter()
-        events = [event async for event in trainer.RunStep(request, timeout=_STEP_SECONDS)]
+        commit = await policy.train(step)
         seconds = time.perf_counter() - began
-        commit = events[-1].commit
-        if commit.outcome != store_pb.STEP_OUTCOME_APPLIED:
-            raise RuntimeError(f"the step was not applied: {commit.reason}")
-        job.weights = commit.weights
         if step > first:
             job.seconds.append(seconds)
             for name, value in commit.metrics.items():
                 if name.startswith("train/state_"):
                     job.metrics.setdefault(name, []).append(value)
-
-
-async def _play(job: Job, store: Stub, step: int, tokens: int) -> None:
-    """Store the rows of a step: two groups of four, with a quarter of each row as prompt."""
-    rng = np.random.default_rng(step)
-    length = tokens // 8
-    queries = ["q0", "q1"]
-    await store.OpenStep(
-        store_pb.OpenStepRequest(
-            request_id=new_id(),
-            job_id=job.name,
-            step=step,
-            versions={"solver": step},
-            query_ids=queries,
-            group_size=4,
-        )
-    )
-    for query in queries:
-        prompt = rng.integers(3, 100, length // 4).astype(np.int32)
-        for number in range(4):
-            trajectory = f"{query}-s{step}-t{number}"
-            response = rng.integers(3, 100, length - len(prompt)).astype(np.int32)
-            sample = store_pb.Sample(
-                sample_id=f"{query}_0_{trajectory}",
-                policy="solver",
-                query_id=query,
-                trajectory_id=trajectory,
-                agent="solver",
-                group_id="solver",
-                prompt_ids=tensors.to_proto(prompt),
-                response_ids=tensors.to_proto(response),
-                logprobs=tensors.to_proto(np.full(len(response), -5, np.float32)),
-                versions=[common_pb.VersionSpan(version=step, start=0, end=len(response))],
-                reward=float(number % 2),
-                finish_reason="stop",
-            )
-            await store.AppendTrajectory(
-                store_pb.AppendTrajectoryRequest(
-                    request_id=new_id(),
-                    job_id=job.name,
-                    step=step,
-                    query_id=query,
-                    trajectory_id=trajectory,
-                    state=common_pb.TRAJECTORY_STATE_COMPLETED,
-                    samples=[sample],
-                )
-            )
 
 
 def _table(jobs: dict[str, Job], means: dict[str, float]) -> Table:

@@ -322,13 +322,18 @@ def real(
 
 def sglang_interpreter(place: Path) -> str:
     """What takes `-m sglang.launch_server ARGS`, by the variables of the slow tests."""
+    return find_sglang(place) or sys.exit(
+        "no SGLang: give --python, or set TROUPE_SGLANG_CPU_TOOL and TROUPE_SGLANG_CPU_DIR"
+    )
+
+
+def find_sglang(place: Path) -> str:
+    """The same; "" if the variables name none."""
     if python := os.environ.get("TROUPE_SGLANG_PYTHON"):
-        return python
+        return str(Path(python).expanduser())
     tool, where = (os.environ.get(f"TROUPE_SGLANG_CPU_{name}") for name in ("TOOL", "DIR"))
     if not tool or not where:
-        sys.exit(
-            "no SGLang: give --python, or set TROUPE_SGLANG_CPU_TOOL and TROUPE_SGLANG_CPU_DIR"
-        )
+        return ""
     subprocess.run([tool, "setup", where], check=True, timeout=900)
     wrapper = place / "python"
     wrapper.write_text(f'#!/bin/sh\nshift 2\nexec "{tool}" serve "{where}" "$@"\n')

@@ -1,14 +1,17 @@
-"""Everything that a GPU is needed for, in one command and one JSON object.
+"""Everything that a GPU is needed for, part by part, each of which tells as it ends.
 
-    python -m benchmarks.gpu [--device cuda] [--quick] [--json] [--only PART ...]
+    python -m benchmarks.gpu acceptance [--minutes 12] [--json]
+    python -m benchmarks.gpu figures [--minutes 120] [--json] [--only PART ...]
 
-`update*`: model FLOP/s utilization and memory of the trainer's update of Qwen3-0.6B and Qwen3-4B,
-with and without torch.compile, liger-kernel and moments in host memory. `copies`: device to pinned
-host memory and back, against the link. `weights`: from a trainer's device into an SGLang server
-(`TROUPE_SGLANG_PYTHON`), by CUDA IPC and NCCL beside host memory; without SGLang it is null.
-`swap`, `transfer`: those benchmarks on the device, the latter beside CUDA IPC. Each part is a
-process of its own with a deadline, whose progress is shown; one that fails is null, and the reason
-is among `problems`. Without a GPU the parts take the CPU and tiny models: that tries the command
+`acceptance`: whether Troupe works on this machine, in order of worth, within the given time.
+`figures`: all that is compared on a GPU: updates with and without torch.compile, liger-kernel and
+moments in host memory; copies against the link; ways of weights; `benchmarks.swap` and
+`benchmarks.transfer`. docs/benchmarks/gpu.md says what each part proves.
+
+Each part is a process of its own with a deadline that fits what is left of the time; one that fails
+or hangs ends with everything it has started, and the next one begins. After each part comes a table
+of all parts so far and a line of JSON about this one; the last line has them all. The exit status
+is 1 if a part failed. Without a GPU the parts take the CPU and tiny models: that tries the command
 out, and measures nothing.
 """
 
@@ -16,142 +19,178 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import subprocess
-import sys
-import threading
-import time
-from collections import deque
-from pathlib import Path
-from typing import IO, Any, Final
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-import torch
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.command import end, finish, run_program, scratch
+from benchmarks.command import finish, run_program
+from benchmarks.gpu.parts import Outcome, Part, Status, run_all
+from troupe.devices import find_devices
 
-_ROOT: Final = Path(__file__).resolve().parents[2]
-# The longest that one part may take: torch.compile of a large model, first of all. `weights` starts
-# three servers, each of which may compile its kernels.
-_SECONDS: Final = 900.0
-_LONGER: Final = {"weights": 2400.0}
-# A part that says nothing is said to run still, this often.
-_REMINDER_SECONDS: Final = 60.0
-_TAIL_LINES: Final = 5
-# Name: module and its arguments.
 _UPDATE: Final = "benchmarks.gpu.update"
+_WEIGHTS: Final = ("benchmarks.gpu.weights", "--way")
+_JOB: Final = ("benchmarks.gpu.readme_job", "--devices")
+_SWAP: Final = ("benchmarks.swap", "--json")
 _LARGE: Final = ("--model", "Qwen3-4B")
-OWN: Final = {
-    "update": [_UPDATE],
-    "update_plain": [_UPDATE, "--plain"],
-    "update_compiled": [_UPDATE, "--compile"],
-    "update_offloaded": [_UPDATE, "--offload", "optimizer"],
-    "update_4b": [_UPDATE, *_LARGE],
-    "update_4b_compiled": [_UPDATE, *_LARGE, "--compile"],
-    "update_4b_offloaded": [_UPDATE, *_LARGE, "--offload", "optimizer"],
-    "copies": ["benchmarks.gpu.copies"],
-    "weights": ["benchmarks.gpu.weights"],
+_OFFLOAD: Final = ("--offload", "optimizer")
+_OF_UPDATES: Final = ("mfu", "tokens_per_second", "used_gib", "predicted_gib")
+_OF_WEIGHTS: Final = ("engine", "gigabytes", "seconds", "paused_seconds", "mismatch")
+_OF_JOBS: Final = ("engines", "devices_used", "step_seconds", "mismatch")
+
+
+def _update(seconds: float, what: str, *options: str) -> Part:
+    return Part((_UPDATE, *options), seconds, f"an update of {what} and its memory", _OF_UPDATES)
+
+
+def no_server(device: str) -> str:
+    """Return why no SGLang server can be launched on this machine; "" if one can."""
+    named = any(os.environ.get(name) for name in ("TROUPE_SGLANG_PYTHON", "TROUPE_SGLANG_CPU_DIR"))
+    return "" if named else "no SGLang here: set TROUPE_SGLANG_PYTHON"
+
+
+def no_group(device: str) -> str:
+    """Return why trainer and server cannot form a group; "" if they can."""
+    if device == "cuda" and len(find_devices()) < 2:
+        return no_server(device) or "one GPU: NCCL has one rank per GPU"
+    return no_server(device)
+
+
+PARTS: Final[Mapping[str, Part]] = {
+    "doctor": Part(("benchmarks.gpu.doctor",), 20, "what `troupe doctor` finds", ("good",)),
+    "weights_in_place": Part(
+        (*_WEIGHTS, "in_place"), 90, "an engine starts, serves, takes versions", _OF_WEIGHTS
+    ),
+    "weights_ipc": Part((*_WEIGHTS, "ipc"), 75, "versions by CUDA IPC", _OF_WEIGHTS, no_server),
+    "weights_broadcast": Part(
+        (*_WEIGHTS, "broadcast"), 75, "versions by NCCL", _OF_WEIGHTS, no_group
+    ),
+    "job_colocated": Part(
+        (*_JOB, "colocated"), 100, "README's job, taking turns on the devices", _OF_JOBS
+    ),
+    "job_split": Part((*_JOB, "split"), 100, "README's job, engines and trainers apart", _OF_JOBS),
+    "update": _update(45, "Qwen3-0.6B"),
+    "update_4b": _update(75, "Qwen3-4B", *_LARGE),
+    "suspension": Part(
+        (*_SWAP, "--only", "bandwidth"),
+        45,
+        "a policy leaves its device and comes back",
+        ("gigabytes", "suspend_seconds", "resume_seconds", "suspend_gb_s", "resume_gb_s"),
+    ),
+    "killed_server": Part(
+        (*_JOB, "split", "--kill"), 120, "README's job outlives a server", ("recovery_seconds",)
+    ),
+    "update_plain": _update(60, "Qwen3-0.6B without liger-kernel", "--plain"),
+    "update_compiled": _update(150, "Qwen3-0.6B, compiled", "--compile"),
+    "update_offloaded": _update(60, "Qwen3-0.6B, moments on the host", *_OFFLOAD),
+    "update_4b_compiled": _update(200, "Qwen3-4B, compiled", *_LARGE, "--compile"),
+    "update_4b_offloaded": _update(100, "Qwen3-4B, moments on the host", *_LARGE, *_OFFLOAD),
+    "copies": Part(("benchmarks.gpu.copies",), 30, "state to the host and back", ("of_link",)),
+    "swap": Part(_SWAP, 200, "policies that share devices", ("memcpy_ratio", "utilization")),
+    "transfer": Part(
+        ("benchmarks.transfer", "--json"), 200, "state between processes, against CUDA IPC"
+    ),
 }
-# Benchmarks that run without a GPU too, and have more to say with one.
-OTHERS: Final = ("swap", "transfer")
+PLANS: Final[Mapping[str, tuple[str, ...]]] = {
+    "acceptance": (
+        "doctor",
+        "weights_in_place",
+        "weights_ipc",
+        "weights_broadcast",
+        "job_colocated",
+        "job_split",
+        "update",
+        "update_4b",
+        "suspension",
+        "killed_server",
+    ),
+    "figures": (
+        "update",
+        "update_plain",
+        "update_compiled",
+        "update_offloaded",
+        "update_4b",
+        "update_4b_compiled",
+        "update_4b_offloaded",
+        "copies",
+        "weights_in_place",
+        "weights_ipc",
+        "weights_broadcast",
+        "swap",
+        "transfer",
+    ),
+}
+_MINUTES: Final = {"acceptance": 12.0, "figures": 120.0}
+_COLOURS: Final = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow"}
 
 
-class Failed(Exception):
-    """A part has no result; says why."""
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """Return what is known so far, for people."""
+    table = Table("part", "", "s", "what it shows")
+    for one in outcomes:
+        shown = {name: one.figures.get(name) for name in PARTS[one.name].shown}
+        text = ", ".join(f"{name} {_short(value)}" for name, value in shown.items() if value)
+        status = f"[{_COLOURS[one.status]}]{one.status.value}[/]"
+        table.add_row(
+            one.name, status, f"{one.seconds:.0f}", " | ".join(filter(None, (one.reason, text)))
+        )
+    return table
 
 
-def run(arguments: list[str], seconds: float, console: Console) -> dict[str, Any]:
-    """The last line that a module prints; what it says on its way is passed on to `console`.
-
-    Raises `Failed` when it fails or takes over `seconds`, after which it is ended.
-    """
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    with scratch() as place:
-        out = place / "out"
-        with out.open("w") as target:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", *arguments],
-                stdout=target,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=_ROOT,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
-        try:
-            assert process.stderr is not None
-            follower = threading.Thread(
-                target=_follow, args=(process.stderr, tail, console), daemon=True
-            )
-            follower.start()
-            status = _wait(process, seconds, console)
-            # A process that it left behind may keep the pipe open.
-            follower.join(_REMINDER_SECONDS / 6)
-        finally:
-            if process.poll() is None:
-                end(process)
-        if status is None:
-            raise Failed(" | ".join((f"took over {seconds:.0f} s", *tail)))
-        if status:
-            raise Failed(" | ".join(tail) or f"exit status {status}")
-        try:
-            found: dict[str, Any] = json.loads(out.read_text().strip().splitlines()[-1])
-        except (IndexError, json.JSONDecodeError) as error:
-            raise Failed("its last line is not JSON") from error
-    return found
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        return str(len(value)) if value and isinstance(value[0], str) else str(value)
+    return str(value)
 
 
-def _follow(stream: IO[str], tail: deque[str], console: Console) -> None:
-    for line in stream:
-        if text := line.rstrip():
-            tail.append(text)
-            console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _wait(process: subprocess.Popen[str], seconds: float, console: Console) -> int | None:
-    """Its exit status; None when it still runs after `seconds`."""
-    began = time.monotonic()
-    while (passed := time.monotonic() - began) < seconds:
-        try:
-            return process.wait(min(_REMINDER_SECONDS, seconds - passed))
-        except subprocess.TimeoutExpired:
-            console.print(f"  runs for {time.monotonic() - began:.0f} s of at most {seconds:.0f}")
-    return None
-
-
-def parts(device: str, quick: bool) -> dict[str, list[str]]:
-    """What to run, by name: modules and their arguments."""
-    common = ["--device", device, *(["--quick"] if quick else [])]
-    own = {name: [*arguments, *common] for name, arguments in OWN.items()}
-    others = {name: [f"benchmarks.{name}", *common, "--json"] for name in OTHERS}
-    return own | others
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return what the last line says: numbers of parts by status, and all parts."""
+    counts = Counter(one.status for one in outcomes)
+    return {
+        **{status.value: counts[status] for status in Status},
+        "parts": {one.name: one.as_json() for one in outcomes},
+    }
 
 
 def main() -> None:
-    """Run all parts, and end with one line of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run a plan."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("plan", choices=PLANS)
+    parser.add_argument("--minutes", type=float, help="for all parts together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default=None)
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
-    parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    parser.add_argument("--only", nargs="+", choices=(*OWN, *OTHERS), help="parts of it")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON only")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts, in this order")
     options = parser.parse_args()
-    console = Console(stderr=True, quiet=options.json)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU: nothing is measured"
-    found: dict[str, Any] = {"device": name}
-    problems: dict[str, str] = {}
-    chosen = parts(device, options.quick or device == "cpu")
-    for part in options.only or (*OWN, *OTHERS):
-        found[part] = None
-        console.print(f"{part} ...")
-        try:
-            found[part] = run(chosen[part], _LONGER.get(part, _SECONDS), console)
-            # What a part could not measure of itself.
-            ways: dict[str, str] = found[part].pop("problems", {})
-            problems |= {f"{part}.{way}": reason for way, reason in ways.items()}
-        except Failed as error:
-            problems[part] = str(error)
-        console.print(found[part] or problems[part])
-    finish({**found, "problems": problems}, quiet=options.json)
+    minutes = _MINUTES[options.plan] if options.minutes is None else options.minutes
+    if not (math.isfinite(minutes) and minutes > 0):
+        parser.error(f"--minutes is {minutes}; give a number above 0")
+    devices = find_devices()
+    device = options.device or ("cuda" if devices else "cpu")
+    names = [one.device_class for one in devices] if device == "cuda" else []
+    progress = Console(stderr=True, quiet=options.json)
+    shown = Console(quiet=options.json, width=160)
+    outcomes: list[Outcome] = []
+    parts = {name: PARTS[name] for name in options.only or PLANS[options.plan]}
+    common = ("--device", device, *(["--quick"] if options.quick or device == "cpu" else []))
+    for outcome in run_all(parts, 60 * minutes, progress, device, common):
+        outcomes.append(outcome)
+        shown.print(table_of(outcomes))
+        print(json.dumps(outcome.as_json()), flush=True)
+    about = {"plan": options.plan, "minutes": minutes, "device": device, "devices": names}
+    finish(about | summary(outcomes), quiet=options.json)
+    if any(one.status is Status.FAILED for one in outcomes):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

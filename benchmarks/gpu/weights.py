@@ -1,14 +1,18 @@
-"""Weights from a trainer's device into an SGLang server: `python -m benchmarks.gpu.weights`.
+"""Trained weights into an inference server: `python -m benchmarks.gpu.weights --way WAY`.
 
-    python -m benchmarks.gpu.weights [--device cuda|cpu] [--quick] [--python PYTHON]
+    python -m benchmarks.gpu.weights --way ipc|broadcast|in_place [--device cuda|cpu] [--quick]
 
-A trainer service, in this process, holds a model of half a billion parameters on the device; a
-server is launched as a job's is (`--python`: what has SGLang; without it the variables of the slow
-tests), on the last GPU of the machine. Versions come into it by `ipc`, by `broadcast` (NCCL, which
-needs a second GPU; gloo on a CPU) and, for comparison, from host memory (`disk`): seconds of an
-update in all and of its pause, medians after the first, whose pause is given too. An update is
-verified as in a job; one that took another way than it was to is an error. A way that fails is
-null, with the reason among `problems`.
+A trainer service, in this process, trains a policy of half a billion parameters on the device, fed
+by a real store; an SGLang server is launched as a job's is (`--python`: what has SGLang; without it
+the variables of the slow tests). Each version goes into it by one way: `ipc` (on the trainer's
+GPU), `broadcast` (NCCL, which needs a second GPU; gloo on a CPU), or read in place from host
+memory. Seconds of an update in all and of its pause are medians after the first, whose pause is
+given too. Where there is no SGLang, the embedded engine takes the server's place for `in_place`.
+
+Proved, after every update and beside the engine's own proof: turns are of the new version, and
+their log-probs are those of a plain forward pass in float32 over the published weights
+(`mismatch`: mean of exp(d) - 1 - d over tokens, d the difference of both; `of_former_version`: by
+the weights before, which a step with a large learning rate has changed).
 """
 
 from __future__ import annotations
@@ -16,73 +20,86 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from transformers import AutoConfig
 
-from benchmarks.command import finish, run_program, scratch
+from benchmarks.command import finish, progress, run_program, scratch
+from benchmarks.experience_store.servers import Stub, started
 from benchmarks.gpu.update import TINY
 from benchmarks.sglang import HALF_BILLION
-from benchmarks.weights import sglang_interpreter
+from benchmarks.weights import find_sglang, sglang_interpreter
+from benchmarks.workloads.fed_policy import POLICY, FedPolicy, spec_of
 from services.chassis.app import serve
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.weights import skeleton
 from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
 from troupe.devices import find_devices
 from troupe.job import JobSpec
-from troupe.rpc import TroupeError, connect, new_id
+from troupe.rpc import TroupeError, connect
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common_pb
-from troupe.v1 import trainer_pb2 as trainer_pb
 from troupe.v1 import trainer_pb2_grpc as trainer_grpc
+from troupe.workflow.backend import Sampling
 
-_POLICY: Final = "solver"
-_JOB: Final = "weights"
+WAYS: Final = ("in_place", "ipc", "broadcast")
 # Until a server is ready; the first start on a GPU compiles kernels.
 _START_SECONDS: Final = 600
-# One way from its first to its last second: the start, a policy bound, a few updates.
-_WAY_SECONDS: Final = 750.0
+_TURN_SECONDS: Final = 120.0
+_TURNS: Final = 8
+_PROMPT_TOKENS: Final = 16
+_ANSWER_TOKENS: Final = 32
+# Tokens of a training step.
+_STEP_TOKENS: Final = 512
+# A step moves every weight by about this, a quarter of its size: versions must differ.
+_LEARNING_RATE: Final = 5e-3
+# The most by which bfloat16 and other kernels make a server's log-probs differ, as k3 per token.
+_MOST_MISMATCH: Final = 0.05
 Device = Literal["cuda", "cpu"]
 
 
-class WrongWay(Exception):
-    """An update took another way than the one that is measured."""
+class WrongWeights(Exception):
+    """An update took another way than it was to, or its turns show other weights."""
 
 
-def _say(way: str, text: str) -> None:
-    print(f"{way}: {text}", file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class Update:
+    """One update, and what turns after it showed."""
+
+    total_seconds: float
+    paused_seconds: float
+    mismatch: float
+    of_former_version: float | None
 
 
 def job_of(config: dict[str, Any], tokenizer: Path, way: str, python: str, cuda: bool) -> JobSpec:
-    """A job of one policy that such a server serves."""
-    engine = {
-        "kind": "sglang",
-        "python": python,
-        "update": way,
-        "max_running": 4,
-        "max_context": 64,
-        "start_timeout_seconds": _START_SECONDS,
-        "launch": ["--mem-fraction-static", "0.3" if cuda else "0.5"],
-    }
-    model = {"config": config, "tokenizer": str(tokenizer), "dtype": "bfloat16"}
-    return JobSpec.model_validate(
-        {
-            "name": _JOB,
-            "workflow": "nowhere:play",
-            "tasks": {"source": "nowhere:tasks"},
-            "agents": {_POLICY: {"policy": _POLICY}},
-            "policies": {_POLICY: {"model": model, "engine": engine}},
-            "pipeline": {"steps": 10, "queries_per_step": 1},
+    """Return a job of one policy that such a server serves; `python`: "" for an embedded engine."""
+    engine: dict[str, Any] = {"max_running": 4, "max_context": 64}
+    if python:
+        engine |= {
+            "kind": "sglang",
+            "python": python,
+            "update": {"in_place": "disk"}.get(way, way),
+            "start_timeout_seconds": _START_SECONDS,
+            "launch": ["--mem-fraction-static", "0.3" if cuda else "0.5"],
         }
+    model = {"config": config, "tokenizer": str(tokenizer), "dtype": "bfloat16"}
+    return spec_of(
+        "weights", {"model": model, "engine": engine, "optimizer": {"lr": _LEARNING_RATE}}
     )
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """A tokenizer of a few words, which nothing is asked of."""
+    """Save a tokenizer of a few words, which nothing is asked of."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -91,93 +108,184 @@ def save_tokenizer(directory: Path) -> Path:
     return directory
 
 
-async def measure(
-    config: dict[str, Any], way: str, python: str, device: Device, rounds: int, place: Path
-) -> dict[str, float]:
-    """Seconds of updates of one server by `way`."""
-    settings = TrainerSettings(
-        experience_store_address="127.0.0.1:1",
-        orchestrator_address="127.0.0.1:1",
-        data_dir=place / "runs",
-        transfer_dir=place / "transfer",
-        trainer_device=device,
-        drain_seconds=1,
-    )
-    job = job_of(config, save_tokenizer(place / "tokenizer"), way, python, device == "cuda")
-    gpus = find_devices() if device == "cuda" else ()
-    engine = SglangEngine(
-        "bench.0", _POLICY, job.policies[_POLICY], devices=EngineDevices(gpus[-1:])
-    )
-    transfer = Transfer(place / "transfer")
-    found: list[tuple[float, float]] = []
-    async with serve(TrainerService, settings) as server, connect(server.address) as channel:
-        trainer = trainer_grpc.TrainerStub(channel)
-        named: dict[str, Any] = {"job_id": _JOB, "policy": _POLICY}
-        bind = trainer_pb.BindRequest(request_id=new_id(), spec_json=job.model_dump_json(), **named)
-        _say(way, "binds the policy")
-        weights: common_pb.WeightsRef = (await trainer.Bind(bind, timeout=600)).weights
-        _say(way, f"starts a server, {_START_SECONDS} s at most")
+class Rehearsal:
+    """One engine that follows a policy in training."""
+
+    def __init__(
+        self, job: JobSpec, engine: ServingEngine, way: str, transfer: Transfer, device: Device
+    ) -> None:
+        """`way`: as the engine reports it."""
+        spec = job.policies[POLICY]
+        assert spec.model is not None
+        self._config: dict[str, Any] = dict(spec.model.config or {})
+        self._engine, self._way, self._transfer = engine, way, transfer
+        self._device = torch.device(device)
+        self._former: dict[str, torch.Tensor] = {}
+        self._turns = 0
+
+    async def run(self, policy: FedPolicy, rounds: int) -> list[Update]:
+        """Start the engine; bring it to the first version and to those of `rounds` + 1 steps."""
+        await policy.bind()
+        progress(f"starts the engine, {_START_SECONDS} s at most")
         began = time.monotonic()
         try:
-            await engine.start()
-            _say(way, f"the server is ready after {time.monotonic() - began:.0f} s")
-            for number in range(rounds + 1):
-                await engine.update_weights(weights, transfer)
-                update = engine.last_update
-                assert update is not None  # one has just succeeded
-                if update.way != {"disk": "in_place"}.get(way, way):
-                    raise WrongWay(f"weights came by {update.way}, not by {way}: see the warning")
-                found.append((update.total_seconds, update.exposed_seconds))
-                _say(way, f"update {number + 1} of {rounds + 1}: {update.total_seconds:.2f} s")
-                again = trainer_pb.RestartRequest(
-                    request_id=new_id(),
-                    version=weights.version,
-                    checksum=weights.checksum,
-                    **named,
-                )
-                weights = (await trainer.Restart(again, timeout=600)).weights
+            await self._engine.start()
+            progress(f"the engine is ready after {time.monotonic() - began:.0f} s")
+            updates = [await self._update(policy)]
+            first = policy.weights.version
+            for step in range(first, first + rounds + 1):
+                await policy.play(step, _STEP_TOKENS)
+                await policy.train(step)
+                updates.append(await self._update(policy))
         finally:
-            await engine.stop()
-    transfer.close()
+            await self._engine.stop()
+        return updates
+
+    async def _update(self, policy: FedPolicy) -> Update:
+        ref, engine = policy.weights, self._engine
+        await engine.update_weights(ref, self._transfer)
+        report = engine.last_update
+        assert report is not None  # one has just succeeded
+        if report.way != self._way:
+            raise WrongWeights(f"they came by {report.way}, not by {self._way}: see the warning")
+        prompts, answers = await self._play()
+        for answer in answers:
+            if {span.version for span in answer.versions} != {ref.version}:
+                raise WrongWeights(f"a turn names {answer.versions}, not version {ref.version}")
+        published, _ = await asyncio.to_thread(
+            self._transfer.get, ref.key, expected_checksum=ref.checksum
+        )
+        found = await asyncio.to_thread(self._mismatch, published, prompts, answers)
+        former = None
+        if self._former:
+            former = await asyncio.to_thread(self._mismatch, self._former, prompts, answers)
+        self._former = {name: tensor.clone() for name, tensor in published.items()}
+        progress(
+            f"version {ref.version}: {report.total_seconds:.2f} s, paused "
+            f"{report.exposed_seconds:.3f} s, mismatch {found:.1e}"
+            + (f", by the version before {former:.1e}" if former is not None else "")
+        )
+        if not found <= _MOST_MISMATCH:
+            raise WrongWeights(f"log-probs of turns differ from version {ref.version}: {found:.3g}")
+        if former is not None and not former > 2 * found:
+            raise WrongWeights(
+                f"turns fit the version before ({former:.3g}) as well as theirs ({found:.3g})"
+            )
+        return Update(report.total_seconds, report.exposed_seconds, found, former)
+
+    async def _play(self) -> tuple[list[list[int]], list[EngineResponse]]:
+        """Return prompts of random tokens, and the engine's answers to all of them at once."""
+        generator = torch.Generator().manual_seed(self._turns)
+        prompts = torch.randint(3, 100, (_TURNS, _PROMPT_TOKENS), generator=generator).tolist()
+        names = [f"turn-{self._turns + number}" for number in range(_TURNS)]
+        self._turns += _TURNS
+        sampling = Sampling(max_new_tokens=_ANSWER_TOKENS)
+        answers = await asyncio.gather(
+            *(
+                self._engine.generate(name, prompt, sampling, deadline_seconds=_TURN_SECONDS)
+                for name, prompt in zip(names, prompts, strict=True)
+            )
+        )
+        return prompts, answers
+
+    def _mismatch(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[EngineResponse],
+    ) -> float:
+        """Return the mean k3 of answers' log-probs under `weights`, computed in float32."""
+        model = skeleton(AutoConfig.for_model(**self._config), "float32", POLICY)
+        tensors = dict(weights)
+        if self._config.get("tie_word_embeddings"):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        model.load_state_dict(tensors)
+        model.to(self._device)
+        differences = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer.token_ids]], device=self._device)
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            table = torch.log_softmax(logits, dim=-1)
+            chosen = table.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+            differences.append(chosen.double().cpu() - torch.tensor(answer.logprobs).double())
+        difference = torch.cat(differences)
+        return float((difference.exp() - 1 - difference).mean())
+
+
+async def measure(
+    config: dict[str, Any], way: str, python: str, device: Device, rounds: int, place: Path
+) -> dict[str, Any]:
+    """Return seconds of updates of one engine by `way`, and their proofs."""
+    cuda = device == "cuda"
+    with started(place) as servers:
+        settings = TrainerSettings(
+            experience_store_address=servers.address,
+            orchestrator_address="127.0.0.1:1",
+            data_dir=place / "runs",
+            transfer_dir=place / "transfer",
+            trainer_device=device,
+            drain_seconds=1,
+        )
+        job = job_of(config, save_tokenizer(place / "tokenizer"), way, python, cuda)
+        spec = job.policies[POLICY]
+        gpus = find_devices() if cuda else ()
+        # A server opens handles of memory of GPUs that it sees: the trainer's is the first.
+        devices = EngineDevices(gpus[:1] if way == "ipc" else gpus[-1:])
+        engine: ServingEngine
+        if python:
+            engine = SglangEngine("bench.0", POLICY, spec, devices=devices)
+        else:
+            engine = EmbeddedEngine("bench.0", POLICY, spec, device=device, devices=devices)
+            way = "copied" if cuda else "mapped"
+        transfer = Transfer(place / "transfer")
+        try:
+            async with (
+                serve(TrainerService, settings) as server,
+                connect(server.address) as to_trainer,
+                connect(servers.address) as to_store,
+            ):
+                trainer = trainer_grpc.TrainerStub(to_trainer)
+                policy = FedPolicy(job, trainer, Stub(to_store))
+                updates = await Rehearsal(job, engine, way, transfer, device).run(policy, rounds)
+                num_bytes = policy.weights.num_bytes
+        finally:
+            transfer.close()
     return {
-        "gigabytes": weights.num_bytes / 1e9,
-        "seconds": statistics.median(total for total, _ in found[1:]),
-        "paused_seconds": statistics.median(paused for _, paused in found[1:]),
-        "first_paused_seconds": found[0][1],
+        "engine": engine.kind,
+        "way": way,
+        "gigabytes": num_bytes / 1e9,
+        "updates": len(updates),
+        "seconds": statistics.median(one.total_seconds for one in updates[1:]),
+        "paused_seconds": statistics.median(one.paused_seconds for one in updates[1:]),
+        "first_paused_seconds": updates[0].paused_seconds,
+        "mismatch": max(one.mismatch for one in updates),
+        "of_former_version": min(
+            one.of_former_version for one in updates if one.of_former_version is not None
+        ),
     }
 
 
 def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--python", default="", help="what has SGLang")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    ways = ["ipc", "disk"]
-    if not cuda or torch.cuda.device_count() > 1:
-        ways.insert(1, "broadcast")
-    found: dict[str, Any] = {"broadcast": None}  # NCCL has one rank per GPU
-    problems: dict[str, str] = {}
     config = TINY if options.quick or not cuda else HALF_BILLION
-    rounds = 1 if options.quick else 5
-    for way in ways:
-        with scratch() as place:
-            python = options.python or sglang_interpreter(place)
-            work = measure(config, way, python, options.device, rounds, place)
-            try:
-                found[way] = asyncio.run(asyncio.wait_for(work, _WAY_SECONDS))
-            except TimeoutError:
-                problems[way] = f"took over {_WAY_SECONDS:.0f} s"
-            except (WrongWay, TroupeError, RuntimeError, OSError) as error:
-                problems[way] = f"{type(error).__name__}: {error}"
-        if way in problems:
-            found[way] = None
-            _say(way, problems[way])
-    if not any(found.values()):
-        sys.exit("; ".join(f"{way}: {reason}" for way, reason in problems.items()))
-    finish({**found, "problems": problems}, quiet=True)
+    with scratch() as place:
+        python = options.python or find_sglang(place)
+        if options.way != "in_place":
+            python = python or sglang_interpreter(place)
+        rounds = 1 if options.quick else 5
+        try:
+            found = asyncio.run(measure(config, options.way, python, options.device, rounds, place))
+        except (WrongWeights, TroupeError, RuntimeError, OSError) as error:
+            found = {"problems": {options.way: f"{type(error).__name__}: {error}"}}
+    finish(found, quiet=True)
 
 
 if __name__ == "__main__":

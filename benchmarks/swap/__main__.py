@@ -7,7 +7,9 @@ transfer layer and resumed, compared with copying its bytes twice in the same ru
 **simulated** policies train through all services on two trainers that hold one policy each, and on
 six dedicated ones a third as fast: the same total compute. The last line is one JSON object:
 
-- `memcpy_ratio`: time of two copies of its bytes over the time of suspension and resumption;
+- `memcpy_ratio`: time of two copies of its bytes over the time of suspension and resumption, of the
+  largest policy, as are `gigabytes`, `suspend_seconds`, `resume_seconds` and GB/s (`suspend_gb_s`,
+  `resume_gb_s`);
 - `utilization`: of the two trainers, computing time over elapsed time;
 - `exposed_fraction`: fraction of the two trainers' time spent on suspensions and resumptions;
 - `over_dedicated`: samples per second on two shared trainers over six dedicated ones.
@@ -56,7 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for size in sizes
             ]
         console.print(_bandwidths(rows))
-        found["memcpy_ratio"] = round(rows[-1].ratio, 3)
+        largest = rows[-1]
+        found |= {
+            "memcpy_ratio": round(largest.ratio, 3),
+            "gigabytes": round(largest.num_bytes / 1e9, 3),
+            "suspend_seconds": round(largest.suspend_seconds, 4),
+            "resume_seconds": round(largest.resume_seconds, 4),
+            "suspend_gb_s": round(largest.num_bytes / 1e9 / largest.suspend_seconds, 2),
+            "resume_gb_s": round(largest.num_bytes / 1e9 / largest.resume_seconds, 2),
+        }
     if args.only != "bandwidth":
         shared, dedicated = asyncio.run(_share(args.quick))
         console.print(_sharing([shared, dedicated]))

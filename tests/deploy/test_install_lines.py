@@ -33,7 +33,10 @@ DEPENDENCIES = {
 }
 # Packages of others that users install beside Troupe, none of them a dependency.
 OTHERS = {"autogen-agentchat", "autogen-ext", "marble-v1", "setuptools", "sglang", "verifiers"}
-OPTIONS_WITH_VALUE = {"-r", "--requirement", "--python", "--index-url", "-c", "--constraint"}
+OPTIONS_WITH_VALUE = {
+    *("-r", "--requirement", "-c", "--constraint"),
+    *("--python", "--index-url", "--find-links", "--target"),
+}
 # What stands for something that the reader or the shell fills in.
 PLACEHOLDER = re.compile(r"\$|\{|\.\.\.|^[A-Z]+$")
 
