@@ -60,10 +60,12 @@ _PROMPT_TOKENS: Final = 16
 _ANSWER_TOKENS: Final = 32
 # Tokens of a training step.
 _STEP_TOKENS: Final = 512
-# A step moves every weight by about this, a quarter of its size: versions must differ.
-_LEARNING_RATE: Final = 5e-3
-# The most by which bfloat16 and other kernels make a server's log-probs differ, as k3 per token.
+# A step moves every weight by about this, a twentieth of its size, and all of them to one end.
+_LEARNING_RATE: Final = 1e-3
+# The most by which bfloat16 and kernels make a server's log-probs differ, as k3 per token; the
+# version before must differ by some times more.
 _MOST_MISMATCH: Final = 0.05
+_TIMES_MORE: Final = 5
 Device = Literal["cuda", "cpu"]
 
 
@@ -108,8 +110,8 @@ def save_tokenizer(directory: Path) -> Path:
     return directory
 
 
-class Rehearsal:
-    """One engine that follows a policy in training."""
+class ProvenUpdates:
+    """Brings one engine to the versions of a policy in training, and proves each."""
 
     def __init__(
         self, job: JobSpec, engine: ServingEngine, way: str, transfer: Transfer, device: Device
@@ -167,7 +169,7 @@ class Rehearsal:
         )
         if not found <= _MOST_MISMATCH:
             raise WrongWeights(f"log-probs of turns differ from version {ref.version}: {found:.3g}")
-        if former is not None and not former > 2 * found:
+        if former is not None and not former > _TIMES_MORE * found:
             raise WrongWeights(
                 f"turns fit the version before ({former:.3g}) as well as theirs ({found:.3g})"
             )
@@ -247,7 +249,9 @@ async def measure(
             ):
                 trainer = trainer_grpc.TrainerStub(to_trainer)
                 policy = FedPolicy(job, trainer, Stub(to_store))
-                updates = await Rehearsal(job, engine, way, transfer, device).run(policy, rounds)
+                updates = await ProvenUpdates(job, engine, way, transfer, device).run(
+                    policy, rounds
+                )
                 num_bytes = policy.weights.num_bytes
         finally:
             transfer.close()

@@ -40,7 +40,7 @@ def test_acceptance_runs_to_its_end_on_a_cpu() -> None:
     figures = {name: one["figures"] for name, one in parts.items()}
     for name in ("weights_in_place", "weights_ipc", "weights_broadcast"):
         if name not in skipped:
-            assert figures[name]["of_former_version"] > 2 * figures[name]["mismatch"]
+            assert figures[name]["of_former_version"] > 5 * figures[name]["mismatch"]
     for name in ("job_colocated", "job_split", "killed_server"):
         assert len(figures[name]["step_seconds"]) == 3
         assert figures[name]["samples"] == 3 * 2 * 4 * 3  # steps, queries, group, turns
@@ -121,9 +121,9 @@ def test_a_part_without_success_says_why(
 def test_part_at_its_deadline_ends_with_its_children_and_keeps_what_it_said(
     said: io.StringIO,
 ) -> None:
-    found = made(said, "hangs", 6)  # deadline: the part must reach it
+    found = made(said, "hangs", 8)  # deadline: the part must reach it
     assert found.status is Status.FAILED
-    assert found.reason.startswith("took over 6 s")
+    assert found.reason.startswith("took over 8 s")
     assert not psutil.pid_exists(found.figures["child"])
 
 
@@ -134,7 +134,7 @@ def test_process_that_a_part_leaves_behind_ends_with_it(said: io.StringIO) -> No
 
 
 def test_parts_after_a_failed_one_and_a_hanging_one_run(said: io.StringIO) -> None:
-    kinds = {"fails": 1.0, "hangs": 3.0, "works": 30.0}
+    kinds = {"fails": 1.0, "hangs": 1.0, "works": 30.0}
     parts = {kind: Part(("made_part", kind), seconds, "") for kind, seconds in kinds.items()}
     found = list(run_all(parts, PATIENCE, Console(file=said)))
     assert [(one.name, one.status.value) for one in found] == [
